@@ -1,0 +1,95 @@
+"""Every exception shotcast raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class ShotcastError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class ConfigError(ShotcastError, ValueError):
+    """An argument, an environment variable or a file says something that cannot be done."""
+
+
+class UnsupportedError(ShotcastError, TypeError):
+    """The input is well formed, but nothing here (nor the vendor library) serves it."""
+
+
+class ClosedError(ShotcastError):
+    """The communicator was closed."""
+
+
+class CollectiveTimeout(ShotcastError):
+    """Not every rank took part in a call within the deadline.
+
+    Attributes:
+        rank: the rank that reports.
+        missing: ranks that had not arrived when the deadline expired, ascending.
+        op: name of the operation, for example ``"all_reduce"``.
+        epoch: number of the call on this communicator, counted from 1.
+    """
+
+    def __init__(self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float):
+        self.rank = rank
+        self.missing = tuple(missing)
+        self.op = op
+        self.epoch = epoch
+        self.timeout_s = timeout_s
+        who = ", ".join(map(str, self.missing)) or "none named (all started the call, data did not arrive)"
+        super().__init__(
+            f"rank {rank}: {op} (call {epoch}) did not complete within {timeout_s:g} s; "
+            f"missing ranks: {who}. The communicator is stopped: reset() it when every rank is alive, "
+            f"otherwise close() it and build a new one"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s)
+
+
+class CollectiveMismatch(ShotcastError):
+    """The ranks did not make the same call.
+
+    Attributes:
+        rank: the rank that reports.
+        calls: what each rank called (a readable description by rank), as far as it is known.
+        differing: ranks that are not in the largest group of equal calls, ascending.
+        fields: what differs, a subset of ``("op", "dtype", "algorithm", "root", "nbytes")``.
+        epoch: number of the call on this communicator, counted from 1.
+    """
+
+    def __init__(
+        self, rank: int, calls: Mapping[int, str], differing: Sequence[int], fields: Sequence[str], epoch: int
+    ):
+        self.rank = rank
+        self.calls = dict(calls)
+        self.differing = tuple(differing)
+        self.fields = tuple(fields)
+        self.epoch = epoch
+        what = "; ".join(f"rank {r}: {call}" for r, call in sorted(self.calls.items()))
+        super().__init__(
+            f"rank {rank}: call {epoch} differs between ranks in {', '.join(self.fields) or 'its header'}; "
+            f"differing ranks: {', '.join(map(str, self.differing)) or 'unknown'}. {what}. "
+            f"Every rank must make the same calls in the same order; reset() the communicator to go on"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.calls, self.differing, self.fields, self.epoch)
+
+
+class RankFailed(ShotcastError):
+    """A process started by :func:`shotcast.spawn` raised, exited or was killed.
+
+    Attributes:
+        rank: the first rank that failed.
+        detail: its traceback, or how the process ended.
+    """
+
+    def __init__(self, rank: int, detail: str):
+        self.rank = rank
+        self.detail = detail
+        super().__init__(f"rank {rank} failed; the other ranks were ended\n{detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.detail)

@@ -1,0 +1,1 @@
+"""Symmetric memory: one owner of every byte that ranks share."""

@@ -1,0 +1,49 @@
+"""What symmetric memory is, wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class HostGroup(Protocol):
+    """The ranks of one communicator, seen from the host: rank numbers, and small objects exchanged slowly."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
+        """Every rank's ``value`` (picklable), by rank. Raises CollectiveTimeout naming the ranks that did not come."""
+        ...
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Returns once every rank has called. Raises CollectiveTimeout naming the ranks that did not come."""
+        ...
+
+
+class SymmetricBuffer(Protocol):
+    """``nbytes`` of memory on every rank, mapped by all of them.
+
+    ``addresses[r]`` is where rank r's bytes lie in *this* process (or on this process's GPU); ``multicast_address`` is
+    an address whose stores reach all ranks at once, or 0. New memory is zero. The owner closes it; views die with it.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def addresses(self) -> tuple[int, ...]: ...
+
+    @property
+    def multicast_address(self) -> int: ...
+
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Rank ``rank``'s bytes from ``offset`` on as a tensor; raises ConfigError beyond the end."""
+        ...
+
+    def close(self) -> None: ...

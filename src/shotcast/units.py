@@ -1,0 +1,37 @@
+"""Byte counts as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from shotcast.errors import ConfigError
+
+_FACTOR = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``"8"``, ``"64K"``, ``"1.5MB"``, ``"16MiB"`` (binary multiples, as nccl-tests reads them)."""
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"a size is not negative: {text}")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?\s*", text.upper())
+    if not match:
+        raise ConfigError(f"not a size: {text!r}; write bytes, or a number with K, M or G, such as 64K")
+    nbytes = float(match[1]) * _FACTOR[match[2]]
+    if nbytes != int(nbytes):
+        raise ConfigError(f"not a whole number of bytes: {text!r}")
+    return int(nbytes)
+
+
+def format_size(nbytes: int) -> str:
+    """``65536`` as ``"64 KiB"``; exact, so sizes that are no whole multiple stay in smaller units."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def align_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple

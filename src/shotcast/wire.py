@@ -1,0 +1,192 @@
+"""What all ranks of a communicator must agree on, bit for bit.
+
+Codes, the header word that every call exchanges, the abort word that ends calls, and the partition of a message into
+slices. Everything here is plain integers, so that kernels, compiled host code and tests share one statement.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shotcast.errors import ConfigError
+from shotcast.units import align_up, format_size
+
+MAX_WORLD_SIZE = 8
+"""Ranks that the own kernels serve: the GPUs of one NVLink node."""
+
+SENTINEL = 0xFFFFFFFF
+"""A 32-bit word that says "not arrived yet"; sent data has it replaced by :data:`SENTINEL_STAND_IN`."""
+SENTINEL_STAND_IN = 0x7FFFFFFF
+SLICE_ALIGN = 16
+"""Slices of a message begin at multiples of this many bytes."""
+
+
+class Op(enum.IntEnum):
+    """Operations, with their code in the header word."""
+
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+    ALL_TO_ALL = 4
+    BROADCAST = 5
+    SEND = 6
+    RECV = 7
+    BARRIER = 8
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+ALGORITHMS = ("ring", "one_shot", "two_shot", "vendor")
+"""Names of algorithms; the header carries the position."""
+
+DTYPES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+}
+"""Item size by dtype name; the header carries the position. A barrier sends position 31."""
+
+REDUCIBLE = ("float32", "float16", "bfloat16")
+"""Dtypes the own kernels add up. Everything in DTYPES can be copied."""
+
+_DTYPE_NAMES = tuple(DTYPES)
+_NO_DTYPE = 31
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How an algorithm is launched; the same on all ranks.
+
+    GPU kernels use ``programs`` (thread blocks that carry data), ``block_words`` (32-bit words a tile) and
+    ``num_warps``; compiled host code uses ``chunk_bytes`` (bytes of one pipeline step).
+    """
+
+    programs: int = 1
+    block_words: int = 128
+    num_warps: int = 1
+    chunk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """One call as an executor runs it: what, how, and the header that says so to the peers.
+
+    ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce_scatter (whole), all_to_all,
+    broadcast and send, the output of all_gather (whole) and recv. ``root`` is the root of a broadcast, or the peer of
+    send and recv. ``sizes`` are elements by rank of an uneven all_gather, otherwise empty.
+    """
+
+    op: Op
+    algorithm: str
+    dtype: str
+    nbytes: int
+    root: int = 0
+    sizes: tuple[int, ...] = ()
+    launch: LaunchShape = LaunchShape()
+
+    @property
+    def header(self) -> int:
+        return encode_header(self)
+
+
+def sizes_digest(sizes: Sequence[int]) -> int:
+    """32 bits that stand for per-rank sizes in a header (FNV-1a over the decimal text)."""
+    digest = 0x811C9DC5
+    for byte in ",".join(map(str, sizes)).encode():
+        digest = ((digest ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return digest
+
+
+def encode_header(plan: CallPlan) -> int:
+    """The 48 low bits of a header word: nbytes 32, root 3, algorithm 4, dtype 5, op 4 (from bit 0 up).
+
+    The sender puts the 16 low bits of the epoch above them. Send and recv of one message have equal headers, so the op
+    field of both is SEND and the root field is the sender.
+    """
+    size = sizes_digest(plan.sizes) if plan.sizes else plan.nbytes
+    if not 0 <= size < 1 << 32:
+        raise ConfigError(f"a message of {plan.nbytes} bytes is beyond the 4 GiB that one call can carry")
+    dtype = _NO_DTYPE if plan.op is Op.BARRIER else _DTYPE_NAMES.index(plan.dtype)
+    op = Op.SEND if plan.op is Op.RECV else plan.op
+    return size | plan.root << 32 | ALGORITHMS.index(plan.algorithm) << 35 | dtype << 39 | int(op) << 44
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header word, read back."""
+
+    op: str
+    dtype: str
+    algorithm: str
+    root: int
+    nbytes: int
+
+    @classmethod
+    def decode(cls, word: int) -> Header:
+        op, dtype = word >> 44 & 15, word >> 39 & 31
+        algorithm = word >> 35 & 15
+        return cls(
+            op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
+            dtype=_DTYPE_NAMES[dtype] if dtype < len(_DTYPE_NAMES) else "-",
+            algorithm=ALGORITHMS[algorithm] if algorithm < len(ALGORITHMS) else f"algorithm {algorithm}",
+            root=word >> 32 & 7,
+            nbytes=word & 0xFFFFFFFF,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.dtype}, {format_size(self.nbytes)}, {self.algorithm}, root {self.root})"
+
+
+TIMEOUT, MISMATCH = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An abort word, read back: kind (TIMEOUT or MISMATCH), the ranks it names, operation and 32 bits of the epoch.
+
+    Bits from 0 up: epoch 32, rank mask 16, op 8, kind 8. Zero means no fault.
+    """
+
+    kind: int
+    op: str
+    ranks: tuple[int, ...]
+    epoch32: int
+
+    @classmethod
+    def decode(cls, word: int) -> Fault:
+        mask, op = word >> 32 & 0xFFFF, word >> 48 & 0xFF
+        return cls(
+            kind=word >> 56 & 0xFF,
+            op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
+            ranks=tuple(r for r in range(16) if mask >> r & 1),
+            epoch32=word & 0xFFFFFFFF,
+        )
+
+
+def encode_fault(kind: int, op: int, mask: int, epoch: int) -> int:
+    return kind << 56 | op << 48 | mask << 32 | (epoch & 0xFFFFFFFF)
+
+
+def slice_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes of each rank's slice of a message; the last slices of a short message are shorter or empty."""
+    return align_up(-(-nbytes // world_size), SLICE_ALIGN)
