@@ -1,0 +1,505 @@
+"""Start the ranks of one job as processes of this machine.
+
+``torchrun`` does this for a command line; :func:`spawn` does it for a function, with the same environment variables.
+
+- Ranks are forked from a server process that has torch and numba imported (multiprocessing's "forkserver"), so eight of
+  them start in the time of one. The server starts no thread pool and never touches CUDA.
+- The parent hosts the store that the ranks meet at, on a port the kernel picks; ranks join it as torchrun's workers do.
+  So no port is guessed, and the store outlives every rank.
+- A rank's environment is the caller's, at the time of the call. It is in place before the caller's modules are imported.
+- The kernel kills a rank when the parent is gone, even if the rank is stuck in compiled code (Linux only, as is the
+  shared memory of CPU ranks).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import io
+import logging
+import multiprocessing.forkserver
+import multiprocessing.popen_forkserver
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
+from typing import Any, Literal, TypeVar, overload
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankFailed
+from shotcast.hardware.detect import available_cores
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_SETTLE_S = 0.5
+"""After a failure, time for the rank that caused it to be heard: its neighbours may notice first."""
+_SETTLE_TIMEOUT_S = 2.0
+"""The same when the failure heard first is a timeout or mismatch, which another rank caused by definition."""
+_EXIT_GRACE_S = 10.0
+"""From the last rank's result to the end of all processes (process groups are destroyed meanwhile)."""
+_TERM_GRACE_S = 2.0
+"""From SIGTERM to SIGKILL."""
+
+_running_main = False
+"""True in a rank while the caller's script is imported there."""
+
+
+@overload
+def spawn(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    return_exceptions: bool,
+) -> list[T | BaseException]: ...
+
+
+def spawn(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Run ``fn(*args)`` in ``world_size`` new processes and return what each returned, by rank.
+
+    Inside, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set, so ``shotcast.Communicator()`` and
+    ``torch.distributed.init_process_group()`` need no arguments::
+
+        def work(scale: float) -> torch.Tensor:
+            with shotcast.Communicator() as comm:
+                return comm.all_reduce(torch.full([4], scale * comm.rank))
+
+        if __name__ == "__main__":
+            print(shotcast.spawn(work, 4, 0.5))
+
+    The script that calls it is imported by every rank, so the call stands under ``if __name__ == "__main__":``.
+
+    Args:
+        fn: a function at the top level of a module. It and ``args`` travel by pickle.
+        world_size: number of processes, from 1 up.
+        timeout_s: seconds for the whole call; None waits for ever.
+        env: environment variables to set in the ranks, besides the caller's own.
+        return_exceptions: do not end the other ranks when one fails; the list then holds, at the place of a rank that
+            failed, its exception (:class:`RankFailed` if it was killed, exited, or was ended by ``timeout_s``).
+
+    OMP_NUM_THREADS, unless set, shares the cores among the ranks; GLOO_SOCKET_IFNAME, unless set, is the loopback.
+
+    Raises:
+        RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed. The other ranks were ended. When several
+            failed it names the cause, not those who then missed it. The rank's exception, if any, is ``__cause__``.
+        ConfigError: ``fn`` cannot be imported by a new process, or ``world_size`` is not positive.
+    """
+    if _running_main:
+        raise ConfigError(
+            "shotcast.spawn was called while a rank imported this script, which would start ranks without end. "
+            'Put the call under: if __name__ == "__main__":'
+        )
+    if world_size < 1:
+        raise ConfigError(f"world_size is a positive number of processes, not {world_size}")
+    payload = _pickle_call(fn, args)
+    ranks: list[_Rank] = []
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+    try:
+        for rank in range(world_size):
+            ranks.append(_Rank.start(rank, _rank_env(rank, world_size, store.port, env), payload))
+        timed_out = _collect(ranks, deadline, stop_at_failure=not return_exceptions)
+        if timed_out or not (return_exceptions or all(rank.succeeded for rank in ranks)):
+            unfinished = [rank for rank in ranks if not rank.finished]
+            _end(unfinished)
+            if timed_out:
+                for rank in unfinished:
+                    rank.failure = _Failure(_timeout_detail(rank, unfinished, timeout_s))
+        else:
+            _join(ranks)
+        if return_exceptions:
+            return [rank.value if rank.failure is None else rank.failure.as_exception(rank.rank) for rank in ranks]
+        failed = [rank for rank in ranks if rank.failure is not None]
+        if failed:
+            raise _root_cause(failed)
+        return [rank.value for rank in ranks]
+    finally:
+        _end(ranks)
+        for rank in ranks:
+            rank.close()
+        del store  # ranks are gone; the port is free again
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    name = getattr(fn, "__qualname__", repr(fn))
+    main = sys.modules["__main__"]
+    if getattr(fn, "__module__", None) == "__main__" and not (getattr(main, "__file__", None) or main.__spec__):
+        raise ConfigError(f"{name} was typed into an interpreter; ranks import their function from a file")
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise ConfigError(
+            f"{name} and its arguments must be picklable, and {name} a function at the top level of a module: {error}"
+        ) from error
+
+
+def _rank_env(rank: int, world_size: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
+    merged = {**os.environ, **(env or {})}
+    merged.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        merged.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    return merged | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        # The store exists already: rank 0 joins as a client too, as under torchrun.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+# --- the parent's side ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Failure:
+    detail: str
+    exception: BaseException | None = None
+    killed: bool = False
+
+    def as_exception(self, rank: int) -> BaseException:
+        if self.exception is None:
+            return RankFailed(rank, self.detail)
+        # Tracebacks do not travel; their text does.
+        self.exception.__cause__ = RankFailed(rank, self.detail)
+        return self.exception
+
+    @property
+    def consequence(self) -> int:
+        """How likely another rank is to blame: 0 died without a word, 1 raised, 2 lost a peer, 3 waited in vain."""
+        if self.killed:
+            return 0
+        if isinstance(self.exception, CollectiveTimeout | CollectiveMismatch):
+            return 3
+        lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+        if isinstance(self.exception, dist.DistError) or any(text in self.detail for text in lost_peer):
+            return 2
+        return 1
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One process, seen from the parent."""
+
+    rank: int
+    process: _RankProcess
+    results: Connection
+    stacks: Connection
+    alive: Connection
+    reported: bool = False
+    value: Any = None
+    failure: _Failure | None = None
+
+    @classmethod
+    def start(cls, rank: int, env: dict[str, str], payload: bytes) -> _Rank:
+        context = multiprocessing.get_context("forkserver")
+        results, results_w = context.Pipe(duplex=False)
+        stacks, stacks_w = context.Pipe(duplex=False)
+        alive_r, alive = context.Pipe(duplex=False)
+        ends = (results_w, stacks_w, alive_r)
+        process = _RankProcess(target=_run_rank, args=(env, _main_of_caller(), payload, *ends))
+        process.name = f"shotcast rank {rank}"
+        try:
+            process.start()
+        finally:
+            for end in ends:
+                end.close()
+        return cls(rank, process, results, stacks, alive)
+
+    @property
+    def finished(self) -> bool:
+        return self.reported or self.failure is not None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.reported and self.failure is None
+
+    def receive(self) -> None:
+        """Take the rank's report, or, if the pipe ends without one, learn how the process died."""
+        try:
+            report = self.results.recv_bytes()
+        except (EOFError, OSError):
+            self.note_exit(timeout_s=_EXIT_GRACE_S)
+            return
+        self.reported = True
+        kind, value, text = pickle.loads(report)
+        if kind == "error":
+            self.failure = _Failure(text, exception=_unpickle(value))
+            return
+        try:
+            self.value = pickle.loads(value)
+        except Exception:
+            self.failure = _Failure(f"its return value cannot be unpickled here\n{traceback.format_exc()}")
+
+    def note_exit(self, timeout_s: float) -> None:
+        """Record an exit that was no clean one; the process has ended or is about to."""
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        if self.failure is not None or (self.reported and code in (0, None)):
+            return
+        after = " after it had returned" if self.reported else ""
+        if code is not None and code < 0:
+            hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
+            name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+            self.failure = _Failure(f"the process was killed by {name}{after}{hint}", killed=True)
+        elif self.reported:
+            self.failure = _Failure(f"the process exited with code {code}{after}; its standard error says why")
+        else:
+            self.failure = _Failure(f"the process exited with code {code} and returned nothing", killed=True)
+
+    def stack(self) -> str:
+        """Where the rank stood when SIGTERM reached it."""
+        text = io.BytesIO()
+        with contextlib.suppress(EOFError, OSError):
+            while self.stacks.poll(0):
+                chunk = os.read(self.stacks.fileno(), 65536)
+                if not chunk:
+                    break
+                text.write(chunk)
+        return text.getvalue().decode(errors="replace").strip()
+
+    def close(self) -> None:
+        self.results.close()
+        self.stacks.close()
+        self.alive.close()
+        self.process.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float | None, *, stop_at_failure: bool) -> bool:
+    """Wait for reports; True when the deadline passed first. A failure ends the wait after a moment for its cause."""
+    while pending := {rank.results: rank for rank in ranks if not rank.finished}:
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            return True
+        ready = wait(list(pending), None if deadline is None else deadline - now)
+        for connection in ready:
+            pending[connection].receive()  # type: ignore[index]
+        failures = [rank.failure for rank in ranks if rank.failure is not None]
+        if failures and stop_at_failure:
+            settle_s = _SETTLE_TIMEOUT_S if all(f.consequence == 3 for f in failures) else _SETTLE_S
+            if not failures[0].killed:
+                _collect(ranks, time.monotonic() + settle_s, stop_at_failure=False)
+            return False
+    return False
+
+
+def _join(ranks: list[_Rank]) -> None:
+    """Let processes end by themselves once all have reported; a crash on the way out is a failure too."""
+    deadline = time.monotonic() + _EXIT_GRACE_S
+    for rank in ranks:
+        rank.note_exit(timeout_s=max(0.0, deadline - time.monotonic()))
+        if rank.process.exitcode is None:
+            _log.warning("rank %d returned but did not exit within %g s; it is ended", rank.rank, _EXIT_GRACE_S)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """End what still runs: SIGTERM, then SIGKILL."""
+    running = [rank for rank in ranks if rank.process.exitcode is None]
+    for stop, grace_s in (("terminate", _TERM_GRACE_S), ("kill", None)):
+        for rank in running:
+            getattr(rank.process, stop)()
+        deadline = time.monotonic() + grace_s if grace_s is not None else None
+        for rank in running:
+            rank.process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        running = [rank for rank in running if rank.process.exitcode is None]
+
+
+def _timeout_detail(rank: _Rank, unfinished: list[_Rank], timeout_s: float | None) -> str:
+    names = ", ".join(str(other.rank) for other in unfinished)
+    stack = rank.stack()
+    where = f"\nrank {rank.rank} stood here:\n{stack}" if stack else ""
+    return f"ranks that had not finished within {timeout_s:g} s: {names}; they were ended{where}"
+
+
+def _root_cause(failed: list[_Rank]) -> RankFailed:
+    """The failure least likely to be another's consequence; among equals the first heard of."""
+    rank = min(failed, key=lambda rank: rank.failure.consequence if rank.failure else 0)
+    assert rank.failure is not None
+    others = [str(other.rank) for other in failed if other is not rank]
+    also = f"\n(ranks that failed as well: {', '.join(others)})" if others else ""
+    error = RankFailed(rank.rank, rank.failure.detail.rstrip() + also)
+    error.__cause__ = rank.failure.exception
+    return error
+
+
+def _unpickle(data: bytes | None) -> BaseException | None:
+    """A rank's exception, or None where it does not travel (its text does)."""
+    if data is None:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+# --- starting a process -----------------------------------------------------------------------------------------------
+
+
+class _Popen(multiprocessing.popen_forkserver.Popen):
+    """The forkserver's launch, except that the caller's script is not imported before the environment is set.
+
+    multiprocessing runs ``__main__`` in the child first of all. What that script imports reads environment variables
+    (triton.jit does, when a kernel is defined), so :func:`_run_rank` does it, later.
+    """
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = multiprocessing.spawn.get_preparation_data(process_obj.name)
+        for key in _MAIN_KEYS:
+            preparation.pop(key, None)
+        buffer = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
+        # multiprocessing.parent_process() of the child watches this end.
+        parent_fd = os.dup(write_fd)
+        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, (parent_fd, self.sentinel))
+        with open(write_fd, "wb", closefd=True) as file:
+            file.write(buffer.getbuffer())
+        self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
+
+
+class _RankProcess(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
+        return _Popen(process_obj)
+
+
+_server = multiprocessing.forkserver.ForkServer()
+"""A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
+_server.set_forkserver_preload(["numba", "torch", "torch.distributed", __name__])
+
+_MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
+
+
+def _main_of_caller() -> dict[str, Any]:
+    preparation = multiprocessing.spawn.get_preparation_data("")
+    return {key: preparation[key] for key in _MAIN_KEYS if key in preparation}
+
+
+# --- the rank's side --------------------------------------------------------------------------------------------------
+
+
+def _run_rank(
+    env: dict[str, str],
+    main: dict[str, Any],
+    payload: bytes,
+    results: Connection,
+    stacks: Connection,
+    alive: Connection,
+) -> None:
+    _die_with(alive.fileno())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        _apply_env()
+        with _importing_main():
+            multiprocessing.spawn.prepare(main)
+        fn, args = pickle.loads(payload)
+        value = fn(*args)
+    except BaseException as error:
+        results.send_bytes(_error_report(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Threads of a half-dead job may block an orderly exit, and nobody needs one.
+        os._exit(1)
+    results.send_bytes(_value_report(value))
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _die_with(pipe: int) -> None:
+    """Have the kernel kill this process when the other end of ``pipe``, which nobody writes to, is closed.
+
+    A watching thread would not do: it needs the interpreter lock, which a rank stuck in compiled code may hold.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it closed before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _apply_env() -> None:
+    """Make libraries that the server imported under its own environment follow this one."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    np.random.seed()  # forked ranks would all draw the server's numbers
+    if "numba" in sys.modules:
+        sys.modules["numba"].config.reload_config()
+
+
+@contextlib.contextmanager
+def _importing_main() -> Iterator[None]:
+    global _running_main
+    _running_main = True
+    try:
+        yield
+    finally:
+        _running_main = False
+
+
+def _value_report(value: Any) -> bytes:
+    try:
+        return pickle.dumps(("value", pickle.dumps(value), ""))
+    except Exception as error:
+        text = f"returned {type(value).__name__}, which cannot be pickled: {error}"
+        return pickle.dumps(("error", None, text))
+
+
+def _error_report(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, SystemExit):
+        text = f"called sys.exit({error.code!r})\n{text}"
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # an exception whose __init__ takes other arguments only fails here
+    except Exception:
+        data = None
+    return pickle.dumps(("error", data, text))

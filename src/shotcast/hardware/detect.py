@@ -1,0 +1,248 @@
+"""What this host has. Everything is a query: nothing is allocated on a GPU, no setting is changed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shotcast import env
+
+_MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One visible GPU.
+
+    Attributes:
+        multicast: the driver reports multicast objects for it (NVSwitch); None when the driver cannot be asked.
+    """
+
+    index: int
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+    sm_count: int
+    multicast: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What doctor shows and a benchmark records.
+
+    Attributes:
+        cores: processor time this process may use, in cores (affinity and cgroup quota).
+        shm_bytes, shm_free_bytes: size of the tmpfs that CPU ranks share, and what is free; 0 when it does not exist.
+        versions: of Python and the libraries; a library that is not installed is absent.
+        peer_access: ``peer_access[i][j]`` says whether GPU i may read and write GPU j's memory.
+        multicast_disabled_by: environment variable that keeps multicast off, or "".
+        cuda_error: why there is no GPU although CUDA is in this PyTorch build, or "".
+    """
+
+    cpu_model: str
+    cores: int
+    cores_installed: int
+    memory_bytes: int
+    memory_available_bytes: int
+    shm_dir: str
+    shm_bytes: int
+    shm_free_bytes: int
+    platform: str
+    versions: dict[str, str]
+    cuda_driver: str
+    cuda_runtime: str
+    gpus: tuple[GpuFacts, ...]
+    peer_access: tuple[tuple[bool, ...], ...]
+    multicast_disabled_by: str
+    cuda_error: str
+
+    @property
+    def all_peers(self) -> bool:
+        """Every GPU reaches every other one's memory."""
+        return all(access for i, row in enumerate(self.peer_access) for j, access in enumerate(row) if i != j)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def detect() -> HostFacts:
+    """Look at the host. Imports torch and, where it is a CUDA build, initialises CUDA in this process."""
+    import torch
+
+    shm_dir = env.shm_dir()
+    memory = _meminfo()
+    shm = shutil.disk_usage(shm_dir) if Path(shm_dir).is_dir() else None
+    gpus, peers, error = _gpus(torch)
+    driver = _cuda_driver_version()
+    return HostFacts(
+        cpu_model=_cpu_model(),
+        cores=available_cores(),
+        cores_installed=os.cpu_count() or 1,
+        memory_bytes=memory.get("MemTotal", 0),
+        memory_available_bytes=memory.get("MemAvailable", 0),
+        shm_dir=shm_dir,
+        shm_bytes=shm.total if shm else 0,
+        shm_free_bytes=shm.free if shm else 0,
+        platform=platform.platform(),
+        versions=_versions(torch),
+        cuda_driver=f"{driver // 1000}.{driver % 1000 // 10}" if driver else "",
+        cuda_runtime=torch.version.cuda or "",
+        gpus=gpus,
+        peer_access=peers,
+        multicast_disabled_by=multicast_disabled_by(os.environ),
+        cuda_error=error,
+    )
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def available_cores() -> int:
+    """Cores this process can keep busy: its affinity mask, cut by the cgroup's quota; at least 1."""
+    affinity = len(os.sched_getaffinity(0))
+    quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return max(1, min(affinity, math.ceil(quota))) if quota is not None else affinity
+
+
+def cgroup_quota(root: Path, membership: Path) -> float | None:
+    """Cores that the cgroup (version 2, or 1) grants, the least of this group and those above it; None if unlimited."""
+    quotas = []
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, files = root, ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            base, files = root / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for directory in (group, *group.parents):
+            fields = " ".join(_read(directory / name) for name in files).split()
+            if len(fields) == 2 and fields[0] not in ("max", "-1"):
+                quotas.append(int(fields[0]) / int(fields[1]))
+            if directory == base:
+                break
+    return min(quotas, default=None)
+
+
+def _cpu_model() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def _meminfo() -> dict[str, int]:
+    """Bytes by key of /proc/meminfo."""
+    facts = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        key, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            facts[key] = int(value.split()[0]) * 1024
+    return facts
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# --- libraries --------------------------------------------------------------------------------------------------------
+
+
+def _versions(torch: Any) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    names = {
+        "torch": ("torch",),
+        "triton": ("triton",),
+        "numba": ("numba",),
+        "nvshmem": ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
+    }
+    for name, distributions in names.items():
+        for distribution in distributions:
+            try:
+                versions[name] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    versions["torch"] = torch.__version__  # also says which build it is
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _gpus(torch: Any) -> tuple[tuple[GpuFacts, ...], tuple[tuple[bool, ...], ...], str]:
+    if not torch.backends.cuda.is_built():
+        return (), (), ""
+    try:
+        count = torch.cuda.device_count()
+        gpus = []
+        for index in range(count):
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append(
+                GpuFacts(
+                    index=index,
+                    name=properties.name,
+                    memory_bytes=properties.total_memory,
+                    compute_capability=(properties.major, properties.minor),
+                    sm_count=properties.multi_processor_count,
+                    multicast=_device_attribute(index, _MULTICAST_SUPPORTED),
+                )
+            )
+        peers = tuple(
+            tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
+        )
+    except RuntimeError as error:  # a driver that is too old, or a GPU in a bad state
+        return (), (), str(error).splitlines()[0]
+    return tuple(gpus), peers, ""
+
+
+def multicast_disabled_by(environ: Mapping[str, str]) -> str:
+    """The environment variable that switches multicast off, or ""."""
+    off = {"SHOTCAST_MULTICAST": ("0", "false"), "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("1", "true", "yes", "on")}
+    for name, values in off.items():
+        if environ.get(name, "").lower() in values:
+            return name
+    return ""
+
+
+@functools.cache
+def _libcuda() -> Any:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return library if library.cuInit(0) == 0 else None
+
+
+def _cuda_driver_version() -> int:
+    """CUDA version the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
+    version = ctypes.c_int(0)
+    library = _libcuda()
+    if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return 0
+    return version.value
+
+
+def _device_attribute(index: int, attribute: int) -> bool | None:
+    library = _libcuda()
+    value, device = ctypes.c_int(0), ctypes.c_int(0)
+    if library is None or library.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return None
+    if library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
+        return None
+    return bool(value.value)
