@@ -6,7 +6,7 @@
   them start in the time of one. The server starts no thread pool and never touches CUDA.
 - The parent hosts the store that the ranks meet at, on a port the kernel picks; ranks join it as torchrun's workers do.
   So no port is guessed, and the store outlives every rank.
-- A rank's environment is the caller's, at the time of the call. It is in place before the caller's modules are imported.
+- A rank's environment is the caller's at the time of the call, in place before the caller's modules are imported.
 - The kernel kills a rank when the parent is gone, even if the rank is stuck in compiled code (Linux only, as is the
   shared memory of CPU ranks).
 """
@@ -116,8 +116,8 @@ def spawn(
     OMP_NUM_THREADS, unless set, shares the cores among the ranks; GLOO_SOCKET_IFNAME, unless set, is the loopback.
 
     Raises:
-        RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed. The other ranks were ended. When several
-            failed it names the cause, not those who then missed it. The rank's exception, if any, is ``__cause__``.
+        RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed. The other ranks were ended. When
+            several failed it names the cause, not those who then missed it. ``__cause__`` is the rank's exception.
         ConfigError: ``fn`` cannot be imported by a new process, or ``world_size`` is not positive.
     """
     if _running_main:
@@ -132,8 +132,8 @@ def spawn(
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + timeout_s if timeout_s is not None else None
     try:
-        for rank in range(world_size):
-            ranks.append(_Rank.start(rank, _rank_env(rank, world_size, store.port, env), payload))
+        for number in range(world_size):
+            ranks.append(_Rank.start(number, _rank_env(number, world_size, store.port, env), payload))
         timed_out = _collect(ranks, deadline, stop_at_failure=not return_exceptions)
         if timed_out or not (return_exceptions or all(rank.succeeded for rank in ranks)):
             unfinished = [rank for rank in ranks if not rank.finished]
@@ -158,8 +158,7 @@ def spawn(
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     name = getattr(fn, "__qualname__", repr(fn))
-    main = sys.modules["__main__"]
-    if getattr(fn, "__module__", None) == "__main__" and not (getattr(main, "__file__", None) or main.__spec__):
+    if getattr(fn, "__module__", None) == "__main__" and not _main_of_caller():
         raise ConfigError(f"{name} was typed into an interpreter; ranks import their function from a file")
     try:
         return pickle.dumps((fn, args))
@@ -384,6 +383,8 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
     (triton.jit does, when a kernel is defined), so :func:`_run_rank` does it, later.
     """
 
+    _fds: list[int]
+
     def _launch(self, process_obj: Any) -> None:
         preparation = multiprocessing.spawn.get_preparation_data(process_obj.name)
         for key in _MAIN_KEYS:
@@ -398,7 +399,7 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
         self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
         # multiprocessing.parent_process() of the child watches this end.
         parent_fd = os.dup(write_fd)
-        self.finalizer = multiprocessing.util.Finalize(self, multiprocessing.util.close_fds, (parent_fd, self.sentinel))
+        self.finalizer = multiprocessing.util.Finalize(self, _close_fds, (parent_fd, self.sentinel))
         with open(write_fd, "wb", closefd=True) as file:
             file.write(buffer.getbuffer())
         self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
@@ -410,6 +411,11 @@ class _RankProcess(ForkServerProcess):
         return _Popen(process_obj)
 
 
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 _server = multiprocessing.forkserver.ForkServer()
 """A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
 _server.set_forkserver_preload(["numba", "torch", "torch.distributed", __name__])
@@ -418,7 +424,10 @@ _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 
 
 def _main_of_caller() -> dict[str, Any]:
+    """How a rank imports the caller's script; empty where there is none (an interpreter, a notebook, a pipe)."""
     preparation = multiprocessing.spawn.get_preparation_data("")
+    if not os.path.isfile(preparation.get("init_main_from_path", __file__)):
+        return {}
     return {key: preparation[key] for key in _MAIN_KEYS if key in preparation}
 
 

@@ -119,9 +119,9 @@ def cgroup_quota(root: Path, membership: Path) -> float | None:
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, files = root, ("cpu.max",)
+            base, files = root, ["cpu.max"]
         elif "cpu" in controllers.split(","):
-            base, files = root / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            base, files = root / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         group = base / path.lstrip("/")

@@ -1,0 +1,137 @@
+"""Functions that ranks of tests/collectives/test_spawn.py run. A module of its own, as ranks import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shotcast.errors import CollectiveTimeout
+
+
+def add_up(scale: float) -> tuple[int, torch.Tensor]:
+    dist.init_process_group("gloo")
+    total = torch.full([4], scale * dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+def environment(*names: str) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def numpy_draw() -> int:
+    import numpy as np
+
+    return int(np.random.randint(1 << 62))
+
+
+def numba_setting() -> bool:
+    import numba
+
+    return bool(numba.config.DISABLE_JIT)
+
+
+def big_tensor(count: int) -> torch.Tensor:
+    return torch.full([count], float(os.environ["RANK"]))
+
+
+def one_raises(culprit: int) -> None:
+    """The others wait for the culprit, and fail because it is gone."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == culprit:
+        raise ValueError("the culprit's own words")
+    dist.barrier()
+
+
+def victim_reports_first() -> None:
+    """Rank 0 misses rank 1 in a call, and says so before rank 1 comes to its own error."""
+    if os.environ["RANK"] == "0":
+        raise CollectiveTimeout(0, [1], "all_reduce", 7, 0.1)
+    time.sleep(0.7)
+    raise ValueError("the culprit's own words")
+
+
+def gloo_victim_reports_first() -> None:
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("Connection closed by peer [127.0.0.1]")
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_time_out() -> None:
+    raise CollectiveTimeout(int(os.environ["RANK"]), [], "all_reduce", 7, 0.1)
+
+
+def one_is_killed(culprit: int, signum: int) -> str:
+    if int(os.environ["RANK"]) == culprit:
+        os.kill(os.getpid(), signum)
+        time.sleep(60)
+    time.sleep(0.2)
+    return "survived"
+
+
+def one_exits(culprit: int, how: str) -> str:
+    if int(os.environ["RANK"]) == culprit:
+        if how == "sys.exit":
+            sys.exit(3)
+        os._exit(3)
+    time.sleep(60)
+    return "unreachable"
+
+
+def one_hangs(culprit: int, in_compiled_code: bool, pid_file: str = "") -> str:
+    if int(os.environ["RANK"]) == culprit:
+        if pid_file:
+            with open(pid_file, "w") as file:
+                file.write(str(os.getpid()))
+        if in_compiled_code:
+            hold_the_interpreter_lock()
+        time.sleep(600)
+    return "done"
+
+
+def hold_the_interpreter_lock() -> NoReturn:
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the lock during the call
+    raise AssertionError("woke up")
+
+
+def one_ignores_sigterm(culprit: int) -> str:
+    if int(os.environ["RANK"]) == culprit:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    return "done"
+
+
+def returns_unpicklable() -> Any:
+    return lambda: None
+
+
+class TwoArguments(Exception):  # noqa: N818
+    """Pickles, and cannot be unpickled: args holds the message alone."""
+
+    def __init__(self, first: int, second: int):
+        super().__init__(f"{first} and {second}")
+
+
+def raises_unpicklable() -> None:
+    raise TwoArguments(1, 2)
+
+
+def crashes_after_return() -> int:
+    """Reports, then dies while the process ends."""
+    import multiprocessing.util
+
+    multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGSEGV), exitpriority=10)
+    return 1

@@ -1,0 +1,253 @@
+"""spawn: what ranks return, and everything that can go wrong with a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import spawn_targets as targets
+import torch
+
+import shotcast
+from shotcast import CollectiveTimeout, ConfigError, RankFailed
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def gone(pid: int) -> bool:
+    """True for a process that ended; one that nobody has waited for yet counts."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_gone(pid: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if gone(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class TestResults:
+    @pytest.mark.parametrize("world_size", [1, 2, 5])
+    def test_by_rank_and_a_group_forms(self, world_size: int) -> None:
+        results = shotcast.spawn(targets.add_up, world_size, 0.5)
+        assert [rank for rank, _ in results] == list(range(world_size))
+        expected = torch.full([4], 0.5 * sum(range(world_size)))
+        assert all(torch.equal(total, expected) for _, total in results)
+
+    def test_larger_than_a_pipe(self) -> None:
+        results = shotcast.spawn(targets.big_tensor, 3, 1_000_000)
+        assert [(len(t), t[-1].item()) for t in results] == [(1_000_000, 0.0), (1_000_000, 1.0), (1_000_000, 2.0)]
+
+    def test_ranks_draw_different_numbers(self) -> None:
+        assert len(set(shotcast.spawn(targets.numpy_draw, 3))) == 3
+
+    def test_starting_is_fast_once_the_server_runs(self) -> None:
+        shotcast.spawn(targets.threads, 2)
+        start = time.monotonic()
+        shotcast.spawn(targets.threads, 8)
+        assert time.monotonic() - start < 8 * 0.5, "eight ranks take as long as eight imports of torch"
+
+
+class TestEnvironment:
+    def test_is_the_callers_at_call_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        shotcast.spawn(targets.threads, 1)  # the server runs, with another environment
+        monkeypatch.setenv("SHOTCAST_TEST_A", "from the caller")
+        monkeypatch.setenv("SHOTCAST_TEST_B", "overridden")
+        monkeypatch.delenv("HOME", raising=False)
+        names = ("SHOTCAST_TEST_A", "SHOTCAST_TEST_B", "HOME")
+        for seen in shotcast.spawn(targets.environment, 2, *names, env={"SHOTCAST_TEST_B": "argument"}):
+            assert seen == {"SHOTCAST_TEST_A": "from the caller", "SHOTCAST_TEST_B": "argument", "HOME": None}
+        assert os.environ["SHOTCAST_TEST_B"] == "overridden"
+
+    def test_job_variables(self) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        assert shotcast.spawn(targets.environment, 2, *names, env={"RANK": "7"}) == [
+            dict(zip(names, ("0", "2", "0", "2", "127.0.0.1"), strict=True)),
+            dict(zip(names, ("1", "2", "1", "2", "127.0.0.1"), strict=True)),
+        ]
+
+    def test_threads_share_the_cores_unless_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert shotcast.spawn(targets.threads, 8) == [max(1, len(os.sched_getaffinity(0)) // 8)] * 8
+        assert shotcast.spawn(targets.threads, 2, env={"OMP_NUM_THREADS": "3"}) == [3, 3]
+
+    def test_reaches_numba_that_the_server_imported_before(self) -> None:
+        assert shotcast.spawn(targets.numba_setting, 1, env={"NUMBA_DISABLE_JIT": "1"}) == [True]
+        assert shotcast.spawn(targets.numba_setting, 1, env={"NUMBA_DISABLE_JIT": "0"}) == [False]
+
+    def test_is_set_before_the_script_is_imported(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(
+            textwrap.dedent("""
+                import os
+                import shotcast
+                SEEN = os.environ.get("SHOTCAST_TEST_C")
+                def seen():
+                    return SEEN
+                if __name__ == "__main__":
+                    print(shotcast.spawn(seen, 2, env={"SHOTCAST_TEST_C": "early"}))
+            """)
+        )
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        assert result.stdout.strip() == "['early', 'early']", result.stderr
+
+
+class TestFailures:
+    def test_exception_names_the_rank_and_shows_its_traceback(self) -> None:
+        with pytest.raises(RankFailed, match="the culprit's own words") as caught:
+            shotcast.spawn(targets.one_raises, 3, 2)
+        assert caught.value.rank == 2
+        assert "in one_raises" in caught.value.detail
+        assert isinstance(caught.value.__cause__, ValueError)
+
+    def test_cause_goes_before_the_timeout_it_led_to(self) -> None:
+        with pytest.raises(RankFailed) as caught:
+            shotcast.spawn(targets.victim_reports_first, 2)
+        assert caught.value.rank == 1
+        assert "ranks that failed as well: 0" in caught.value.detail
+
+    def test_killed_rank_goes_before_its_peers_broken_connections(self) -> None:
+        with pytest.raises(RankFailed, match="SIGKILL") as caught:
+            shotcast.spawn(targets.gloo_victim_reports_first, 2)
+        assert caught.value.rank == 1
+
+    def test_timeout_is_the_cause_when_there_is_no_other(self) -> None:
+        with pytest.raises(RankFailed) as caught:
+            shotcast.spawn(targets.all_time_out, 2)
+        assert isinstance(caught.value.__cause__, CollectiveTimeout)
+
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+    def test_signal_is_named(self, signum: signal.Signals) -> None:
+        with pytest.raises(RankFailed, match=signum.name) as caught:
+            shotcast.spawn(targets.one_is_killed, 3, 1, int(signum))
+        assert caught.value.rank == 1
+
+    @pytest.mark.parametrize(("how", "text"), [("sys.exit", r"sys\.exit\(3\)"), ("os._exit", "exited with code 3")])
+    def test_exit_is_a_failure_and_ends_the_others(self, how: str, text: str) -> None:
+        start = time.monotonic()
+        with pytest.raises(RankFailed, match=text):
+            shotcast.spawn(targets.one_exits, 2, 1, how)
+        assert time.monotonic() - start < 20
+
+    def test_crash_on_the_way_out_is_a_failure(self) -> None:
+        with pytest.raises(RankFailed, match="SIGSEGV after it had returned"):
+            shotcast.spawn(targets.crashes_after_return, 2)
+
+    def test_return_value_that_does_not_pickle(self) -> None:
+        with pytest.raises(RankFailed, match="returned function, which cannot be pickled"):
+            shotcast.spawn(targets.returns_unpicklable, 2)
+
+    def test_exception_that_does_not_pickle_keeps_its_text(self) -> None:
+        with pytest.raises(RankFailed, match="TwoArguments: 1 and 2") as caught:
+            shotcast.spawn(targets.raises_unpicklable, 2)
+        assert caught.value.__cause__ is None
+
+    def test_return_exceptions_lets_the_others_finish(self) -> None:
+        results = shotcast.spawn(targets.one_is_killed, 3, 1, int(signal.SIGKILL), return_exceptions=True)
+        assert (results[0], results[2]) == ("survived", "survived")
+        assert isinstance(results[1], RankFailed)
+        assert "SIGKILL" in results[1].detail
+
+    def test_return_exceptions_holds_what_was_raised(self) -> None:
+        results = shotcast.spawn(targets.victim_reports_first, 2, return_exceptions=True)
+        assert [type(result) for result in results] == [CollectiveTimeout, ValueError]
+        assert "victim_reports_first" in str(results[0].__cause__)
+
+
+class TestTimeout:
+    def test_names_who_had_not_finished_and_where(self) -> None:
+        start = time.monotonic()
+        with pytest.raises(RankFailed, match=r"not finished within 1 s: 1;") as caught:
+            shotcast.spawn(targets.one_hangs, 2, 1, False, timeout_s=1)
+        assert time.monotonic() - start < 15
+        assert caught.value.rank == 1
+        assert "in one_hangs" in caught.value.detail
+
+    def test_ends_a_rank_that_holds_the_interpreter_lock(self) -> None:
+        with pytest.raises(RankFailed, match="in hold_the_interpreter_lock"):
+            shotcast.spawn(targets.one_hangs, 2, 0, True, timeout_s=2)
+
+    def test_ends_a_rank_that_ignores_sigterm(self) -> None:
+        with pytest.raises(RankFailed, match=r"within 1 s: 1;"):
+            shotcast.spawn(targets.one_ignores_sigterm, 2, 1, timeout_s=1)
+
+    def test_with_return_exceptions_keeps_what_came(self) -> None:
+        results = shotcast.spawn(targets.one_hangs, 2, 1, False, timeout_s=1, return_exceptions=True)
+        assert results[0] == "done"
+        assert isinstance(results[1], RankFailed)
+
+
+class TestParent:
+    """A script that spawns a rank which hangs holding the interpreter lock; what becomes of it when the parent goes."""
+
+    @pytest.fixture
+    def running(self, tmp_path: Path):
+        pid_file = tmp_path / "pid"
+        script = tmp_path / "script.py"
+        script.write_text(
+            textwrap.dedent(f"""
+                import sys
+                sys.path.insert(0, {str(Path(__file__).parent)!r})
+                import shotcast, spawn_targets
+                if __name__ == "__main__":
+                    shotcast.spawn(spawn_targets.one_hangs, 2, 0, True, {str(pid_file)!r})
+            """)
+        )
+        with (tmp_path / "stderr").open("w") as stderr:
+            parent = subprocess.Popen([sys.executable, script], stderr=stderr, start_new_session=True)
+        deadline = time.monotonic() + 40
+        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield parent, int(pid_file.read_text())
+        parent.kill()
+        parent.wait()
+
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+    def test_ranks_die_with_a_killed_parent(self, running, signum: signal.Signals) -> None:
+        parent, rank = running
+        assert not gone(rank)
+        parent.send_signal(signum)
+        parent.wait(10)
+        assert wait_until_gone(rank, 5)
+
+    def test_interrupt_ends_the_ranks(self, running, tmp_path: Path) -> None:
+        parent, rank = running
+        os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: ranks get it too
+        assert parent.wait(20) != 0
+        assert wait_until_gone(rank, 5)
+        stderr = (tmp_path / "stderr").read_text()
+        assert stderr.count("KeyboardInterrupt") == 1, stderr
+
+
+class TestMisuse:
+    def test_lambda(self) -> None:
+        with pytest.raises(ConfigError, match="top level of a module"):
+            shotcast.spawn(lambda: None, 2)
+
+    def test_world_size(self) -> None:
+        with pytest.raises(ConfigError, match="positive"):
+            shotcast.spawn(targets.threads, 0)
+
+    def test_unguarded_script_is_told_so(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text("import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n")
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1
+        assert 'if __name__ == "__main__":' in result.stderr
+        assert "start ranks without end" in result.stderr
+
+    def test_function_typed_into_an_interpreter(self) -> None:
+        code = "import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n"
+        result = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60)
+        assert "ranks import their function from a file" in result.stderr
