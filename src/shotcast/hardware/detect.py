@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def detect() -> HostFacts:
         cuda_runtime=torch.version.cuda or "",
         gpus=gpus,
         peer_access=peers,
-        multicast_disabled_by=multicast_disabled_by(os.environ),
+        multicast_disabled_by=multicast_disabled_by(),
         cuda_error=error,
     )
 
@@ -211,13 +210,12 @@ def _gpus(torch: Any) -> tuple[tuple[GpuFacts, ...], tuple[tuple[bool, ...], ...
     return tuple(gpus), peers, ""
 
 
-def multicast_disabled_by(environ: Mapping[str, str]) -> str:
+def multicast_disabled_by() -> str:
     """The environment variable that switches multicast off, or ""."""
-    off = {"SHOTCAST_MULTICAST": ("0", "false"), "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("1", "true", "yes", "on")}
-    for name, values in off.items():
-        if environ.get(name, "").lower() in values:
-            return name
-    return ""
+    if not env.multicast():
+        return "SHOTCAST_MULTICAST"
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # PyTorch's allocator, which ours is built on, reads it
+    return name if os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y") else ""
 
 
 @functools.cache

@@ -1,0 +1,44 @@
+# Two commands: `make demo` shows what it does, `make test` checks it. Everything is installed into .venv.
+
+PYTHON ?= python3
+# On Linux the package index serves PyTorch with CUDA, several GB. Without a GPU, take the CPU build:
+#   make demo TORCH=torch PIP_OPTIONS='--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple'
+TORCH ?= torch==2.13.0
+PIP_OPTIONS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   all-reduce between 2, 4 and 8 CPU processes: a table, and a picture in demo/all_reduce.png"
+	@echo "make test   linters, types, tests"
+	@echo "make lint   linters and types alone"
+	@echo "make clean  remove .venv and what was built"
+	@echo
+	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  PIP_OPTIONS=$(PIP_OPTIONS)"
+
+# One pip call, so that the libraries fit the PyTorch that was asked for.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) '$(TORCH)' --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	@mkdir -p demo
+	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
+		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,70 @@
+"""Known GPUs. Every figure names its source; throughput is dense, bandwidth of links is each way."""
+
+from __future__ import annotations
+
+import re
+
+from shotcast.hardware.spec import GpuSpec, LinkSpec
+
+NVLINK_3 = LinkSpec("NVLink 3", 300.0, None, "A100 data sheet: 600 GB/s both ways together")
+NVLINK_4_H100 = LinkSpec("NVLink 4", 450.0, None, "H100 data sheet: 900 GB/s both ways together")
+NVLINK_4_H200 = LinkSpec(
+    "NVLink 4", 450.0, 378.0, "H200 data sheet: 900 GB/s both ways together; peer copies measured on 4 H200 SXM"
+)
+NVLINK_5 = LinkSpec("NVLink 5", 900.0, None, "DGX B200 data sheet: 14.4 TB/s for 8 GPUs, both ways together")
+
+CATALOG = (
+    GpuSpec(
+        name="A100 SXM 80 GB",
+        pattern=r"A100-SXM.*80GB",
+        compute_capability=(8, 0),
+        memory_bytes=80 * 10**9,
+        memory_bw_gbps=2039.0,
+        bf16_tflops=312.0,
+        link=NVLINK_3,
+        multicast=False,
+        source="NVIDIA A100 Tensor Core GPU data sheet",
+    ),
+    GpuSpec(
+        name="H100 SXM",
+        # The PCIe card and the NVL pair have other memory and links.
+        pattern=r"H100 80GB HBM3|H100 SXM",
+        compute_capability=(9, 0),
+        memory_bytes=80 * 10**9,
+        memory_bw_gbps=3350.0,
+        bf16_tflops=989.5,  # 1,979 with sparsity
+        link=NVLINK_4_H100,
+        multicast=True,
+        source="NVIDIA H100 Tensor Core GPU data sheet",
+    ),
+    GpuSpec(
+        name="H200 SXM",
+        pattern=r"H200(?! NVL)",
+        compute_capability=(9, 0),
+        memory_bytes=141 * 10**9,
+        memory_bw_gbps=4800.0,
+        bf16_tflops=989.5,  # 1,979 with sparsity
+        link=NVLINK_4_H200,
+        multicast=True,
+        source="NVIDIA H200 Tensor Core GPU data sheet",
+    ),
+    GpuSpec(
+        name="B200",
+        pattern=r"(?<!G)B200",
+        compute_capability=(10, 0),
+        memory_bytes=180 * 10**9,
+        memory_bw_gbps=8000.0,
+        bf16_tflops=2250.0,
+        link=NVLINK_5,
+        multicast=True,
+        source="NVIDIA DGX B200 data sheet (1,440 GB and 64 TB/s for 8 GPUs); Blackwell architecture brief (TFLOPS)",
+    ),
+)
+
+
+def find(device_name: str) -> GpuSpec | None:
+    """The part that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None when it is not known here."""
+    for spec in CATALOG:
+        if re.search(spec.pattern, device_name):
+            return spec
+    return None

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shotcast import env
+from shotcast.errors import ConfigError
+
+JOB = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*JOB, *re.findall(r"SHOTCAST_\w+", inspect.getsource(env))):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "default", "text", "value"),
+    [
+        (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "two_shot", "two_shot"),
+        (env.table_path, "SHOTCAST_TABLE", "", "/a/b.json", "/a/b.json"),
+        (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
+        (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),
+        (env.multicast, "SHOTCAST_MULTICAST", True, "False", False),
+        (env.nvtx, "SHOTCAST_NVTX", True, "0", False),
+        (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
+    ],
+)
+def test_default_and_value(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], name: str, default: object, text: str, value: object
+) -> None:
+    assert read() == default
+    monkeypatch.setenv(name, text)
+    assert read() == value
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (env.algorithm, "SHOTCAST_ALGORITHM"),
+        (env.cpu_kernels, "SHOTCAST_CPU_KERNELS"),
+        (env.multicast, "SHOTCAST_MULTICAST"),
+        (env.nvtx, "SHOTCAST_NVTX"),
+    ],
+)
+def test_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], name: str) -> None:
+    monkeypatch.setenv(name, "sometimes")
+    with pytest.raises(ConfigError, match=f"{name}='sometimes' is not accepted; it takes"):
+        read()
+    monkeypatch.setenv(name, "")
+    read()  # empty is unset
+
+
+class TestJob:
+    def test_none_outside_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert env.job() is None
+        monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+        assert env.job() is None
+
+    def test_complete(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, text in JOB.items():
+            monkeypatch.setenv(name, text)
+        assert env.job() == env.JobEnv(rank=1, world_size=4, local_rank=0)
+        monkeypatch.delenv("LOCAL_RANK")
+        assert env.job() == env.JobEnv(rank=1, world_size=4, local_rank=1)
+
+    @pytest.mark.parametrize("absent", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+    def test_incomplete_says_what_is_absent(self, monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+        for name, text in JOB.items():
+            if name != absent:
+                monkeypatch.setenv(name, text)
+        with pytest.raises(ConfigError, match=f"incomplete: {absent} not set"):
+            env.job()
+
+    @pytest.mark.parametrize("bad", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"WORLD_SIZE": "0"}])
+    def test_nonsense(self, monkeypatch: pytest.MonkeyPatch, bad: dict[str, str]) -> None:
+        for name, text in {**JOB, **bad}.items():
+            monkeypatch.setenv(name, text)
+        with pytest.raises(ConfigError):
+            env.job()
+
+
+def test_no_other_module_reads_our_variables() -> None:
+    source = Path(env.__file__).parent
+    readers = {
+        file.relative_to(source).as_posix()
+        for file in source.rglob("*.py")
+        if re.search(r"(environ|getenv)[^\n]*SHOTCAST_", file.read_text())
+    }
+    assert readers == {"env.py"}

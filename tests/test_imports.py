@@ -1,0 +1,196 @@
+"""Imports point down, heavy libraries come late, and importing does nothing else."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "shotcast"
+
+LAYERS = (
+    ("errors",),
+    ("units",),
+    ("env",),
+    ("wire",),
+    ("hardware", "cost"),
+    ("memory",),
+    ("kernels", "cpu"),
+    ("collectives",),
+    ("bench",),
+    ("cli",),
+)
+"""Low to high. Parts that share a line do not import each other."""
+
+ROOT_MODULES = ("__init__", "__main__")
+"""Above everything; `shotcast` itself may be imported for its version alone."""
+
+
+def level(part: str) -> int:
+    for number, parts in enumerate(LAYERS):
+        if part in parts:
+            return number
+    raise AssertionError(f"shotcast.{part} has no place in LAYERS")
+
+
+def imported(tree: ast.AST, module: str) -> list[tuple[int, str]]:
+    """Line and full name of everything a module imports, wherever the statement stands."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = module.split(".")[: -node.level]
+                origin = ".".join([*base, *([node.module] if node.module else [])])
+            else:
+                origin = node.module or ""
+            found += [(node.lineno, f"{origin}.{alias.name}") for alias in node.names]
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.append((node.lineno, str(node.args[0].value)))
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    wrong = []
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        if parts[0] in ROOT_MODULES:
+            continue
+        module = ".".join(("shotcast", *parts))
+        for line, name in imported(ast.parse(file.read_text()), module):
+            pieces = name.split(".")
+            if pieces[0] != "shotcast" or (len(pieces) > 1 and pieces[1] == parts[0]):
+                continue
+            where = f"{'/'.join(parts)}.py:{line} imports {name}"
+            if len(pieces) == 1 or pieces[1] in ("Communicator", "spawn"):
+                wrong.append(f"{where}: the package root is above everything")
+            elif pieces[1] != "__version__" and level(pieces[1]) >= level(parts[0]):
+                wrong.append(where)
+    return wrong
+
+
+def test_imports_point_down() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_every_part_has_a_place() -> None:
+    names = {file.stem for file in SOURCE.glob("*.py")} | {file.parent.name for file in SOURCE.glob("*/__init__.py")}
+    assert names - set(ROOT_MODULES) == {part for parts in LAYERS for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("memory/a.py", "from shotcast.collectives.communicator import Communicator"),
+        ("memory/a.py", "def f():\n    import shotcast.kernels.sync"),
+        ("memory/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shotcast.cpu import atomics"),
+        ("kernels/a.py", "from shotcast import cpu"),
+        ("kernels/a.py", "from ..cpu import atomics"),
+        ("cpu/deep/a.py", "from ...kernels import sync"),
+        ("hardware/a.py", "import shotcast.cost"),
+        ("env.py", "from shotcast.wire import Op"),
+        ("collectives/a.py", "import importlib\nimportlib.import_module('shotcast.bench.harness')"),
+        ("cpu/a.py", "from shotcast import Communicator"),
+        ("cpu/a.py", "import shotcast"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, file: str, code: str) -> None:
+    planted = tmp_path / file
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(code)
+    assert len(violations(tmp_path)) == 1
+
+
+def test_downward_imports_are_not_violations(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "a.py").write_text(
+        "from shotcast import env, __version__\nfrom shotcast.memory.shm import x\nfrom . import b\nimport torch\n"
+    )
+    assert violations(tmp_path) == []
+
+
+def run(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, cwd=SOURCE.parent
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["shotcast", "shotcast.cli", "shotcast.hardware.detect", "shotcast.wire"])
+def test_heavy_libraries_are_not_imported(module: str) -> None:
+    heavy = ("torch", "numpy", "triton", "numba", "matplotlib")
+    assert run(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]"
+
+
+def test_communicator_needs_no_triton_and_no_gpu() -> None:
+    """CPU ranks work where Triton is not installed."""
+    code = """
+        import sys
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "triton":
+                    raise ModuleNotFoundError(name)
+        sys.meta_path.insert(0, Blocked())
+        import shotcast
+        shotcast.Communicator, shotcast.spawn
+        print("imported")
+    """
+    assert run(code) == "imported"
+
+
+def test_package_imports_without_any_heavy_library() -> None:
+    code = """
+        import sys
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in ("torch", "triton", "numba", "numpy"):
+                    raise ModuleNotFoundError(name)
+        sys.meta_path.insert(0, Blocked())
+        import shotcast, shotcast.cli
+        print(shotcast.ConfigError("works"), shotcast.__version__)
+    """
+    assert run(code).startswith("works ")
+
+
+def test_importing_has_no_side_effects() -> None:
+    code = """
+        import os, threading, signal, logging
+        def state():
+            return (dict(os.environ), threading.active_count(), signal.getsignal(signal.SIGINT),
+                    logging.getLogger().handlers[:], len(os.listdir("/proc/self/fd")))
+        before = state()
+        import shotcast, shotcast.cli, shotcast.hardware.detect, shotcast.hardware.catalog
+        print(state() == before)
+    """
+    assert run(code) == "True"
+
+
+def test_importing_every_module_starts_nothing() -> None:
+    """With torch and all: no thread, no process group, no CUDA, no change of the environment of ours."""
+    code = """
+        import importlib, os, pkgutil, sys, threading
+        import torch, torch.distributed
+        try:
+            import numba, triton
+        except ImportError:
+            pass
+        before = dict(os.environ), threading.active_count()
+        import shotcast
+        for module in pkgutil.walk_packages(shotcast.__path__, "shotcast."):
+            if module.name != "shotcast.__main__":
+                importlib.import_module(module.name)
+        print(before == (dict(os.environ), threading.active_count()),
+              torch.cuda.is_initialized(), torch.distributed.is_initialized())
+    """
+    assert run(code) == "True False False"

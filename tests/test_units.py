@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.errors import ConfigError
+from shotcast.units import align_up, format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("8", 8), ("0", 0), ("64K", 65536), ("64k", 65536), ("64KB", 65536), ("64 KiB", 65536), (" 1.5M ", 1572864),
+        ("2G", 2 << 30), ("0.5K", 512), ("12B", 12), (4096, 4096),
+    ],
+)  # fmt: skip
+def test_parse(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1.5", "0.3K", "1T", "1e3", "1 2", "0x10", "1KK", -1])
+def test_parse_refuses(text: str | int) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_format_is_exact(nbytes: int) -> None:
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1536 B"), (3 << 20, "3 MiB")])
+def test_format(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
+
+
+@given(st.integers(0, 1 << 62), st.integers(1, 1 << 20))
+def test_align_up_is_the_least_multiple(value: int, multiple: int) -> None:
+    aligned = align_up(value, multiple)
+    assert aligned % multiple == 0
+    assert value <= aligned < value + multiple

@@ -1,0 +1,111 @@
+"""Header and abort words survive the trip, and say which field differs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shotcast import wire
+from shotcast.errors import ConfigError
+from shotcast.wire import CallPlan, Fault, Header, Op
+
+plans = st.builds(
+    CallPlan,
+    op=st.sampled_from([op for op in Op if op is not Op.BARRIER]),
+    algorithm=st.sampled_from(wire.ALGORITHMS),
+    dtype=st.sampled_from(tuple(wire.DTYPES)),
+    nbytes=st.integers(0, (1 << 32) - 1),
+    root=st.integers(0, wire.MAX_WORLD_SIZE - 1),
+)
+
+
+@given(plans)
+def test_header_round_trip(plan: CallPlan) -> None:
+    word = plan.header
+    assert 0 <= word < 1 << 48, "the epoch has the bits above"
+    header = Header.decode(word)
+    sent_as = Op.SEND if plan.op is Op.RECV else plan.op
+    assert header == Header(sent_as.label, plan.dtype, plan.algorithm, plan.root, plan.nbytes)
+
+
+@given(plans, st.integers(0, 0xFFFF))
+def test_epoch_bits_do_not_disturb_the_header(plan: CallPlan, epoch: int) -> None:
+    assert Header.decode(plan.header | epoch << 48) == Header.decode(plan.header)
+
+
+@given(plans, plans)
+def test_equal_headers_mean_equal_calls(a: CallPlan, b: CallPlan) -> None:
+    def call(plan: CallPlan) -> tuple[object, ...]:
+        return (Op.SEND if plan.op is Op.RECV else plan.op, plan.algorithm, plan.dtype, plan.nbytes, plan.root)
+
+    assert (a.header == b.header) == (call(a) == call(b))
+
+
+def test_send_matches_its_recv() -> None:
+    send, recv = (CallPlan(op, "one_shot", "float32", 64, root=3) for op in (Op.SEND, Op.RECV))
+    assert send.header == recv.header
+
+
+@given(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=8), st.lists(st.integers(0, 1 << 20), max_size=8))
+def test_sizes_are_part_of_the_header(a: list[int], b: list[int]) -> None:
+    assume(a != b)
+    plan_a, plan_b = (CallPlan(Op.ALL_GATHER, "ring", "int8", 0, sizes=tuple(sizes)) for sizes in (a, b))
+    assert plan_a.header != plan_b.header
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1 << 32])
+def test_message_beyond_the_field_is_refused(nbytes: int) -> None:
+    with pytest.raises(ConfigError, match="4 GiB"):
+        _ = CallPlan(Op.ALL_REDUCE, "ring", "float32", nbytes).header
+
+
+def test_launch_shape_is_not_in_the_header() -> None:
+    """Ranks agree on tables at construction; a header names calls, not grids."""
+    shapes = (wire.LaunchShape(), wire.LaunchShape(programs=64, num_warps=8))
+    assert len({CallPlan(Op.ALL_REDUCE, "ring", "float32", 64, launch=shape).header for shape in shapes}) == 1
+
+
+def test_barrier_has_no_dtype() -> None:
+    assert Header.decode(CallPlan(Op.BARRIER, "one_shot", "float32", 0).header).dtype == "-"
+
+
+@given(st.integers(0, (1 << 48) - 1))
+def test_any_word_can_be_read(word: int) -> None:
+    """A header of a rank gone astray is shown, whatever it holds."""
+    assert str(Header.decode(word))
+
+
+def test_every_dtype_fits_its_field() -> None:
+    assert len(wire.DTYPES) < 31
+    assert len(wire.ALGORITHMS) < 16
+
+
+@given(
+    st.sampled_from([wire.TIMEOUT, wire.MISMATCH]),
+    st.sampled_from(list(Op)),
+    st.sets(st.integers(0, 15)),
+    st.integers(1, 1 << 64),
+)
+def test_fault_round_trip(kind: int, op: Op, ranks: set[int], epoch: int) -> None:
+    word = wire.encode_fault(kind, int(op), sum(1 << rank for rank in ranks), epoch)
+    assert 0 < word < 1 << 64
+    assert Fault.decode(word) == Fault(kind, op.label, tuple(sorted(ranks)), epoch & 0xFFFFFFFF)
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, wire.MAX_WORLD_SIZE))
+def test_slices_cover_the_message(nbytes: int, world_size: int) -> None:
+    size = wire.slice_bytes(nbytes, world_size)
+    assert size % wire.SLICE_ALIGN == 0
+    assert size * world_size >= nbytes
+    assert size * world_size < nbytes + world_size * wire.SLICE_ALIGN, "no slice is larger than it must be"
+
+
+def test_sentinel_is_a_nan_in_every_dtype_and_its_stand_in_too() -> None:
+    import torch
+
+    for word in (wire.SENTINEL, wire.SENTINEL_STAND_IN):
+        bits = torch.tensor([word - (1 << 32) if word >> 31 else word], dtype=torch.int32)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert bits.view(dtype).isnan().all()
+    assert wire.SENTINEL != wire.SENTINEL_STAND_IN
