@@ -1,0 +1,54 @@
+"""Where every word lies: in a rank's shared region, in its private context, and in the record of a plan.
+
+The shared region of a rank, mapped by all ranks:
+
+    control     progress and two headers on one cache line, written only by the owner and polled by the peers;
+                the abort word, written by whoever finds a fault; counters of point-to-point messages by peer
+    generations two staging areas, used by even and odd steps
+    outboxes    by receiver: ``MAIL_SLOTS`` pieces, each with its header before it
+
+A rank writes only its own region (but for abort words) and reads the others': a store to a shared page is a multicast.
+
+Context and plan records are private arrays of int64; offsets into them are in bytes.
+"""
+
+from __future__ import annotations
+
+LINE = 128
+"""Bytes between words of different writers: cores prefetch pairs of 64-byte lines."""
+
+# Control words, by byte offset in the region.
+PROGRESS = 0
+HEADERS = 8
+ABORT = LINE
+SENT = 1024
+RECEIVED = 2048
+CONTROL_BYTES = 4096
+
+MAIL_SLOTS = 4
+MAIL_HEADER_BYTES = 64
+
+# Context words.
+RANK = 0
+WORLD = 8
+EPOCH = 16
+STEP = 24
+DEADLINE = 32
+TIMEOUT = 40
+SPINS = 48
+GENERATION = 56
+MAIL_PIECE = 64
+REGIONS = 128
+SOURCES = 256
+CONTEXT_WORDS = 48
+
+# Plan words. EXTENTS and OFFSETS are by rank: bytes and places of the parts of an all_gather.
+HEADER = 0
+NBYTES = 8
+CHUNK = 16
+ROOT = 24
+ITEMSIZE = 32
+ARITHMETIC = 40
+EXTENTS = 64
+OFFSETS = 128
+PLAN_WORDS = 24
