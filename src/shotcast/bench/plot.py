@@ -1,0 +1,138 @@
+"""The picture of a benchmark: latency against message size, and below it the speed-up over one of the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shotcast.bench.report import Row
+from shotcast.errors import ConfigError
+
+COLORS = {
+    "ring": "#7f7f7f",
+    "one_shot": "#1f77b4",
+    "two_shot": "#d62728",
+    "auto": "#000000",
+    "vendor": "#bcbd22",
+    "gloo": "#2ca02c",
+    "nccl": "#2ca02c",
+    "nccl_ring": "#98df8a",
+    "nccl_tree": "#17becf",
+    "torch_one_shot": "#9467bd",
+    "torch_two_shot": "#c5b0d5",
+}
+"""Own algorithms in strong colours, the libraries they are compared with in others and dashed."""
+
+OWN = ("ring", "one_shot", "two_shot", "auto")
+REFERENCES = ("ring", "nccl", "gloo")
+"""What a speed-up is over: the first of these that was measured."""
+
+
+def _reference(rows: Sequence[Row]) -> str:
+    measured = {row.algorithm for row in rows}
+    return next((name for name in REFERENCES if name in measured), rows[0].algorithm)
+
+
+def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]]]:
+    """By algorithm: message size in bytes, and the time of ``over`` at that size divided by the algorithm's."""
+    base = {row.nbytes: row.time_us for row in rows if row.algorithm == over and row.time_us is not None}
+    result: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row.time_us is not None and row.nbytes in base:
+            result.setdefault(row.algorithm, []).append((row.nbytes, base[row.nbytes] / row.time_us))
+    return {name: sorted(points) for name, points in result.items()}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Write the picture; one column of axes for each world size. The suffix of ``path`` chooses the format."""
+    timed = [row for row in rows if row.time_us is not None]
+    if not timed:
+        raise ConfigError("there is nothing to plot: no point was timed")
+    import matplotlib.figure
+
+    if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
+        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+    world_sizes = sorted({row.world_size for row in timed})
+    figure = matplotlib.figure.Figure(figsize=(0.9 + 4.1 * len(world_sizes), 6.6), layout="constrained")
+    grid = figure.subplots(
+        2, len(world_sizes), sharex=True, sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3, 2]}
+    )
+    over = _reference(timed)
+    bottom = _floor(timed, over)
+    for column, world_size in enumerate(world_sizes):
+        here = [row for row in timed if row.world_size == world_size]
+        _latency(grid[0][column], here, f"{world_size} ranks")
+        _speedup(grid[1][column], here, over, bottom)
+    grid[0][0].set_ylabel("time of a call (µs)")
+    grid[1][0].set_ylabel(f"speed-up over {over}")
+    first = timed[0]
+    figure.suptitle(f"{first.op.replace('_', '-')}, {first.dtype}, {first.device.upper()} ranks", fontweight="bold")
+    handles, labels = grid[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _style(name: str) -> dict[str, Any]:
+    own = name in OWN
+    return {
+        "color": COLORS.get(name, "#8c564b"),
+        "linestyle": "-" if own else "--",
+        "linewidth": 1.8 if own else 1.3,
+        "marker": "o" if own else "s",
+        "markersize": 4,
+        "label": name,
+    }
+
+
+def _axis(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.grid(which="major", color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _latency(axes: Any, rows: Sequence[Row], title: str) -> None:
+    for name in dict.fromkeys(row.algorithm for row in rows):
+        points = sorted((row.nbytes, row.time_us) for row in rows if row.algorithm == name)
+        axes.plot([size for size, _ in points], [time for _, time in points], **_style(name))
+    _axis(axes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_title(title)
+
+
+def _speedup(axes: Any, rows: Sequence[Row], over: str, bottom: float) -> None:
+    below = []
+    for name, points in speedups(rows, over).items():
+        axes.plot([size for size, _ in points], [ratio for _, ratio in points], **_style(name))
+        if min(ratio for _, ratio in points) < bottom:
+            below.append(name)
+    _axis(axes)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(bottom=bottom)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.set_xlabel("message size")
+    if below:
+        axes.text(
+            0.02, 0.03, f"further down: {', '.join(below)}", transform=axes.transAxes, color="#666666", fontsize=8
+        )
+
+
+def _floor(rows: Sequence[Row], over: str) -> float:
+    """Where the speed-up axis begins: below every own algorithm, and below a baseline down to a quarter of ``over``."""
+    ratios = {(row.algorithm, row.world_size): [] for row in rows}  # type: dict[tuple[str, int], list[float]]
+    for world_size in {row.world_size for row in rows}:
+        for name, points in speedups([row for row in rows if row.world_size == world_size], over).items():
+            ratios[name, world_size] += [ratio for _, ratio in points]
+    lowest = [min(values) if name in OWN else max(0.25, min(values)) for (name, _), values in ratios.items() if values]
+    return 0.85 * min(lowest, default=1.0)
+
+
+def _short(nbytes: float) -> str:
+    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:g}{unit}"
+    return f"{nbytes:g}"

@@ -1,0 +1,285 @@
+"""The command line: ``shotcast bench``, ``shotcast doctor``."""
+
+from __future__ import annotations
+
+import enum
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+from rich.table import Table
+
+from shotcast import __version__, env
+from shotcast.errors import ConfigError, RankFailed, ShotcastError
+from shotcast.units import parse_size
+
+if TYPE_CHECKING:
+    from shotcast.bench.harness import BenchPlan
+    from shotcast.bench.report import Row
+
+
+class _Group(typer.core.TyperGroup):
+    """Our own errors become one line and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShotcastError as error:
+            if ctx.params.get("show_traceback"):
+                raise
+            Console(stderr=True, soft_wrap=True).print(f"shotcast: {_one_line(error)}", style="red", markup=False)
+            raise typer.Exit(2) from error
+
+
+def _one_line(error: ShotcastError) -> str:
+    if isinstance(error, RankFailed):
+        if isinstance(error.__cause__, ShotcastError):
+            return _one_line(error.__cause__)
+        lines = [line for line in error.detail.splitlines() if line.strip() and not line.startswith("(ranks that")]
+        # A traceback ends with what was raised; anything else begins with what happened.
+        what = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return f"rank {error.rank} failed: {what} (--traceback shows all of it)"
+    return " ".join(str(error).split())
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Fast, deterministic collectives for the GPUs of a node and for CPU processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Time a collective: own algorithms beside NCCL, Gloo and PyTorch's.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    app()
+
+
+def _show_version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"shotcast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="Show errors in full.")] = False,
+) -> None:
+    pass
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+class Device(enum.StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 1K.")]
+MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 4M.")]
+StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Each size is the last one times this.")]
+Iters = Annotated[int, typer.Option("-n", "--iters", help="Timed calls a point, at most.")]
+Warmup = Annotated[int, typer.Option("-w", "--warmup_iters", help="Calls before that.")]
+Check = Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="1: compare results with a float64 sum.")]
+WorldSize = Annotated[
+    str, typer.Option("--world-size", help="Ranks to start, such as 2,4,8. Default: every GPU, or one rank a core.")
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto: cuda where there is a GPU.")]
+Dtype = Annotated[str, typer.Option("-d", "--dtype", help="float32, float16 or bfloat16.")]
+Algorithms = Annotated[
+    str, typer.Option("--algorithms", help="Comma-separated, baselines too. Default: all that are legal.")
+]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Time for the timed calls of a point.")]
+Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls rather than a captured graph.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for a world size; then the ranks are ended.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write rows and environment to this file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
+
+
+def _command(op: str) -> None:
+    """Register one benchmark; all take the same options."""
+
+    def command(
+        minbytes: MinBytes = "1K",
+        maxbytes: MaxBytes = "4M",
+        stepfactor: StepFactor = 4,
+        iters: Iters = 1000,
+        warmup_iters: Warmup = 5,
+        check: Check = 1,
+        world_size: WorldSize = "",
+        device: DeviceOption = Device.AUTO,
+        dtype: Dtype = "",
+        algorithms: Algorithms = "",
+        seconds: Seconds = 0.4,
+        eager: Eager = False,
+        timeout: Timeout = 600.0,
+        json_file: JsonFile = None,
+        plot_file: PlotFile = None,
+    ) -> None:
+        sizes = _sizes(minbytes, maxbytes, stepfactor)
+        where = _device(device)
+        from shotcast.bench.harness import BenchPlan
+
+        plan = BenchPlan(
+            op=op,
+            device=where,
+            dtype=dtype or ("float32" if where == "cpu" else "bfloat16"),
+            sizes=sizes,
+            algorithms=tuple(name.strip() for name in algorithms.split(",") if name.strip()),
+            iters=iters,
+            warmup_iters=warmup_iters,
+            check=bool(check),
+            eager=eager,
+            budget_s=seconds,
+            timeout_s=timeout,
+            progress=sys.stderr.isatty(),
+        )
+        _bench(plan, world_size, json_file, plot_file)
+
+    name = op.replace("_", "-")
+    bench.command(name, help=f"Time {name} over a range of message sizes.")(command)
+
+
+for _op in ("all_reduce", "reduce_scatter", "all_gather"):
+    _command(_op)
+
+
+def _bench(plan: BenchPlan, world_size: str, json_file: Path | None, plot_file: Path | None) -> None:
+    from shotcast.bench import harness, report
+
+    job = env.job()
+    world_sizes = _world_sizes(world_size, plan.device, job.world_size if job else None)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # columns in a file or a pipe are not for wrapping
+    rows: list[Row] = []
+    for number in world_sizes:
+        measured = harness.run_under_torchrun(plan) if job else harness.run(plan, number)
+        if not measured:
+            raise ConfigError(f"none of the algorithms serves {plan.op} of {plan.dtype} between {number} ranks")
+        rows += measured
+        if job is None or job.rank == 0:
+            console.print(report.table(measured))
+            console.print(report.headline(measured))
+            console.print()
+    if job is not None and job.rank != 0:
+        return
+    if json_file is not None:
+        from shotcast.hardware.detect import detect
+
+        command = shlex.join(["shotcast", *sys.argv[1:]])
+        report.write_json(json_file, rows, environment=detect().as_json(), command=command)
+        console.print(f"wrote {json_file}")
+    if plot_file is not None:
+        from shotcast.bench.plot import plot
+
+        plot(rows, plot_file)
+        console.print(f"wrote {plot_file}")
+    if any(row.errors for row in rows):
+        Console(stderr=True).print("shotcast: some results were wrong", style="red")
+        raise typer.Exit(1)
+
+
+def _sizes(minbytes: str, maxbytes: str, stepfactor: int) -> tuple[int, ...]:
+    least, most = parse_size(minbytes), parse_size(maxbytes)
+    if not 0 < least <= most:
+        raise ConfigError(f"sizes go from 1 byte up, the least first: --minbytes {minbytes} --maxbytes {maxbytes}")
+    sizes = []
+    while least <= most:
+        sizes.append(least)
+        least *= stepfactor
+    return tuple(sizes)
+
+
+def _device(device: Device) -> str:
+    if device is not Device.AUTO:
+        return device.value
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _world_sizes(text: str, device: str, running: int | None) -> list[int]:
+    try:
+        asked = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"--world-size takes whole numbers such as 2,4,8, not {text!r}") from None
+    if any(number < 2 for number in asked):
+        raise ConfigError("a collective takes at least 2 ranks")
+    if running is not None:
+        if asked not in ([], [running]):
+            raise ConfigError(f"this job has {running} ranks already; leave --world-size out under torchrun")
+        return [running]
+    if device == "cpu":
+        from shotcast.hardware.detect import available_cores
+
+        return asked or [min(8, max(2, available_cores()))]
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < max(asked, default=2):
+        raise ConfigError(f"{max(asked, default=2)} CUDA ranks need as many GPUs, and {count} are visible")
+    return asked or [count]
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine has, and what that means for ranks on it."""
+    from shotcast.hardware.advice import Level, findings
+    from shotcast.hardware.detect import detect
+
+    facts = detect()
+    console = Console()
+    view = Table(box=None, show_header=False, pad_edge=False)
+    view.add_column(style="bold", no_wrap=True)
+    view.add_column()
+    for name, value in _doctor_rows(facts):
+        view.add_row(name, value)
+    console.print(view)
+    console.print()
+    marks = {Level.GOOD: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.PROBLEM: "[red]problem[/]"}
+    advice = Table(box=None, show_header=False, pad_edge=False)
+    advice.add_column(no_wrap=True)
+    advice.add_column()
+    for finding in findings(facts):
+        advice.add_row(marks[finding.level], finding.text)
+    console.print(advice)
+
+
+def _doctor_rows(facts: Any) -> list[tuple[str, str]]:
+    gib = 1 << 30
+    rows = [
+        ("processor", f"{facts.cpu_model}, {facts.cores} of {facts.cores_installed} cores usable"),
+        ("memory", f"{facts.memory_available_bytes / gib:.1f} of {facts.memory_bytes / gib:.1f} GiB available"),
+        (facts.shm_dir, f"{facts.shm_free_bytes / gib:.1f} of {facts.shm_bytes / gib:.1f} GiB free"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
+    ]
+    if facts.cuda_driver or facts.cuda_runtime:
+        driver, runtime = facts.cuda_driver or "none", facts.cuda_runtime or "none"
+        rows.append(("CUDA", f"driver {driver}, PyTorch built for {runtime}"))
+    for gpu in facts.gpus:
+        major, minor = gpu.compute_capability
+        peers = [str(j) for j, reached in enumerate(facts.peer_access[gpu.index]) if reached and j != gpu.index]
+        rows.append(
+            (
+                f"GPU {gpu.index}",
+                f"{gpu.name}, sm_{major}{minor}, {gpu.sm_count} SMs, {gpu.memory_bytes / gib:.0f} GiB, "
+                f"reaches {', '.join(peers) or 'no other'}, "
+                f"multicast {'unknown' if gpu.multicast is None else 'yes' if gpu.multicast else 'no'}",
+            )
+        )
+    return rows

@@ -1,0 +1,158 @@
+"""What the facts about a host mean for somebody who wants to run ranks on it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from shotcast.hardware import catalog
+from shotcast.hardware.detect import HostFacts
+from shotcast.units import format_size
+from shotcast.wire import MAX_WORLD_SIZE
+
+
+class Level(enum.Enum):
+    GOOD = "good"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence. A problem keeps something from working; a note makes it slower or otherwise different."""
+
+    level: Level
+    text: str
+
+
+SHM_PER_RANK_BYTES = 11 << 20
+"""What a CPU rank asks of the tmpfs at most; a test compares it with what one takes."""
+
+
+def findings(facts: HostFacts) -> list[Finding]:
+    """Sentences about ``facts``, CPU ranks first."""
+    return [*_cpu(facts), *_gpu(facts)]
+
+
+def _cpu(facts: HostFacts) -> list[Finding]:
+    found = []
+    shm_needed_bytes = MAX_WORLD_SIZE * SHM_PER_RANK_BYTES
+    if facts.shm_bytes == 0:
+        found.append(
+            Finding(
+                Level.PROBLEM, f"{facts.shm_dir} does not exist: CPU ranks need a tmpfs; name one in SHOTCAST_SHM_DIR."
+            )
+        )
+    elif facts.shm_free_bytes < shm_needed_bytes:
+        found.append(
+            Finding(
+                Level.PROBLEM,
+                f"{facts.shm_dir} has {_decimal(facts.shm_free_bytes)} free; {MAX_WORLD_SIZE} CPU ranks ask for up to "
+                f"{_decimal(shm_needed_bytes)}. Give it more (docker run --shm-size=1g), or pass a smaller max_bytes.",
+            )
+        )
+    else:
+        found.append(
+            Finding(Level.GOOD, f"CPU ranks work: {facts.shm_dir} is large enough for {MAX_WORLD_SIZE} of them.")
+        )
+    if facts.cores < facts.cores_installed:
+        found.append(
+            Finding(
+                Level.NOTE, f"This process may use {facts.cores} of {facts.cores_installed} cores (affinity or cgroup)."
+            )
+        )
+    if facts.cores < MAX_WORLD_SIZE:
+        ranks = f"{facts.cores} ranks" if facts.cores > 1 else "one rank"
+        found.append(
+            Finding(
+                Level.NOTE,
+                f"Beyond {ranks}, CPU ranks take turns on the {_count(facts.cores, 'core')}: right, but a call then "
+                "waits for the scheduler.",
+            )
+        )
+    return found
+
+
+def _gpu(facts: HostFacts) -> list[Finding]:
+    if not facts.gpus:
+        return [Finding(Level.NOTE, f"{_why_no_gpu(facts)} Ranks are CPU processes.")]
+    found = []
+    if "triton" not in facts.versions:
+        found.append(
+            Finding(
+                Level.PROBLEM,
+                "Triton is not installed, which the GPU kernels are written in: pip install 'shotcast[triton]'.",
+            )
+        )
+    found.append(_world_sizes(facts))
+    found.append(_multicast(facts))
+    for name in dict.fromkeys(gpu.name for gpu in facts.gpus):
+        spec = catalog.find(name)
+        if spec is None:
+            found.append(Finding(Level.NOTE, f"{name} is not in the catalog: the cost model has no figures for it."))
+        else:
+            link = spec.link
+            found.append(
+                Finding(
+                    Level.GOOD, f"{name}: {link.name}, {link.usable_bw_gbps:g} GB/s each way to expect ({link.source})."
+                )
+            )
+    return found
+
+
+def _why_no_gpu(facts: HostFacts) -> str:
+    if facts.cuda_error:
+        return f"CUDA does not start: {facts.cuda_error}."
+    if not facts.cuda_runtime:
+        return f"This PyTorch ({facts.versions['torch']}) is built without CUDA."
+    return "No GPU is visible." if facts.cuda_driver else "There is no NVIDIA driver."
+
+
+def _world_sizes(facts: HostFacts) -> Finding:
+    count = len(facts.gpus)
+    if count == 1:
+        return Finding(Level.NOTE, "With one GPU there is nobody to exchange tensors with on CUDA; CPU ranks work.")
+    if not facts.all_peers:
+        apart = [
+            f"{i}-{j}"
+            for i, row in enumerate(facts.peer_access)
+            for j, reached in enumerate(row)
+            if i < j and not reached
+        ]
+        return Finding(
+            Level.PROBLEM,
+            f"GPUs {', '.join(apart)} cannot reach each other's memory, which own algorithms need; NCCL serves those.",
+        )
+    if count > MAX_WORLD_SIZE:
+        return Finding(
+            Level.NOTE,
+            f"{count} GPUs reach each other; own algorithms serve groups of up to {MAX_WORLD_SIZE}, NCCL larger.",
+        )
+    sizes = "2" if count == 2 else f"2 to {count}"
+    return Finding(Level.GOOD, f"All {count} GPUs reach each other's memory: world sizes {sizes} are served.")
+
+
+def _multicast(facts: HostFacts) -> Finding:
+    if not all(gpu.multicast for gpu in facts.gpus):
+        return Finding(Level.NOTE, "No multicast on these GPUs: a store to all ranks is one store to each of them.")
+    if facts.multicast_disabled_by:
+        return Finding(
+            Level.NOTE,
+            f"The GPUs offer multicast; {facts.multicast_disabled_by} switches it off, so peer stores are used.",
+        )
+    return Finding(
+        Level.GOOD,
+        "The GPUs offer multicast: one store reaches all ranks. Where the system forbids it, peer stores are used.",
+    )
+
+
+def _decimal(nbytes: int) -> str:
+    """A byte count rounded to whole units, for reading."""
+    for factor in (1 << 30, 1 << 20, 1 << 10):
+        if nbytes >= factor:
+            return format_size(round(nbytes / factor) * factor)
+    return format_size(nbytes)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_report import row
+
+from shotcast.bench import plot
+from shotcast.errors import ConfigError
+
+
+def rows():
+    return [
+        row(name, nbytes, time_us, world_size=world_size)
+        for world_size in (2, 8)
+        for name, time_us in (("ring", 40.0), ("two_shot", 10.0), ("gloo", 4000.0))
+        for nbytes in (1024, 65536)
+    ]
+
+
+def test_speedups() -> None:
+    result = plot.speedups([row("ring", 64, 40.0), row("two_shot", 64, 10.0), row("two_shot", 128, 10.0)], "ring")
+    assert result == {"ring": [(64, 1.0)], "two_shot": [(64, 4.0)]}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_writes_a_picture(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "new" / f"picture.{suffix}"
+    plot.plot(rows(), path)
+    start = path.read_bytes()[:8]
+    assert start == b"\x89PNG\r\n\x1a\n" if suffix == "png" else b"<?xml" in start
+
+
+def test_names_everything_a_reader_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    plot.plot(rows(), tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    for words in (
+        "2 ranks",
+        "8 ranks",
+        "two_shot",
+        "speed-up over ring",
+        "time of a call",
+        "64K",
+        "further down: gloo",
+    ):
+        assert f">{words}" in text, words
+
+
+def test_without_a_ring_the_library_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    plot.plot([row("one_shot"), row("gloo")], tmp_path / "picture.svg")
+    assert "speed-up over gloo" in (tmp_path / "picture.svg").read_text()
+
+
+def test_colours_tell_all_contenders_apart() -> None:
+    from shotcast.bench import baselines
+
+    for device in ("cpu", "cuda"):
+        names = ("ring", "one_shot", "two_shot", *baselines.names("all_reduce", device))
+        assert len({plot.COLORS[name] for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["picture", "picture.docx"])
+def test_unknown_format_is_an_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="does not write"):
+        plot.plot(rows(), tmp_path / name)
+
+
+def test_nothing_to_plot_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to plot"):
+        plot.plot([], tmp_path / "picture.png")
