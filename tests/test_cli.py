@@ -1,0 +1,156 @@
+"""What people type, and what they read when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import shotcast
+from shotcast.cli import app
+
+QUICK = ["--device", "cpu", "--iters", "8", "--seconds", "0.02", "--warmup_iters", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def shell(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shotcast", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment})
+
+
+def refused(*args: str) -> str:
+    """The one line that a refused command prints."""
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("shotcast: ")
+    return lines[0]
+
+
+def test_version() -> None:
+    result = shell("--version")
+    assert (result.returncode, result.stdout) == (0, f"shotcast {shotcast.__version__}\n")
+
+
+def test_starts_quickly() -> None:
+    best = 60.0
+    for _ in range(3):
+        start = time.monotonic()
+        assert shell("bench", "all-reduce", "--help").returncode == 0
+        best = min(best, time.monotonic() - start)
+    assert best < 1.0, "help takes as long as importing torch"
+
+
+@pytest.mark.parametrize("args", [[], ["bench"]])
+def test_no_command_shows_help(args: list[str]) -> None:
+    assert "Usage" in CliRunner().invoke(app, args).output
+
+
+def test_doctor() -> None:
+    result = shell("doctor", COLUMNS="200")
+    assert result.returncode == 0, result.stderr
+    for words in ("processor", "cores usable", "/dev/shm", "torch ", "CPU ranks"):
+        assert words in result.stdout
+
+
+class TestBench:
+    @pytest.mark.parametrize("op", ["all-reduce", "reduce-scatter", "all-gather"])
+    def test_table(self, op: str) -> None:
+        result = shell("bench", op, *QUICK, "-b", "64", "-e", "1K", "-f", "16", "--world-size", "2", "-d", "bfloat16")
+        assert result.returncode == 0, result.stderr
+        rows = [line.split() for line in result.stdout.splitlines() if line.split()[2:3] == ["bfloat16"]]
+        assert {row[0] for row in rows} == {"64", "1024"}
+        assert {row[4] for row in rows} >= {"ring", "one_shot", "gloo"}
+        assert {row[8] for row in rows} == {"0"}
+
+    def test_files(self, tmp_path: Path) -> None:
+        result_file, picture = tmp_path / "result.json", tmp_path / "picture.png"
+        result = shell(
+            "bench", "all-reduce", *QUICK, "-b", "64", "-e", "4K", "-f", "8", "--world-size", "2,3",
+            "--algorithms", "ring,two_shot,gloo", "--json", result_file, "--plot", picture,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        document = json.loads(result_file.read_text())
+        assert document["command"].startswith("shotcast bench all-reduce --device cpu")
+        assert document["environment"]["versions"]["torch"]
+        points = [(row["world_size"], row["nbytes"], row["algorithm"]) for row in document["rows"]]
+        names = ("ring", "two_shot", "gloo")
+        assert points == [(n, size, name) for n in (2, 3) for size in (64, 512, 4096) for name in names]
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_under_torchrun(self, tmp_path: Path) -> None:
+        result_file = tmp_path / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "shotcast", "bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--json", str(result_file)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("all_reduce, 2 cpu ranks") == 1, "every rank printed"
+        assert {row["world_size"] for row in json.loads(result_file.read_text())["rows"]} == {2}
+
+    def test_wrong_results_are_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shotcast.bench import harness
+        from shotcast.bench.report import Row
+
+        point = Row.of(
+            op="all_reduce", device="cpu", world_size=2, dtype="float32", algorithm="ring", nbytes=64,
+            medians_us=[], p99s_us=[], errors=3,
+        )  # fmt: skip
+        monkeypatch.setattr(harness, "run", lambda plan, world_size: [point])
+        result = CliRunner().invoke(app, ["bench", "all-reduce", "--device", "cpu", "--world-size", "2"])
+        assert result.exit_code == 1
+        assert "some results were wrong" in result.stderr
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("args", "text"),
+        [
+            (["-b", "64X"], "not a size: '64X'"),
+            (["-b", "2K", "-e", "1K"], "the least first"),
+            (["-b", "0"], "from 1 byte up"),
+            (["--world-size", "two"], "whole numbers"),
+            (["--world-size", "1"], "at least 2 ranks"),
+            (["--algorithms", "bring"], "unknown algorithms for all_reduce on cpu: bring; known: ring,"),
+            (["--dtype", "int32"], "choose from float32"),
+            (["--iters", "1"], "at least 5"),
+        ],
+    )
+    def test_is_one_line(self, args: list[str], text: str) -> None:
+        assert text in refused("bench", "all-reduce", "--device", "cpu", *args)
+
+    def test_cuda_without_gpus(self) -> None:
+        import torch
+
+        too_many = torch.cuda.device_count() + 2
+        assert "GPUs" in refused("bench", "all-reduce", "--device", "cuda", "--world-size", str(too_many))
+
+    def test_incomplete_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "0")
+        assert "environment is incomplete" in refused("bench", "all-reduce", "--device", "cpu")
+
+    def test_a_failing_rank_is_one_line(self) -> None:
+        line = refused("bench", "all-reduce", "--device", "cpu", "--timeout", "0.001")
+        assert "had not finished within 0.001 s" in line
+
+    def test_from_a_shell(self) -> None:
+        result = shell("bench", "all-reduce", "--device", "cpu", "--world-size", "1")
+        assert result.returncode == 2
+        assert result.stderr == "shotcast: a collective takes at least 2 ranks\n"
+
+    def test_traceback_on_request(self) -> None:
+        result = shell("--traceback", "bench", "all-reduce", "--device", "cpu", "--world-size", "1")
+        assert result.returncode == 1
+        assert "Traceback" in result.stderr
