@@ -226,11 +226,8 @@ class ShmBuffer:
 
     def close(self) -> None:
         """Ends this process's mappings, those of living views when the last of them dies. Does nothing twice."""
-        maps, self._maps = self._maps, ()
-        for mapping in maps:
-            # A living view: the mapping then ends with it.
-            with contextlib.suppress(BufferError):
-                mapping.close()
+        # Not mmap.close(): a tensor made by torch.frombuffer holds the map, but not in a way that close() respects.
+        self._maps = ()
 
     def __enter__(self) -> ShmBuffer:
         return self
