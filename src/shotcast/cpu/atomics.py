@@ -26,20 +26,20 @@ def _word_at(builder: Any, address: Any) -> Any:
 
 
 @intrinsic
-def load(_context, address):
+def load(_context: Any, address: Any) -> Any:
     """The word at ``address``, which no other rank writes meanwhile."""
 
-    def generate(_target, builder, _signature, arguments):
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load(_word_at(builder, arguments[0]))
 
     return signature(types.int64, types.int64), generate
 
 
 @intrinsic
-def store(_context, address, value):
+def store(_context: Any, address: Any, value: Any) -> Any:
     """Sets the word at ``address``, which no other rank reads meanwhile."""
 
-    def generate(target, builder, _signature, arguments):
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         builder.store(arguments[1], _word_at(builder, arguments[0]))
         return target.get_dummy_value()
 
@@ -47,20 +47,20 @@ def store(_context, address, value):
 
 
 @intrinsic
-def acquire(_context, address):
+def acquire(_context: Any, address: Any) -> Any:
     """The word at ``address``, written by another rank with :func:`release`."""
 
-    def generate(_target, builder, _signature, arguments):
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_word_at(builder, arguments[0]), "acquire", 8)
 
     return signature(types.int64, types.int64), generate
 
 
 @intrinsic
-def release(_context, address, value):
+def release(_context: Any, address: Any, value: Any) -> Any:
     """Sets the word at ``address`` after everything this rank read and wrote before."""
 
-    def generate(target, builder, _signature, arguments):
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _word_at(builder, arguments[0]), "release", 8)
         return target.get_dummy_value()
 
@@ -68,10 +68,10 @@ def release(_context, address, value):
 
 
 @intrinsic
-def pause(_context):
+def pause(_context: Any) -> Any:
     """Tells the core that this is a spinning loop."""
 
-    def generate(target, builder, _signature, _arguments):
+    def generate(target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         if _MACHINE in ("x86_64", "amd64"):
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
@@ -85,10 +85,10 @@ def pause(_context):
 
 
 @intrinsic
-def copy(_context, destination, source, nbytes):
+def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
     """Copies ``nbytes`` bytes between places that do not overlap, or are the same."""
 
-    def generate(target, builder, _signature, arguments):
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         to, source, nbytes = arguments
         # Equal addresses are an in-place call; memcpy does not promise to leave those alone.
         with builder.if_then(builder.icmp_signed("!=", to, source)):
@@ -101,10 +101,10 @@ def copy(_context, destination, source, nbytes):
 
 
 @intrinsic
-def add_up(_context, function, destination, sources, world_size, count):
+def add_up(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     """Calls the :class:`~shotcast.cpu.compilation.Arithmetic` at address ``function``."""
 
-    def generate(target, builder, _signature, arguments):
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return target.get_dummy_value()
@@ -113,10 +113,10 @@ def add_up(_context, function, destination, sources, world_size, count):
 
 
 @intrinsic
-def monotonic_ns(_context):
+def monotonic_ns(_context: Any) -> Any:
     """The clock that deadlines are read from, in nanoseconds; it runs on while a process is stopped."""
 
-    def generate(_target, builder, _signature, _arguments):
+    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         timespec = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), timespec.type])
         clock_gettime = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
@@ -129,10 +129,10 @@ def monotonic_ns(_context):
 
 
 @intrinsic
-def sleep_ns(_context, duration):
+def sleep_ns(_context: Any, duration: Any) -> Any:
     """Gives the core away for ``duration`` nanoseconds (under a second), or for other runnable threads if it is 0."""
 
-    def generate(target, builder, _signature, arguments):
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         none = ir.Constant(_WORD, 0)
         with builder.if_else(builder.icmp_signed("==", arguments[0], none)) as (now, later):
             with now:

@@ -24,7 +24,7 @@ from shotcast.cpu.slices import around
 from shotcast.cpu.waiting import ABORTED, DONE, begin, finish, meet, meet_all, publish, region
 
 
-def all_gather(context, plan, x, out):
+def all_gather(context: int, plan: int, x: int, out: int) -> int:
     """out = the ranks' parts in order. x: this rank's part; parts as the plan's extents, any may be empty."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
@@ -53,7 +53,7 @@ def all_gather(context, plan, x, out):
             return finish(context, step)
 
 
-def all_to_all(context, plan, x, out):
+def all_to_all(context: int, plan: int, x: int, out: int) -> int:
     """Block r of out = block ``rank`` of x_r. x, out: N blocks, nbytes in all."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
@@ -81,7 +81,7 @@ def all_to_all(context, plan, x, out):
             return finish(context, step)
 
 
-def broadcast(context, plan, x, out):
+def broadcast(context: int, plan: int, x: int, out: int) -> int:
     """out = the root's x. x, out: nbytes; they may be the same, and x is read on the root only."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
@@ -118,7 +118,7 @@ def broadcast(context, plan, x, out):
     return finish(context, step)
 
 
-def barrier(context, plan, x, out):
+def barrier(context: int, plan: int, x: int, out: int) -> int:
     """Returns once every rank has called. Also what goes before a vendor's collective, to compare headers."""
     word = begin(context, load(plan + HEADER))
     if word == 0:

@@ -53,10 +53,10 @@ class _Format:
 class _Float32(_Format):
     stored = _F32
 
-    def widen(self, builder, value, lanes):
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
         return value
 
-    def narrow(self, builder, value, lanes):
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
         nan = _constant(_F32, lanes, float("nan"))
         return builder.select(builder.fcmp_unordered("uno", value, value), nan, value)
 
@@ -66,10 +66,10 @@ class _Half(_Format):
 
     stored = _F16
 
-    def widen(self, builder, value, lanes):
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
         return builder.fpext(value, _vector(_F32, lanes))
 
-    def narrow(self, builder, value, lanes):
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
         rounded = builder.fptrunc(value, _vector(_F16, lanes))
         nan = _constant(_F16, lanes, float("nan"))
         return builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded)
@@ -80,7 +80,7 @@ class _HalfBits(_Format):
 
     stored = _I16
 
-    def widen(self, builder, value, lanes):
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
         wide, single = _vector(_I32, lanes), _vector(_F32, lanes)
 
         def constant(number: int) -> Any:
@@ -100,7 +100,7 @@ class _HalfBits(_Format):
         sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
         return builder.bitcast(builder.or_(result, sign), single)
 
-    def narrow(self, builder, value, lanes):
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
         wide, single = _vector(_I32, lanes), _vector(_F32, lanes)
 
         def constant(number: int) -> Any:
@@ -127,11 +127,11 @@ class _Bfloat16(_Format):
 
     stored = _I16
 
-    def widen(self, builder, value, lanes):
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
         bits = builder.shl(builder.zext(value, _vector(_I32, lanes)), _constant(_I32, lanes, 16))
         return builder.bitcast(bits, _vector(_F32, lanes))
 
-    def narrow(self, builder, value, lanes):
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
         def constant(number: int) -> Any:
             return _constant(_I32, lanes, number)
 
@@ -149,7 +149,7 @@ def _sum_with(form: _Format) -> Any:
     ``sources`` is the address of ``world_size`` addresses.
     """
 
-    def generate(target, builder, _signature, arguments):
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         destination, sources, world_size, count = arguments
         itemsize = 4 if form.stored is _F32 else 2
 
@@ -179,38 +179,38 @@ def _sum_with(form: _Format) -> Any:
 
 
 @intrinsic
-def _float32(_context, destination, sources, world_size, count):
+def _float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     return _sum_with(_Float32())
 
 
 @intrinsic
-def _half(_context, destination, sources, world_size, count):
+def _half(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     return _sum_with(_Half())
 
 
 @intrinsic
-def _half_bits(_context, destination, sources, world_size, count):
+def _half_bits(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     return _sum_with(_HalfBits())
 
 
 @intrinsic
-def _bfloat16(_context, destination, sources, world_size, count):
+def _bfloat16(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     return _sum_with(_Bfloat16())
 
 
-def _sum_float32(destination, sources, world_size, count):
+def _sum_float32(destination: int, sources: int, world_size: int, count: int) -> None:
     _float32(destination, sources, world_size, count)
 
 
-def _sum_half(destination, sources, world_size, count):
+def _sum_half(destination: int, sources: int, world_size: int, count: int) -> None:
     _half(destination, sources, world_size, count)
 
 
-def _sum_half_bits(destination, sources, world_size, count):
+def _sum_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
     _half_bits(destination, sources, world_size, count)
 
 
-def _sum_bfloat16(destination, sources, world_size, count):
+def _sum_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
     _bfloat16(destination, sources, world_size, count)
 
 

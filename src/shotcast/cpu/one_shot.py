@@ -24,7 +24,7 @@ from shotcast.cpu.layout import (
 from shotcast.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
 
 
-def all_reduce(context, plan, x, out):
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
@@ -52,7 +52,7 @@ def all_reduce(context, plan, x, out):
             return finish(context, step)
 
 
-def reduce_scatter(context, plan, x, out):
+def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block."""
     word = begin(context, load(plan + HEADER))
     if word == 0:

@@ -31,13 +31,13 @@ from shotcast.cpu.waiting import ABORTED, DONE, MISMATCHED, region, wait
 
 
 @njit(error_model="numpy")
-def _outbox_offset(context, receiver, piece_number):
+def _outbox_offset(context: int, receiver: int, piece_number: int) -> int:
     slot_bytes = MAIL_HEADER_BYTES + load(context + MAIL_PIECE)
     slot = receiver * MAIL_SLOTS + piece_number % MAIL_SLOTS
     return CONTROL_BYTES + 2 * load(context + GENERATION) + slot * slot_bytes
 
 
-def send(context, plan, x, out):
+def send(context: int, plan: int, x: int, out: int) -> int:
     """Sends nbytes at x to the plan's root; ``out`` is not used."""
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)
@@ -63,7 +63,7 @@ def send(context, plan, x, out):
             return DONE
 
 
-def recv(context, plan, x, out):
+def recv(context: int, plan: int, x: int, out: int) -> int:
     """Receives nbytes from the plan's root into out; ``x`` is not used. MISMATCHED if another message is next."""
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)

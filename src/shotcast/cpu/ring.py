@@ -34,12 +34,12 @@ from shotcast.wire import SLICE_ALIGN
 
 
 @njit(error_model="numpy")
-def _staging(context, rank, step):
+def _staging(context: int, rank: int, step: int) -> int:
     return region(context, rank) + CONTROL_BYTES + (step & 1) * load(context + GENERATION)
 
 
 @njit(error_model="numpy")
-def _meet_neighbours(context, step, word):
+def _meet_neighbours(context: int, step: int, word: int) -> int:
     """Until step ``step`` may be written (right) and what the left neighbour wrote in the step before it is there."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     status = meet(context, around(rank - 1, world_size), step, word)
@@ -49,14 +49,14 @@ def _meet_neighbours(context, step, word):
 
 
 @njit(error_model="numpy")
-def _first_hop(context, plan, step, x, nbytes):
+def _first_hop(context: int, plan: int, step: int, x: int, nbytes: int) -> None:
     store(context + SOURCES, x)
     target = _staging(context, load(context + RANK), step)
     add_up(load(plan + ARITHMETIC), target, context + SOURCES, 1, nbytes // load(plan + ITEMSIZE))
 
 
 @njit(error_model="numpy")
-def _hop(context, plan, step, x, nbytes, target):
+def _hop(context: int, plan: int, step: int, x: int, nbytes: int, target: int) -> None:
     """target = what the left neighbour sent in the step before + x."""
     left = around(load(context + RANK) - 1, load(context + WORLD))
     store(context + SOURCES, _staging(context, left, step - 1))
@@ -64,7 +64,7 @@ def _hop(context, plan, step, x, nbytes, target):
     add_up(load(plan + ARITHMETIC), target, context + SOURCES, 2, nbytes // load(plan + ITEMSIZE))
 
 
-def all_reduce(context, plan, x, out):
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same. At least two ranks.
 
     A chunk is a piece of every slice.
@@ -129,7 +129,7 @@ def all_reduce(context, plan, x, out):
     return finish(context, step)
 
 
-def reduce_scatter(context, plan, x, out):
+def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block. At least two ranks."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
@@ -175,7 +175,7 @@ def reduce_scatter(context, plan, x, out):
     return finish(context, step)
 
 
-def all_gather(context, plan, x, out):
+def all_gather(context: int, plan: int, x: int, out: int) -> int:
     """out = the ranks' parts in order. x: this rank's part; parts as the plan's extents, any may be empty."""
     word = begin(context, load(plan + HEADER))
     if word == 0:

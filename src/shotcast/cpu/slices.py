@@ -8,14 +8,14 @@ from shotcast.wire import SLICE_ALIGN
 
 
 @njit(error_model="numpy")
-def slice_size(nbytes, world_size):
+def slice_size(nbytes: int, world_size: int) -> int:
     """:func:`shotcast.wire.slice_bytes`."""
     part = (nbytes + world_size - 1) // world_size
     return (part + SLICE_ALIGN - 1) // SLICE_ALIGN * SLICE_ALIGN
 
 
 @njit(error_model="numpy")
-def around(rank, world_size):
+def around(rank: int, world_size: int) -> int:
     """``rank`` modulo ``world_size``, for ranks from -world_size to 2 * world_size - 1."""
     if rank < 0:
         return rank + world_size

@@ -27,7 +27,7 @@ from shotcast.cpu.slices import around, slice_size
 from shotcast.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
 
 
-def all_reduce(context, plan, x, out):
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same.
 
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk: step k

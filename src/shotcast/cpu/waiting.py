@@ -35,13 +35,13 @@ _YIELD_NS = 1_000_000
 
 
 @njit(error_model="numpy")
-def region(context, rank):
+def region(context: int, rank: int) -> int:
     """Address of rank ``rank``'s shared region."""
     return load(context + REGIONS + 8 * rank)
 
 
 @njit(error_model="numpy", inline="never")
-def _wait_long(context, address, target):
+def _wait_long(context: int, address: int, target: int) -> int:
     # The deadline starts with the first wait that is not short, so that calls without one never read the clock.
     begun = monotonic_ns()
     if load(context + DEADLINE) == 0:
@@ -62,7 +62,7 @@ def _wait_long(context, address, target):
 
 
 @njit(error_model="numpy")
-def wait(context, address, target):
+def wait(context: int, address: int, target: int) -> int:
     """Returns DONE once the word at ``address`` is not below ``target``, else TIMED_OUT or ABORTED."""
     for _ in range(load(context + SPINS)):
         if acquire(address) - target >= 0:
@@ -72,7 +72,7 @@ def wait(context, address, target):
 
 
 @njit(error_model="numpy")
-def begin(context, header):
+def begin(context: int, header: int) -> int:
     """Starts a collective call: counts the epoch, shows the header. Returns the header word, or 0 if all is stopped."""
     own = region(context, load(context + RANK))
     if acquire(own + ABORT) != 0:
@@ -86,14 +86,14 @@ def begin(context, header):
 
 
 @njit(error_model="numpy")
-def publish(context, step):
+def publish(context: int, step: int) -> int:
     """Ends the writing of step ``step``; returns the next step."""
     release(region(context, load(context + RANK)) + PROGRESS, step + 1)
     return step + 1
 
 
 @njit(error_model="numpy")
-def meet(context, peer, step, word):
+def meet(context: int, peer: int, step: int, word: int) -> int:
     """Waits until ``peer`` has published the steps below ``step`` of this call; MISMATCHED if it makes another call."""
     control = region(context, peer)
     status = wait(context, control + PROGRESS, step)
@@ -103,7 +103,7 @@ def meet(context, peer, step, word):
 
 
 @njit(error_model="numpy")
-def meet_all(context, step, word):
+def meet_all(context: int, step: int, word: int) -> int:
     """:func:`meet` with every peer."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     for distance in range(1, world_size):
@@ -117,7 +117,7 @@ def meet_all(context, step, word):
 
 
 @njit(error_model="numpy")
-def finish(context, step):
+def finish(context: int, step: int) -> int:
     """Ends a call that was published up to ``step``."""
     store(context + STEP, step)
     return DONE
