@@ -470,7 +470,7 @@ def _die_with(pipe: int) -> None:
     A watching thread would not do: it needs the interpreter lock, which a rank stuck in compiled code may hold.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([pipe], [], [], 0)[0]:  # it closed before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
