@@ -1,0 +1,1 @@
+"""The Communicator: the only thing that layers above know of communication."""

@@ -1,0 +1,42 @@
+"""Compilation before first use, outside every deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+COMPILE_LIMIT_S = 300.0
+
+
+class FirstUse:
+    """Brings ranks together after each has compiled what a call needs.
+
+    A rank says through the job's store that it compiles, and then that it is ready. Whoever is ready waits for those
+    who compile. A rank that says nothing for ``patience_s`` is about something else, or late: then the call begins,
+    and its own header exchange finds out which.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self.known: set[str] = set()
+
+    def __call__(self, form: str, compile_it: Callable[[], object], patience_s: float) -> None:
+        """Once per ``form``: run ``compile_it``, then wait as described."""
+        if form in self.known:
+            return
+        self.known.add(form)
+        self._store.set(f"begun/{form}/{self._rank}", "")
+        compile_it()
+        self._store.set(f"ready/{form}/{self._rank}", "")
+        started = time.monotonic()
+        for rank in range(self._world_size):
+            pause = 0.0005
+            while not self._store.check([f"ready/{form}/{rank}"]):
+                waited = time.monotonic() - started
+                begun = self._store.check([f"begun/{form}/{rank}"])
+                if waited > (COMPILE_LIMIT_S if begun else patience_s):
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)

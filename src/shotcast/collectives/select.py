@@ -1,0 +1,64 @@
+"""From problem to choice. Order: argument, environment, the user's table, the packaged table, the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shotcast.collectives.candidates import candidates, obstacle
+from shotcast.collectives.problem import Candidate, Choice, CollectiveProblem
+from shotcast.collectives.table import Table
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
+from shotcast.errors import ConfigError
+from shotcast.units import format_size
+from shotcast.wire import ALGORITHMS
+
+
+def choose(problem: CollectiveProblem, argument: str, environment: str, tables: Sequence[tuple[str, Table]]) -> Choice:
+    """Choose for ``problem``. All inputs are the same on all ranks, and so is the outcome.
+
+    Args:
+        problem: the call.
+        argument: algorithm named in the call, or ``"auto"``.
+        environment: algorithm named by SHOTCAST_ALGORITHM, or ``"auto"``; passed over where it is not legal.
+        tables: (source, table), the first to be asked first.
+
+    Raises:
+        ConfigError: the call names an algorithm that is unknown or cannot serve it.
+    """
+    legal = {candidate.algorithm: candidate for candidate in candidates(problem)}
+    if argument != "auto":
+        if argument not in ALGORITHMS:
+            raise ConfigError(f"unknown algorithm {argument!r}; there are auto, {', '.join(ALGORITHMS)}")
+        if argument not in legal:
+            raise ConfigError(
+                f"{argument} cannot serve this {problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}: "
+                f"{obstacle(problem, argument)}"
+            )
+        return Choice(legal[argument], "argument", "named in the call")
+    if environment in legal:
+        return Choice(legal[environment], "environment", "SHOTCAST_ALGORITHM")
+    if list(legal) == ["vendor"]:
+        return Choice(legal["vendor"], "legality", _why_vendor(problem))
+    for source, table in tables:
+        row = table.lookup(problem.op.label, problem.dtype, problem.nbytes)
+        if row and row.algorithm in legal:
+            launch = row.launch or legal[row.algorithm].launch
+            limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
+            return Choice(Candidate(row.algorithm, launch), source, f"{table.name}: {row.algorithm} for {limit}")
+    return _by_model(problem, legal)
+
+
+def _why_vendor(problem: CollectiveProblem) -> str:
+    names = [name for name in ALGORITHMS if name != "vendor"]
+    why = dict.fromkeys(obstacle(problem, name) for name in names)
+    return "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+
+
+def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
+    place = problem.topology
+    link = NVLINK4 if place.device == "cuda" else SHARED_MEMORY
+    own = [name for name in legal if name != "vendor"]
+    times = {name: collective_us(problem.op.label, name, problem.nbytes, place.world_size, link) for name in own}
+    best = min(own, key=times.__getitem__)
+    figures = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
+    return Choice(legal[best], "cost model", f"predicted us: {figures}")

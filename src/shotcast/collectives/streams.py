@@ -1,0 +1,46 @@
+"""Calls of one communicator in the order they were made, whatever CUDA streams they are made on."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+def _capture_id(stream: torch.cuda.Stream) -> int:
+    """Number of the graph capture that ``stream`` takes part in; 0 for none. PyTorch has no public way to ask."""
+    status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
+    none = ctypes.c_void_p(None)
+    error = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), none, none, none
+    )
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed with error {error}")
+    return number.value if status.value == 1 else 0
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class StreamChain:
+    """Makes each call's stream wait for the call before it, if that was on another stream.
+
+    Eager calls are chained to eager calls; calls inside a graph capture, to those of the same capture only: a capture
+    cannot depend on work outside it. Replays are ordered by whoever launches them.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Stream | None = None
+        self._capture = 0
+
+    def enter(self, device: torch.device) -> bool:
+        """Order a call about to be made on the current stream; True while that stream is being captured."""
+        stream = torch.cuda.current_stream(device)
+        capturing = torch.cuda.is_current_stream_capturing()
+        capture = _capture_id(stream) if capturing else 0
+        if self._last is not None and stream != self._last and capture == self._capture:
+            stream.wait_stream(self._last)
+        self._last, self._capture = stream, capture
+        return capturing

@@ -1,0 +1,91 @@
+"""What no own kernel serves goes to PyTorch's library for the device: NCCL, or Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shotcast.errors import UnsupportedError
+from shotcast.wire import CallPlan, Op
+
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+class Vendor:
+    """Calls on a process group, with the ranks in the communicator's order.
+
+    Args:
+        group: the process group.
+        order: rank in the group by rank in the communicator.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, order: Sequence[int]):
+        self._group = group
+        self._order = list(order)
+        self._reordered = self._order != sorted(self._order)
+
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        """Make the call; as :meth:`TritonExecutor.run`. Raises UnsupportedError if the library cannot."""
+        try:
+            self._run(plan, x, out, reduction)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
+                raise
+            raise UnsupportedError(
+                f"neither own kernels nor {dist.get_backend(self._group)} served {plan.op.label}({reduction}) of "
+                f"{plan.dtype}: {error}"
+            ) from error
+
+    def _run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        group, world_size = self._group, len(self._order)
+        if plan.op is Op.BARRIER:
+            dist.barrier(group)
+            return
+        if plan.op is Op.SEND:
+            assert x is not None
+            dist.send(x, group=group, group_dst=self._order[plan.root])
+            return
+        assert out is not None
+        if plan.op is Op.RECV:
+            dist.recv(out, group=group, group_src=self._order[plan.root])
+            return
+        assert x is not None
+        if plan.op is Op.ALL_REDUCE:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            dist.all_reduce(out, REDUCTIONS[reduction], group)
+        elif plan.op is Op.BROADCAST:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            dist.broadcast(out, group=group, group_src=self._order[plan.root])
+        elif plan.op is Op.REDUCE_SCATTER:
+            parts = [x.view(world_size, -1)[r] for r in self._by_group_rank()]
+            dist.reduce_scatter(out.view(-1), [part.contiguous() for part in parts], REDUCTIONS[reduction], group)
+        elif plan.op is Op.ALL_GATHER:
+            sizes = plan.sizes or (out.numel() // world_size,) * world_size
+            ends = [sum(sizes[: r + 1]) for r in range(world_size)]
+            flat, widest = out.view(-1), max(sizes)
+            mine = x.view(-1)
+            if mine.numel() < widest:
+                mine = torch.cat([mine, mine.new_zeros(widest - mine.numel())])
+            parts = [flat.new_empty(widest) for _ in range(world_size)]
+            dist.all_gather(parts, mine, group)
+            for r, end in enumerate(ends):
+                flat[end - sizes[r] : end].copy_(parts[self._order[r]][: sizes[r]])
+        else:
+            assert plan.op is Op.ALL_TO_ALL
+            sent = x.view(world_size, -1)[self._by_group_rank()] if self._reordered else x.view(world_size, -1)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received.view(-1), sent.contiguous().view(-1), group=group)
+            out.view(world_size, -1).copy_(received[self._order] if self._reordered else received)
+
+    def _by_group_rank(self) -> list[int]:
+        """Communicator rank by group rank."""
+        return [self._order.index(r) for r in range(len(self._order))]

@@ -1,0 +1,239 @@
+"""Runs call plans with the Triton kernels: on a GPU, or on CPU ranks under Triton's interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from shotcast import wire
+from shotcast.errors import ConfigError
+from shotcast.kernels import layout
+from shotcast.kernels.barrier import barrier
+from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.kernels.layout import Layout
+from shotcast.kernels.mail import mail
+from shotcast.kernels.one_shot import one_shot_reduce
+from shotcast.kernels.ring import ring
+from shotcast.kernels.target import INTERPRETED
+from shotcast.kernels.two_shot import two_shot_all_reduce
+from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
+from shotcast.wire import CallPlan, Fault, Op
+
+_DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+_COPIES = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCAST}
+
+Launch = tuple[Any, int, int, dict[str, Any]]
+"""Kernel, grid, warps, arguments."""
+
+
+class TritonExecutor:
+    """This rank's side of a communicator whose calls are Triton kernels.
+
+    Args:
+        buffer: symmetric memory of ``Layout.of(max_bytes).nbytes``, zero.
+        group: for the barrier after the memory is set up.
+        max_bytes: the largest message.
+        timeout_s: deadline of a call, from its first unsuccessful look.
+        device: where the kernels run; ``cpu`` needs Triton's interpreter (TRITON_INTERPRET=1 at import).
+    """
+
+    def __init__(
+        self, buffer: SymmetricBuffer, group: HostGroup, max_bytes: int, timeout_s: float, device: torch.device
+    ):
+        on_gpu = device.type == "cuda"
+        if on_gpu == INTERPRETED:
+            where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
+            raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
+        self._buffer = buffer
+        self._rank, self._world = group.rank, group.world_size
+        self._layout = Layout.of(max_bytes)
+        self._device = device
+        self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._control = buffer.view(self._rank, 0, (layout.CONTROL_WORDS,), torch.int64)
+        self._status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
+        self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())
+        table = list(buffer.addresses) + [0] * (wire.MAX_WORLD_SIZE - self._world) + [buffer.multicast_address]
+        self._peers = torch.tensor(table, dtype=torch.int64, device=device)
+        self._own_address, self._peers_address = buffer.addresses[self._rank], self._peers.data_ptr()
+        self._multicast = bool(buffer.multicast_address)
+        self._prepared: set[tuple[object, ...]] = set()
+        self._timeout_s = timeout_s
+        self.clear(0)
+        group.barrier()
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        """Launch the call's kernel on the current stream. ``x`` and ``out`` are contiguous and of the plan's sizes."""
+        kernel, programs, warps, arguments = self._launch(plan, x, out, self._unit(plan, x, out))
+        if not INTERPRETED and torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                kernel[(programs,)](**arguments, **self._options(warps))
+        else:
+            kernel[(programs,)](**arguments, **self._options(warps))
+
+    def prepare(self, plan: CallPlan) -> bool:
+        """Compile every form of the kernel that ``plan`` may need on any rank; True if that had not been done."""
+        form = (plan.op, plan.algorithm, plan.dtype, plan.launch.block_words, plan.launch.num_warps)
+        if INTERPRETED or form in self._prepared:
+            return False
+        with torch.cuda.device(self._device):
+            for unit in {16, min(wire.DTYPES[plan.dtype], 4)}:
+                kernel, programs, warps, arguments = self._launch(plan, None, None, unit)
+                compiled = kernel.warmup(**arguments, **self._options(warps), grid=(programs,))
+                compiled._init_handles()  # loads the module, which the first launch would do within its deadline
+        self._prepared.add(form)
+        return True
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self._pdl}
+
+    def _unit(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> int:
+        """16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
+        bits = plan.nbytes
+        for tensor in (x, out):
+            if tensor is not None:
+                bits |= tensor.data_ptr()
+        item = wire.DTYPES[plan.dtype]
+        for size in plan.sizes:
+            bits |= size * item
+        if plan.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL) and not plan.sizes:
+            bits |= plan.nbytes // self._world
+        return 16 if bits % 16 == 0 else min(item, 4)
+
+    def _launch(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, unit: int) -> Launch:
+        shape, where = plan.launch, self._layout
+        block, warps = shape.block_words, shape.num_warps
+        common = {
+            "own": self._own_address,
+            "peers": self._peers_address,
+            "rank": self._rank,
+            # both sides of a message name the sender
+            "header": (dataclasses.replace(plan, root=self._rank) if plan.op is Op.SEND else plan).header,
+            "WORLD": self._world,
+            "ONE_WARP": warps == 1,
+            "PDL": self._pdl,
+        }
+        if plan.op is Op.BARRIER or plan.algorithm == "vendor":
+            return barrier, 1, 1, {**common, "ONE_WARP": True}
+        dtype = _DTYPES.get(plan.dtype, tl.int32)
+        # an address that no kernel uses must still look like one: its magnitude decides the argument's type
+        tensors = {
+            "x": x.data_ptr() if x is not None and x.numel() else self._own_address,
+            "out": out.data_ptr() if out is not None and out.numel() else self._own_address,
+        }
+        common |= {"DTYPE": dtype, "UNIT": unit}
+        if plan.op in (Op.SEND, Op.RECV):
+            chunks = math.ceil(plan.nbytes / (4 * layout.MAIL_WORDS))
+            sending = plan.op is Op.SEND
+
+            return (
+                mail,
+                1 + min(max(chunks, 1), layout.MAIL_LANES),
+                4,
+                {
+                    **common,
+                    "data": tensors["x" if sending else "out"],
+                    "peer": plan.root,
+                    "nbytes": plan.nbytes,
+                    "mail_at": where.mail_at,
+                    "SENDING": sending,
+                    "ONE_WARP": False,
+                },
+            )
+        common |= tensors | {"slots_at": where.slots_at, "slots_quads": where.slots_quads, "BLOCK": block}
+        programs = 1 + shape.programs
+        part = plan.nbytes // self._world
+        if plan.op in _COPIES:
+            return copy, programs, warps, common | self._copy_arguments(plan, part)
+        if plan.algorithm == "ring":
+            gathers = plan.op is Op.ALL_REDUCE or plan.op is Op.ALL_GATHER
+            slice_nbytes = wire.slice_bytes(plan.nbytes, self._world) if plan.op is Op.ALL_REDUCE else part
+            sizes = {"nbytes": plan.nbytes, "slice_nbytes": slice_nbytes}
+            return ring, programs, warps, common | sizes | {"REDUCE": plan.op is not Op.ALL_GATHER, "GATHER": gathers}
+        if plan.algorithm == "two_shot":
+            return two_shot_all_reduce, programs, warps, common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast}
+        scatter = plan.op is Op.REDUCE_SCATTER
+        return (
+            one_shot_reduce,
+            programs,
+            warps,
+            common | {"nbytes": part if scatter else plan.nbytes, "SCATTER": scatter},
+        )
+
+    def _copy_arguments(self, plan: CallPlan, part: int) -> dict[str, Any]:
+        item = wire.DTYPES[plan.dtype]
+        if plan.sizes:
+            part = max(plan.sizes) * item
+            starts = [sum(plan.sizes[:r]) * item for r in range(self._world + 1)]
+        elif plan.op is Op.BROADCAST:
+            part = plan.nbytes
+            starts = [0] + [plan.nbytes] * self._world
+        else:
+            starts = [r * part for r in range(self._world + 1)]
+        starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - self._world)
+        return {
+            "root": plan.root,
+            "part": part,
+            **{f"s{i}": start for i, start in enumerate(starts)},
+            "cells_at": self._layout.cells_at,
+            "cells_quads": self._layout.cells_quads,
+            "KIND": _COPIES[plan.op],
+            "CELLS": plan.dtype not in _DTYPES,
+            "MULTICAST": self._multicast and plan.dtype in _DTYPES,
+        }
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def fault(self) -> Fault | None:
+        """What stopped the communicator, as far as a finished kernel of this rank has seen. Never synchronises."""
+        word = self._status_word.value
+        return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
+
+    def headers(self, epoch: int) -> list[int | None]:
+        """What each rank called in ``epoch`` (48 bits of a header), None where no such header came. Synchronises."""
+        row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE
+        words = self._control[row : row + self._world].tolist()
+        return [word & (1 << 48) - 1 if word >> 48 & 0xFFFF == epoch & 0xFFFF else None for word in words]
+
+    @property
+    def epoch(self) -> int:
+        """Collective calls begun so far. Synchronises."""
+        return int(self._control[layout.EPOCH].item()) - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
+        self._control[layout.EPOCH] = epoch + 1
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later calls and graph replays."""
+        self._timeout_s = timeout_s
+        self._control[layout.TIMEOUT] = int(timeout_s * 1e9)
+
+    def drain(self) -> None:
+        """Wait for this rank's kernels."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def clear(self, epoch: int) -> None:
+        """Put all memory as new, the last call being number ``epoch``. On every rank, between two host barriers."""
+        where = self._layout
+        self._control.zero_()
+        quads = self._buffer.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
+        quads[where.mail_at * 4 : where.slots_at * 4].zero_()
+        quads[where.slots_at * 4 :].fill_(-1)
+        self._control[layout.STATUS] = self._status.data_ptr()
+        self._control[layout.EPOCH] = epoch + 1
+        self.set_timeout(self._timeout_s)
+        self._status_word.value = 0
+        self.drain()
+
+    def close(self) -> None:
+        """Let go of the memory; every rank must have drained."""
+        self._control = self._peers = torch.empty(0, dtype=torch.int64)
+        self._buffer.close()

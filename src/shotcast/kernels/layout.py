@@ -1,0 +1,73 @@
+"""Where things lie in a rank's region of symmetric memory; plain numbers for host and kernels.
+
+A region is, in this order: the control block, mailboxes of send and recv, two generations of flag cells, three
+generations of sentinel slots. Offsets never depend on a call, so calls of different sizes cannot overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shotcast.units import align_up
+from shotcast.wire import MAX_WORLD_SIZE
+
+# Control block, in 64-bit words. Only ABORT, HEADERS, MAIL_HEADERS and CREDITS are written by peers; they have cache
+# lines of their own.
+EPOCH = 0  # number of the next call
+READERS = 1  # programs of the running call that have read EPOCH
+GENERATION = 2  # 0, 1 or 2: the slots that the next call with slots uses
+EXTENT = 3  # 3 words: quads that each generation holds
+TIMEOUT = 6  # ns that a call may wait
+STATUS = 7  # address of the host's copy of the abort word (pinned)
+CLOCK = 8  # latest time any waiting program has seen
+ABORT = 16  # set once, see wire.Fault
+HEADERS = 32  # [2 parities][8 ranks]
+SENT = 64  # [8 peers][MAIL_LANES] chunks sent to each peer
+RECEIVED = SENT + 8 * 32  # [8 peers][MAIL_LANES] chunks received from each peer
+CREDITS = RECEIVED + 8 * 32  # [8 peers][MAIL_LANES] chunks that each peer has taken from my mail
+MAIL_HEADERS = CREDITS + 8 * 32  # [8 peers][2 sides][2 parities] what the peer receives (side 0) or sends (side 1)
+MESSAGES = MAIL_HEADERS + 32  # [8 peers][2 sides] messages begun with each peer, as sender (0) and as receiver (1)
+MAIL_READERS = MESSAGES + 16  # programs of the running send or recv that have read MESSAGES
+CONTROL_WORDS = 1024
+
+MAIL_LANES = 32
+"""Programs of a send or recv; each has its own chunks and credits."""
+MAIL_WORDS = 512
+"""32-bit words a chunk of mail carries; two chunks a lane are under way."""
+
+QUAD = 16
+"""Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
+
+_MAIL_BYTES = MAX_WORLD_SIZE * MAIL_LANES * 2 * MAIL_WORDS * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in quads, and sizes, of a region for messages up to ``max_bytes``."""
+
+    max_bytes: int
+    mail_at: int
+    cells_at: int
+    cells_quads: int
+    slots_at: int
+    slots_quads: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, max_bytes: int) -> Layout:
+        """Two-shot needs a message twice (both shots); flag cells carry half as much in as many bytes."""
+        slack = 2 * MAX_WORLD_SIZE * QUAD
+        slots = align_up(2 * (max_bytes + slack), 4096)
+        cells = align_up(max_bytes + 2 * slack, 4096)
+        mail_at = CONTROL_WORDS * 8
+        cells_at = mail_at + _MAIL_BYTES
+        slots_at = cells_at + 2 * cells
+        return cls(
+            max_bytes=max_bytes,
+            mail_at=mail_at // QUAD,
+            cells_at=cells_at // QUAD,
+            cells_quads=cells // QUAD,
+            slots_at=slots_at // QUAD,
+            slots_quads=slots // QUAD,
+            nbytes=slots_at + 3 * slots,
+        )

@@ -1,0 +1,333 @@
+"""The vocabulary of synchronisation; ``docs/protocols.md`` says why each protocol is right.
+
+A kernel opens a call with :func:`enter`, pushes with :func:`store_to` and :func:`store_to_all`, waits with
+:func:`await_words`, and lets the epoch move on with :func:`leave_epoch`. Program 0 of every grid does
+:func:`exchange_headers` and nothing else. A call that cannot complete is stopped: ``live`` becomes 0, waits end, stores
+to peers are masked, and outputs become NaN.
+
+Ordering. A word is its own flag, so data needs no fence: words are compared with the sentinel as integers, one by one,
+through volatile (uncached) loads. Between calls the kernel boundary orders clearing before the next push. Decisions
+that lead to a branch come from a reduction or an atomic, never from a plain load, which the warps of a program could
+see differently.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from shotcast import wire
+from shotcast.kernels import layout
+from shotcast.kernels.target import await_prior_kernel, multicast_words, now_ns, relax
+
+EPOCH = tl.constexpr(layout.EPOCH)
+READERS = tl.constexpr(layout.READERS)
+GENERATION = tl.constexpr(layout.GENERATION)
+EXTENT = tl.constexpr(layout.EXTENT)
+TIMEOUT = tl.constexpr(layout.TIMEOUT)
+STATUS = tl.constexpr(layout.STATUS)
+CLOCK = tl.constexpr(layout.CLOCK)
+ABORT = tl.constexpr(layout.ABORT)
+HEADERS = tl.constexpr(layout.HEADERS)
+MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
+KIND_TIMEOUT = tl.constexpr(wire.TIMEOUT)
+KIND_MISMATCH = tl.constexpr(wire.MISMATCH)
+GENERATIONS = tl.constexpr(3)
+SENTINEL = tl.constexpr(-1)  # 0xFFFFFFFF
+STAND_IN = tl.constexpr(0x7FFFFFFF)
+POLLS_PER_LOOK = tl.constexpr(256)
+"""Polls between two looks at the clock and the abort word: about 0.2 ms on a GPU."""
+
+
+class Call(NamedTuple):
+    """One call as a program sees it. Addresses are of this rank's region and of the table of all regions."""
+
+    own: tl.tensor
+    peers: tl.tensor
+    rank: tl.tensor
+    header: tl.tensor
+    epoch: tl.tensor
+    generation: tl.tensor
+    live: tl.tensor
+    started: tl.tensor
+
+
+@triton.jit
+def words_at(address, quads):
+    """Pointer to 32-bit words, ``quads`` 16-byte units past an (aligned) address."""
+    base = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    return base + quads * 4
+
+
+@triton.jit
+def look_at_abort(own, ONE_WARP: tl.constexpr):
+    """The abort word, the same for all threads of the program."""
+    if ONE_WARP:
+        fault = tl.load(own + ABORT, volatile=True)
+    else:
+        fault = tl.atomic_add(own + ABORT, 0, sem="relaxed", scope="sys")
+    return fault
+
+
+@triton.jit
+def enter(own_address, peers_address, rank, header, ONE_WARP: tl.constexpr, PDL: tl.constexpr):
+    """Open a call: its epoch, and whether the communicator was stopped before (then ``live`` is 0).
+
+    Under programmatic dependent launch the wait for the prior kernel comes first, in every program: it is not
+    transitive. The epoch load is volatile because an L1 line may hold the prior kernel's view of it.
+    """
+    await_prior_kernel(PDL)
+    own = tl.multiple_of(own_address.to(tl.pointer_type(tl.int64)), 16)
+    peers = tl.multiple_of(peers_address.to(tl.pointer_type(tl.int64)), 16)
+    epoch = tl.load(own + EPOCH, volatile=True)
+    generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
+    fault = look_at_abort(own, ONE_WARP)
+    if fault != 0:
+        tell_host(own, fault)
+    live = (fault == 0).to(tl.int32)
+    return Call(own, peers, rank, header, epoch, generation, live, epoch * 0)
+
+
+@triton.jit
+def tell_host(own, fault):
+    status = tl.load(own + STATUS).to(tl.pointer_type(tl.int64))
+    tl.store(status, fault)
+
+
+@triton.jit
+def leave_epoch(call, extent, SLOTS: tl.constexpr):
+    """Say that this program has read the epoch; the last program of the grid to do so advances it for the next kernel.
+
+    Precondition: every thread has used what it read (it is in the addresses of the pushes before). With SLOTS, also
+    records that this call put ``extent`` quads into its generation, for the next one to clear, and moves on to the next
+    generation; a call without slots leaves all generations as they are.
+    """
+    tl.debug_barrier()
+    readers = tl.atomic_add(call.own + READERS, 1, sem="relaxed", scope="gpu")
+    if readers == tl.num_programs(0) - 1:
+        tl.store(call.own + READERS, readers * 0)
+        if SLOTS:
+            tl.store(call.own + EXTENT + call.generation, extent.to(tl.int64))
+            tl.store(call.own + GENERATION, ((call.generation + 1) % GENERATIONS).to(tl.int64))
+        tl.store(call.own + EPOCH, call.epoch + 1)
+
+
+@triton.jit
+def slots_of(generation, slots_at, slots_quads):
+    """Quads from a region's start to the slots of a generation."""
+    return slots_at + generation * slots_quads
+
+
+@triton.jit
+def cells_of(epoch, cells_at, cells_quads):
+    """Quads from a region's start to the flag cells that ``epoch`` uses."""
+    return cells_at + (epoch % 2).to(tl.int32) * cells_quads
+
+
+@triton.jit
+def clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
+    """Put sentinels back where the previous call with slots left words: generation g + 2 (of 3), up to its extent.
+
+    No peer writes there before this rank finishes this call: a peer one call ahead uses generation g + 1, and none gets
+    two calls ahead of a rank whose header it still needs. The programs of the grid share the work evenly.
+    """
+    previous = (call.generation + 2) % GENERATIONS
+    extent = tl.load(call.own + EXTENT + previous, volatile=True).to(tl.int32) * call.live
+    base = words_at(call.own.to(tl.int64), slots_of(previous, slots_at, slots_quads))
+    offs = tl.arange(0, BLOCK)
+    clean = tl.full([BLOCK], SENTINEL, tl.int32)
+    for start in range(worker * BLOCK, extent * 4, workers * BLOCK):
+        tl.store(base + start + offs, clean, mask=start + offs < extent * 4)
+
+
+@triton.jit
+def without_sentinel(words):
+    """Words that may be sent through slots: the sentinel, a NaN, becomes another NaN."""
+    return tl.where(words == SENTINEL, STAND_IN, words)
+
+
+@triton.jit
+def address_of(call, rank):
+    return tl.load(call.peers + rank)
+
+
+@triton.jit
+def store_to(call, rank, quads, offs, words, mask, CELLS: tl.constexpr):
+    """Push words (as flag cells with CELLS) to ``quads`` past the start of a rank's region."""
+    if CELLS:
+        base = tl.multiple_of(address_of(call, rank).to(tl.pointer_type(tl.int64)), 16) + quads * 2
+        cells = (words.to(tl.int64) & 0xFFFFFFFF) | (call.epoch << 32)
+        tl.store(base + offs, cells, mask=mask & (call.live != 0))
+    else:
+        tl.store(words_at(address_of(call, rank), quads) + offs, words, mask=mask & (call.live != 0))
+
+
+@triton.jit
+def store_to_all(call, quads, offs, words, mask, CELLS: tl.constexpr, MULTICAST: tl.constexpr, WORLD: tl.constexpr):
+    """Push words to the same place in every rank's region, this one's included.
+
+    With MULTICAST that is one store, which the switch repeats; the table's entry after the ranks' is the address.
+    """
+    if MULTICAST:
+        address = tl.load(call.peers + MAX_WORLD) + quads.to(tl.int64) * 16
+        multicast_words(address, offs, words, mask & (call.live != 0))
+    else:
+        for i in tl.static_range(WORLD):
+            store_to(call, (call.rank + 1 + i) % WORLD, quads, offs, words, mask, CELLS)
+
+
+@triton.jit
+def load_parts(call, quads, stride, offs, span, step, total, CELLS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT tiles of this rank's region, ``stride`` quads apart; all loads are under way before one is used.
+
+    Tile r counts up to word ``min(span, total - r * step)``; beyond it, it reads as arrived.
+    """
+    parts = ()
+    for r in tl.static_range(COUNT):
+        mask = (offs < span) & (offs + r * step < total)
+        if CELLS:
+            base = tl.multiple_of(call.own, 16) + (quads + r * stride) * 2
+            part = tl.load(base + offs, mask=mask, other=0, volatile=True)
+            part = tl.where(mask, part, call.epoch << 32)
+        else:
+            base = words_at(call.own.to(tl.int64), quads + r * stride)
+            part = tl.load(base + offs, mask=mask, other=0, volatile=True)
+        parts = parts + (part,)
+    return parts
+
+
+@triton.jit
+def absent(part, epoch, CELLS: tl.constexpr):
+    if CELLS:
+        return (part >> 32).to(tl.int32) != epoch.to(tl.int32)
+    return part == SENTINEL
+
+
+@triton.jit
+def any_absent(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
+    """1 while a word of any tile has not arrived."""
+    hit = absent(parts[0], epoch, CELLS)
+    for r in tl.static_range(1, COUNT):
+        hit = hit | absent(parts[r], epoch, CELLS)
+    return tl.max(hit.to(tl.int32), axis=0)
+
+
+@triton.jit
+def await_words(
+    call,
+    quads,
+    stride,
+    offs,
+    span,
+    step,
+    total,
+    first,
+    CELLS: tl.constexpr,
+    COUNT: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
+
+    What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0.
+    """
+    parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT)
+    waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
+    started = call.started
+    live = call.live
+    polls = 0
+    while waiting != 0:
+        relax()
+        parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT)
+        waiting = any_absent(parts, call.epoch, CELLS, COUNT)
+        polls += 1
+        if polls % POLLS_PER_LOOK == 0:
+            silent = call.rank * 0
+            for r in tl.static_range(COUNT):
+                silent = silent | (
+                    tl.max(absent(parts[r], call.epoch, CELLS).to(tl.int32), axis=0) << ((first + r) % WORLD)
+                )
+            started, live = look_at_clock(call, started, silent, True, WORLD)
+            waiting = waiting & live
+    call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
+    words = ()
+    for r in tl.static_range(COUNT):
+        words = words + (parts[r].to(tl.int32),)
+    return words, call
+
+
+@triton.jit
+def look_at_clock(call, started, silent, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr):
+    """One look of a waiting program: has a peer stopped the call, or has the deadline passed? Returns (started, live).
+
+    The deadline counts from the first look of the program that waits, over all waits of the call. When it passes, this
+    rank stops the call everywhere. It names the ranks whose header is missing or, if all came (or without BY_HEADERS),
+    the ranks in ``silent``, whose data is.
+    """
+    tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
+    now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
+    timeout = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys")
+    fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
+    live = (fault == 0).to(tl.int32)
+    if started == 0:
+        started = now
+    if fault != 0:
+        tell_host(call.own, fault)
+    elif now - started > timeout:
+        missing = silent
+        if BY_HEADERS:
+            lanes = tl.arange(0, MAX_WORLD)
+            row = HEADERS + (call.epoch % 2) * MAX_WORLD
+            cells = tl.load(call.own + row + lanes, mask=lanes < WORLD, other=0, volatile=True)
+            late = (cells >> 48) & 0xFFFF != call.epoch & 0xFFFF
+            late = late & (lanes < WORLD) & (lanes != call.rank)
+            absentees = tl.sum(late.to(tl.int32) << lanes, axis=0)
+            missing = tl.where(absentees == 0, silent, absentees)
+        stop(call, KIND_TIMEOUT, missing, WORLD)
+        live = live * 0
+    return started, live
+
+
+@triton.jit
+def stop(call, kind, ranks, WORLD: tl.constexpr):
+    """Set the abort word of every rank, and this host's copy."""
+    op = (call.header >> 44) & 15
+    fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << 32) | (op << 48) | (op * 0 + kind << 56)
+    lanes = tl.arange(0, MAX_WORLD)
+    bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
+    tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=lanes < WORLD)
+    tell_host(call.own, fault)
+
+
+@triton.jit
+def exchange_headers(call, WORLD: tl.constexpr):
+    """Tell every rank what this one calls, and wait until each has told the same.
+
+    Returns when every rank has begun this call: no call ends before that, which is what lets slots be used again.
+    """
+    lanes = tl.arange(0, MAX_WORLD)
+    ranks = lanes < WORLD
+    row = HEADERS + (call.epoch % 2) * MAX_WORLD
+    mine = ((call.epoch & 0xFFFF) << 48) | call.header
+    bases = tl.load(call.peers + lanes, mask=ranks, other=0)
+    tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank, mine, mask=ranks & (call.live != 0))
+    cells = tl.load(call.own + row + lanes, mask=ranks, other=0, volatile=True)
+    cells = tl.where(ranks, cells, mine)
+    waiting = tl.max((cells != mine).to(tl.int32), axis=0) & call.live
+    started = call.started
+    polls = 0
+    while waiting != 0:
+        relax()
+        cells = tl.load(call.own + row + lanes, mask=ranks, other=0, volatile=True)
+        cells = tl.where(ranks, cells, mine)
+        waiting = tl.max((cells != mine).to(tl.int32), axis=0)
+        came = (cells >> 48) & 0xFFFF == call.epoch & 0xFFFF
+        differ = tl.sum(((cells != mine) & came).to(tl.int32) << lanes, axis=0)
+        polls += 1
+        if differ != 0:
+            stop(call, KIND_MISMATCH, differ, WORLD)
+            waiting = waiting * 0
+        elif polls % POLLS_PER_LOOK == 0:
+            started, live = look_at_clock(call, started, call.rank * 0, True, WORLD)
+            waiting = waiting & live

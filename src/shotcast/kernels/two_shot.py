@@ -1,0 +1,88 @@
+"""Two-shot (MultiShot): reduce-scatter, then all-gather, two steps for any number of ranks where a ring takes 2N-2.
+
+    shot 1: rank i sends slice j of x_i to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in rank order
+    shot 2: rank j sends s_j to all: one multicast store where the switch offers it, a store to each peer elsewhere
+    out_i = s_0, s_1, ..., s_{N-1}
+
+Wins from where one-shot's (N-1) messages on the wire cost more than a second step does. Each rank sends 2 (N-1)/N of
+the message. Three passes over the tiles (send all, then reduce and send all, then gather all), so that a wait for one
+tile overlaps with the flight of the others.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from shotcast.kernels.sync import (
+    await_words,
+    clear_previous,
+    enter,
+    exchange_headers,
+    leave_epoch,
+    slots_of,
+    store_to,
+    store_to_all,
+    without_sentinel,
+)
+from shotcast.kernels.target import kernel, release_next_kernel
+from shotcast.kernels.words import load_words, nan_unless, store_words, sum_words
+
+
+@kernel
+def two_shot_all_reduce(
+    x,
+    out,
+    own,
+    peers,
+    rank,
+    header,
+    nbytes,
+    slots_at,
+    slots_quads,
+    MULTICAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_WARP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+    quads = (nbytes + 15) // 16
+    slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    if tl.program_id(0) == 0:
+        leave_epoch(call, slice_quads * (2 * WORLD), True)
+        release_next_kernel(PDL)
+        exchange_headers(call, WORLD)
+    else:
+        worker = tl.program_id(0) - 1
+        workers = tl.num_programs(0) - 1
+        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        second_shot = first_shot + slice_quads * WORLD
+        slice_words = slice_quads * 4
+        total = quads * 4
+        for start in range(worker * BLOCK, slice_words, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            for i in tl.static_range(WORLD):
+                peer = (rank + 1 + i) % WORLD
+                words = load_words(x, peer * slice_quads * 16, offs, nbytes - peer * slice_quads * 16, UNIT)
+                mask = (offs < slice_words) & (offs < total - peer * slice_words)
+                store_to(call, peer, first_shot + rank * slice_quads, offs, without_sentinel(words), mask, False)
+        leave_epoch(call, slice_quads * (2 * WORLD), True)
+        release_next_kernel(PDL)
+        clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
+        mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
+        for start in range(worker * BLOCK, mine, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            parts, call = await_words(call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD)
+            words = without_sentinel(sum_words(parts, WORLD, DTYPE))
+            store_to_all(call, second_shot + rank * slice_quads, offs, words, offs < mine, False, MULTICAST, WORLD)
+        for start in range(worker * BLOCK, slice_words, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            parts, call = await_words(
+                call, second_shot, slice_quads, offs, slice_words, slice_words, total, 0, False, WORLD, WORLD
+            )
+            for r in tl.static_range(WORLD):
+                words = nan_unless(call.live, parts[r], DTYPE)
+                left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
+                store_words(out, r * slice_quads * 16, offs, words, left, UNIT)

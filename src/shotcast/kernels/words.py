@@ -1,0 +1,101 @@
+"""Tensors as 32-bit words, and the arithmetic of the numerics contract on them.
+
+A word is one float32, or two 16-bit floats with the first in the low half. Sums start at +0.0, add float32 values in
+the order the caller writes them, and round once, to nearest even.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shotcast.kernels.target import round_to
+
+
+@triton.jit
+def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
+    """Words ``offs`` of the bytes from ``address + start`` on; zero from byte ``nbytes`` (of that stretch) on.
+
+    UNIT says what the caller knows: 16, address, start and nbytes are multiples of 16; else the widest access in bytes
+    (4, 2 or 1) that address, start and nbytes are multiples of.
+    """
+    at = address + start
+    if UNIT == 16:
+        pointer = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
+        return tl.load(pointer + offs, mask=offs < (nbytes // 16) * 4, other=0)
+    if UNIT == 4:
+        pointer = at.to(tl.pointer_type(tl.int32))
+        return tl.load(pointer + offs, mask=offs < nbytes // 4, other=0)
+    if UNIT == 2:
+        pointer = at.to(tl.pointer_type(tl.int16))
+        low = tl.load(pointer + 2 * offs, mask=2 * offs < nbytes // 2, other=0)
+        high = tl.load(pointer + 2 * offs + 1, mask=2 * offs + 1 < nbytes // 2, other=0)
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    pointer = at.to(tl.pointer_type(tl.uint8))
+    words = tl.load(pointer + 4 * offs, mask=4 * offs < nbytes, other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        part = tl.load(pointer + 4 * offs + byte, mask=4 * offs + byte < nbytes, other=0)
+        words = words | (part.to(tl.int32) << (8 * byte))
+    return words
+
+
+@triton.jit
+def store_words(address, start, offs, words, nbytes, UNIT: tl.constexpr):
+    """Store words where :func:`load_words` would load them; bytes from ``nbytes`` on are not touched."""
+    at = address + start
+    if UNIT == 16:
+        pointer = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
+        tl.store(pointer + offs, words, mask=offs < (nbytes // 16) * 4)
+    elif UNIT == 4:
+        pointer = at.to(tl.pointer_type(tl.int32))
+        tl.store(pointer + offs, words, mask=offs < nbytes // 4)
+    elif UNIT == 2:
+        pointer = at.to(tl.pointer_type(tl.int16))
+        tl.store(pointer + 2 * offs, words.to(tl.int16), mask=2 * offs < nbytes // 2)
+        tl.store(pointer + 2 * offs + 1, (words >> 16).to(tl.int16), mask=2 * offs + 1 < nbytes // 2)
+    else:
+        pointer = at.to(tl.pointer_type(tl.uint8))
+        for byte in tl.static_range(4):
+            tl.store(pointer + 4 * offs + byte, (words >> (8 * byte)).to(tl.uint8), mask=4 * offs + byte < nbytes)
+
+
+@triton.jit
+def unpack(words, DTYPE: tl.constexpr):
+    """Words as (float32 of the low half, float32 of the high half); float32 words are both."""
+    if DTYPE == tl.float32:
+        value = words.to(tl.float32, bitcast=True)
+        return value, value
+    if DTYPE == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    low = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def pack(low, high, DTYPE: tl.constexpr):
+    """Inverse of :func:`unpack`, rounding to nearest even."""
+    if DTYPE == tl.float32:
+        return low.to(tl.int32, bitcast=True)
+    return round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
+
+
+@triton.jit
+def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """((+0.0 + parts[0]) + parts[1]) + ... in float32, rounded once."""
+    low, high = unpack(parts[0], DTYPE)
+    low = low + 0.0
+    high = high + 0.0
+    for r in tl.static_range(1, COUNT):
+        next_low, next_high = unpack(parts[r], DTYPE)
+        low = low + next_low
+        high = high + next_high
+    return pack(low, high, DTYPE)
+
+
+@triton.jit
+def nan_unless(live, words, DTYPE: tl.constexpr):
+    """``words``, or NaN in every value when the call was stopped. Words of other dtypes have no NaN and pass."""
+    if DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16:
+        return tl.where(live != 0, words, 0x7FFFFFFF if DTYPE == tl.float32 else 0x7FFF7FFF)
+    return words

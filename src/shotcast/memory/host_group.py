@@ -1,0 +1,79 @@
+"""The ranks of a communicator, seen from the host: small objects exchanged through the job's key-value store."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shotcast.errors import CollectiveTimeout
+
+_built: Counter[str] = Counter()
+
+
+def _job_store() -> dist.Store:
+    """The store of the job's rendezvous. PyTorch has no public name for it."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+class StoreGroup:
+    """A :class:`~shotcast.memory.symmetric.HostGroup` over the store of a torch.distributed process group.
+
+    Every rank builds its objects for one process group in the same order; that is what keeps their keys apart.
+
+    Args:
+        group: the process group.
+        timeout_s: default for how long a rank may be awaited.
+        order: rank in the process group by rank here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int]):
+        self.order = tuple(order)
+        self.rank = self.order.index(dist.get_rank(group))
+        self.world_size = len(self.order)
+        self._timeout_s = timeout_s
+        name = group.group_name
+        self._store = dist.PrefixStore(f"shotcast/{name}/{_built[name]}", _job_store())
+        _built[name] += 1
+        self._step = 0
+
+    def store(self, name: str) -> dist.Store:
+        """A part of the job's store for ``name`` alone."""
+        return dist.PrefixStore(name, self._store)
+
+    def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
+        """Every rank's ``value`` (picklable), by rank.
+
+        Raises:
+            CollectiveTimeout: naming the ranks that did not come within ``timeout_s``.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        step = self._step
+        self._step += 1
+        self._store.set(f"{step}/{self.rank}", pickle.dumps(value))
+        deadline = time.monotonic() + timeout_s
+        values, missing = [], []
+        for rank in range(self.world_size):
+            key = f"{step}/{rank}"
+            try:
+                self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except dist.DistStoreError:
+                missing.append(rank)
+            else:
+                values.append(pickle.loads(self._store.get(key)))
+        if missing:
+            raise CollectiveTimeout(self.rank, missing, what, step, timeout_s)
+        if step >= 2:  # everybody has come to step - 1, so everybody has read step - 2
+            self._store.delete_key(f"{step - 2}/{self.rank}")
+        return values
+
+    def barrier(self, timeout_s: float | None = None, what: str = "barrier") -> None:
+        """Returns once every rank has called. Raises CollectiveTimeout naming the ranks that did not come."""
+        self.all_gather(None, timeout_s, what)
