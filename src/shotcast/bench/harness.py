@@ -33,7 +33,7 @@ import torch.distributed as dist
 from shotcast import env, wire
 from shotcast.bench import baselines
 from shotcast.bench.report import OPS, Row
-from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, Communicator
 from shotcast.collectives.spawn import spawn
 from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
@@ -149,6 +149,13 @@ def measure(plan: BenchPlan, contenders: tuple[str, ...]) -> list[Row]:
         bench.close()
 
 
+def _workspace(device: str, largest: int) -> int | None:
+    """What people have, unless on CUDA a size would go past it to the vendor; beyond the most there is, it may."""
+    if device == "cpu":
+        return None
+    return min(max(DEFAULT_MAX_BYTES["cuda"], largest), 512 << 20)
+
+
 class _Control:
     """Small facts that ranks share beside what is measured; by Gloo, from host memory."""
 
@@ -179,7 +186,7 @@ class _Rank:
         largest = plan.nbytes(control.world_size)[-1]
         self.comm: Communicator | None = None
         if any(baselines.is_own(name) for name in contenders):
-            self.comm = Communicator(device=plan.device, max_bytes=largest)
+            self.comm = Communicator(device=plan.device, max_bytes=_workspace(plan.device, largest))
         self.symmetric: baselines.SymmetricMemoryOps | None = None
         if any(name.startswith("torch_") for name in contenders):
             self.symmetric = baselines.SymmetricMemoryOps(group, largest, self.dtype, device)
