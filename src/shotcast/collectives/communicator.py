@@ -48,7 +48,7 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(to
 
 
 class Executor(Protocol):
-    """Runs call plans: :class:`~shotcast.kernels.executor.TritonExecutor`, :class:`~shotcast.cpu.executor.CpuExecutor`."""
+    """Runs call plans: ``kernels.executor.TritonExecutor`` or ``cpu.executor.CpuExecutor``."""
 
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None: ...
     def prepare(self, plan: CallPlan) -> bool: ...
@@ -408,7 +408,7 @@ class Communicator:
                     raise ConfigError(
                         f"{plan.op.label} ({call.label}) would be compiled inside a graph capture; call it once before"
                     )
-                self._first_use(call.form, lambda: executor.prepare(plan), self._timeout_s / 2)
+                self._first_use(call.form, lambda: executor.prepare(plan), min(0.5, self._timeout_s / 2))
         with self._range(call.label):
             if executor is not None:
                 executor.run(plan, x, out)
@@ -546,7 +546,8 @@ class Communicator:
     def _error(self, fault: Fault) -> ShotcastError:
         assert self._executor is not None
         now = self._executor.epoch
-        epoch = now - ((now - fault.epoch32) & 0xFFFFFFFF)
+        # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
+        epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
         point_to_point = fault.op in (Op.SEND.label, Op.RECV.label)
         if point_to_point:
             epoch = fault.epoch32

@@ -1,0 +1,185 @@
+"""The Communicator on real GPUs: every pair, four, or as many as there are. Run with ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from workers import (
+    FLOATS,
+    SIGNALS,
+    across_epochs,
+    changing_sizes,
+    check,
+    differing,
+    inputs,
+    killed,
+    late_then_reset,
+    matrix,
+    mismatched,
+    numerics,
+)
+
+import shotcast
+from shotcast.collectives import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+WORLD_SIZES = [n for n in (2, 3, 4, 8) if n <= torch.cuda.device_count()]
+COUNTS = [0, 1, 2, 3, 5, 8, 63, 64, 1000, 4096, 4099, 65536, 100_003, 1 << 20, 3_000_001]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_matrix(world_size: int, shift: int) -> None:
+    done = shotcast.spawn(matrix, world_size, "cuda", list(FLOATS), COUNTS, shift, 32 << 20, timeout_s=380)
+    assert min(done) == max(done) > 500
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ten_thousand_calls_of_changing_size_with_stragglers(world_size: int) -> None:
+    shotcast.spawn(changing_sizes, world_size, "cuda", 10_000, 300_000, 3, timeout_s=380)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_epochs_across_borders(world_size: int) -> None:
+    assert shotcast.spawn(across_epochs, world_size, "cuda", timeout_s=200)[0][2] > 1 << 32
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_numerics(world_size: int) -> None:
+    results = shotcast.spawn(numerics, world_size, "cuda", timeout_s=200)
+    assert all(result == results[0] for result in results)
+
+
+def graphs(replays: int) -> None:
+    """Graphs of several calls, replayed on changed inputs between eager calls."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        shared, own = random.Random(1), random.Random(comm.rank)
+        made = []
+        for count in (512, 4096, 70_001, 1 << 20):
+            for name in ("one_shot", "two_shot", "ring"):
+                x = torch.zeros(count, dtype=torch.bfloat16, device=comm.device)
+                out = torch.empty_like(x)
+                gathered = torch.empty(count * comm.world_size, dtype=torch.int16, device=comm.device)
+                comm.all_reduce(x, out=out, algorithm=name)
+                comm.all_gather(x.view(torch.int16), out=gathered)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for _ in range(3):
+                        comm.all_reduce(x, out=out, algorithm=name)
+                    comm.all_gather(x.view(torch.int16), out=gathered)
+                made.append((name, x, out, gathered, graph))
+        wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+        for replay in range(replays):
+            name, x, out, gathered, graph = shared.choice(made)
+            xs = inputs(x.numel(), torch.bfloat16, comm.world_size, replay, comm.device)
+            x.copy_(xs[comm.rank])
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(300_000))
+            graph.replay()
+            wrong += differing(out, reference.all_reduce(xs, name))
+            wrong += differing(gathered, torch.cat(xs).view(torch.int16))
+            if shared.random() < 0.5:
+                check(comm.all_reduce(xs[comm.rank], algorithm=name), reference.all_reduce(xs, name), "between")
+        assert int(wrong) == 0
+        comm.check()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_graphs_replay_on_changed_inputs(world_size: int) -> None:
+    shotcast.spawn(graphs, world_size, 200, timeout_s=300)
+
+
+def two_streams(calls: int) -> None:
+    """Calls alternate between streams; the communicator alone orders them. Also two streams inside one capture."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        own, shared = random.Random(comm.rank), random.Random(9)
+        streams = [torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)]
+        xs = inputs(20_000, torch.float16, comm.world_size, 8, comm.device)
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(calls):
+            with torch.cuda.stream(shared.choice(streams)):
+                if own.random() < 0.2:
+                    torch.cuda._sleep(own.randrange(200_000))
+                name = shared.choice(["one_shot", "two_shot", "ring"])
+                count = shared.randrange(1, 20_000)
+                results.append((count, name, comm.all_reduce(xs[comm.rank][:count].clone(), algorithm=name)))
+        torch.cuda.synchronize()
+        for count, name, got in results:
+            check(got, reference.all_reduce([x[:count] for x in xs], name), (count, name))
+        first, second = torch.empty_like(xs[0]), torch.empty_like(xs[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            main = torch.cuda.current_stream()
+            streams[0].wait_stream(main)
+            with torch.cuda.stream(streams[0]):
+                comm.all_reduce(xs[comm.rank], out=first, algorithm="two_shot")
+            comm.all_reduce(xs[comm.rank], out=second, algorithm="one_shot")
+            main.wait_stream(streams[0])
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        wanted = reference.ordered_sum(xs)
+        check(first, wanted, "captured")
+        check(second, wanted, "captured")
+        comm.check()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_two_streams(world_size: int) -> None:
+    shotcast.spawn(two_streams, world_size, 300, timeout_s=200)
+
+
+def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
+    error = said["error"]
+    assert isinstance(error, shotcast.CollectiveTimeout), error
+    assert error.missing == (missing,)
+    assert error.op == "all_reduce"
+    assert error.epoch > 2
+    assert timeout_s * 0.9 < said["took"] < timeout_s + 1
+    assert said["nan"]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
+    victim = world_size - 1
+    results = shotcast.spawn(
+        killed, world_size, "cuda", "two_shot", victim, SIGNALS[how], 2.0, timeout_s=60, return_exceptions=True
+    )
+    for rank in range(world_size):
+        if rank == victim:
+            assert isinstance(results[rank], shotcast.RankFailed)
+            continue
+        assert isinstance(results[rank], dict), results[rank]
+        expect_timeout(results[rank], victim, 2.0)
+        assert isinstance(results[rank]["again"], shotcast.CollectiveTimeout)
+        assert results[rank]["again_s"] < 0.5
+        assert results[rank]["left"] == []
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
+    results = shotcast.spawn(late_then_reset, world_size, "cuda", algorithm, 1, 2.0, timeout_s=60)
+    for rank, said in enumerate(results):
+        if rank == 1:
+            assert said["error"].missing == (1,)
+        else:
+            expect_timeout(said, 1, 2.0)
+
+
+@pytest.mark.parametrize("what", ["op", "nbytes", "dtype", "algorithm", "root"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_mismatch(world_size: int, what: str) -> None:
+    odd = world_size - 1
+    for said in shotcast.spawn(mismatched, world_size, "cuda", what, odd, 5.0, timeout_s=60):
+        error = said["error"]
+        assert isinstance(error, shotcast.CollectiveMismatch), error
+        assert error.differing == (odd,)
+        assert what in error.fields
+        assert said["took"] < 2

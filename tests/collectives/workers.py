@@ -1,0 +1,305 @@
+"""What ranks do in the tests of the Communicator: the same on compiled CPU ranks, the interpreter, and GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import torch
+
+import shotcast
+from shotcast.collectives import reference
+
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 65504.0, 1e-8, 3.4e38)
+
+
+def inputs(
+    count: int, dtype: torch.dtype, world_size: int, seed: int, device: torch.device | str
+) -> list[torch.Tensor]:
+    """Every rank's tensor, the same on all ranks; a tenth of the values are zeros, infinities, NaN and subnormals."""
+    made = []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(seed * 1000 + rank)
+        x = torch.randn(count, generator=generator) * 10 ** torch.randint(-3, 4, (count,), generator=generator)
+        where = torch.rand(count, generator=generator) < 0.1
+        which = torch.randint(len(SPECIAL), (count,), generator=generator)
+        x = torch.where(where, torch.tensor(SPECIAL)[which], x)
+        made.append(x.to(dtype).to(device))
+    return made
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def differing(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Elements that differ in any bit; NaNs are one value (0-d tensor, on the device)."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    same = got.reshape(-1).view(kind) == wanted.reshape(-1).view(kind)
+    if got.is_floating_point():
+        same |= (got.reshape(-1) != got.reshape(-1)) & (wanted.reshape(-1) != wanted.reshape(-1))
+    return (~same).sum()
+
+
+def check(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
+    assert got.shape == wanted.shape, (what, got.shape, wanted.shape)
+    wrong = int(differing(got, wanted))
+    assert wrong == 0, f"{what}: {wrong} of {got.numel()} elements differ: {got.view(-1)[:4]} {wanted.view(-1)[:4]}"
+
+
+def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """A contiguous copy that begins ``elements`` past an allocation's start."""
+    room = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
+    room[elements:].copy_(x.reshape(-1))
+    return room[elements:].view(x.shape)
+
+
+def straggle(comm: shotcast.Communicator, dice: random.Random, cycles: int = 200_000, seconds: float = 0.003) -> None:
+    if dice.random() < 0.2:
+        if comm.device.type == "cuda":
+            torch.cuda._sleep(dice.randrange(cycles))
+        else:
+            time.sleep(dice.random() * seconds)
+
+
+def matrix(
+    device: str, dtypes: list[str], counts: list[int], shift: int = 0, max_bytes: int | None = None, seed: int = 0
+) -> int:
+    """Every operation and algorithm over dtypes and counts, compared bit by bit. Returns the number of calls."""
+    done = 0
+    with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        dice = random.Random(rank)
+        for name, count in itertools.product(dtypes, counts):
+            dtype = FLOATS[name]
+            xs = inputs(count, dtype, size, seed + count, comm.device)
+            x = shifted(xs[rank], shift)
+            for algorithm in comm.candidates(x):
+                if algorithm == "vendor":
+                    continue
+                straggle(comm, dice)
+                wanted = reference.all_reduce(xs, algorithm)
+                check(comm.all_reduce(x, algorithm=algorithm), wanted, (name, count, algorithm))
+                y = shifted(x, shift)
+                comm.all_reduce(y, out=y, algorithm=algorithm)
+                check(y, wanted, (name, count, algorithm, "in place"))
+                done += 2
+            wide = [torch.cat([torch.roll(x, r) for r in range(size)]) for x in xs]
+            for algorithm in ("one_shot", "ring"):
+                straggle(comm, dice)
+                got = comm.reduce_scatter(shifted(wide[rank], shift), algorithm=algorithm)
+                check(got, reference.reduce_scatter(wide, rank, algorithm), (name, count, "reduce_scatter", algorithm))
+                got = comm.all_gather(x, algorithm=algorithm)
+                check(got, torch.cat(xs), (name, count, "all_gather", algorithm))
+                done += 2
+            done += copies(comm, xs, x, wide, shift)
+        comm.check()
+    return done
+
+
+def copies(
+    comm: shotcast.Communicator, xs: list[torch.Tensor], x: torch.Tensor, wide: list[torch.Tensor], shift: int
+) -> int:
+    """Copies of one size, as the dtype they have and as integers."""
+    rank, size = comm.rank, comm.world_size
+    kind = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    for view in (lambda t: t, lambda t: t.view(kind)):
+        got = comm.all_to_all(shifted(view(wide[rank]), shift))
+        check(got, torch.cat([view(w).chunk(size)[rank] if w.numel() else view(w) for w in wide]), "all_to_all")
+        root = x.numel() % size
+        check(comm.broadcast(shifted(view(x), shift), root), view(xs[root]), ("broadcast", x.numel()))
+        lengths = [max(0, x.numel() - 3 * r) for r in range(size)]
+        got = comm.all_gather(shifted(view(x)[: lengths[rank]], shift), sizes=lengths)
+        check(got, torch.cat([view(p)[:n] for p, n in zip(xs, lengths, strict=True)]), ("uneven", lengths))
+        after, before = (rank + 1) % size, (rank - 1) % size
+        received = torch.zeros_like(view(x))
+        if rank % 2 == 0 and rank != size - 1:
+            comm.send(view(x), after)
+        elif rank % 2:
+            comm.recv(received, before)
+            check(received, view(xs[before]), ("recv", x.numel()))
+    return 8
+
+
+def changing_sizes(device: str, calls: int, largest: int, seed: int) -> int:
+    """Calls of random size, operation and algorithm with random stragglers. Differences are counted on the device."""
+    with shotcast.Communicator(device=device, timeout_s=60, max_bytes=max(largest * 8, 1 << 16)) as comm:
+        rank, size = comm.rank, comm.world_size
+        shared, own = random.Random(seed), random.Random(seed * 100 + rank)
+        pools = {name: inputs(largest, dtype, size, seed, comm.device) for name, dtype in FLOATS.items()}
+        wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+        for _ in range(calls):
+            name = shared.choice(list(FLOATS))
+            count = int(largest ** shared.random())
+            start = shared.randrange(0, largest - count + 1, 8) if count < largest else 0
+            xs = [x[start : start + count] for x in pools[name]]
+            straggle(comm, own)
+            kind = shared.randrange(6)
+            if kind < 4:
+                algorithm = shared.choice(["one_shot", "two_shot", "ring", "two_shot"])
+                got, wanted = comm.all_reduce(xs[rank], algorithm=algorithm), reference.all_reduce(xs, algorithm)
+            elif kind == 4:
+                got, wanted = comm.all_gather(xs[rank]), torch.cat(xs)
+            else:
+                root = shared.randrange(size)
+                got, wanted = comm.broadcast(xs[rank].clone(), root), xs[root]
+            wrong += differing(got, wanted)
+        assert int(wrong) == 0, f"{int(wrong)} elements differ"
+        comm.check()
+        return calls
+
+
+def across_epochs(device: str) -> list[int]:
+    """Calls on both sides of 2^16, 2^31 and 2^32. Returns the last epoch of each."""
+    ends = []
+    with shotcast.Communicator(device=device, timeout_s=60, max_bytes=1 << 16) as comm:
+        xs = inputs(1000, torch.float32, comm.world_size, 5, comm.device)
+        whole = torch.cat(xs)
+        for border in (1 << 16, 1 << 31, 1 << 32):
+            executor = comm._executor
+            executor.drain()
+            comm._host.barrier()
+            executor.set_epoch(border - 4)
+            executor.drain()
+            comm._host.barrier()
+            for _ in range(3):
+                for algorithm in ("one_shot", "two_shot", "ring"):
+                    got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
+                    check(got, reference.all_reduce(xs, algorithm), (border, algorithm))
+                got = comm.all_gather(xs[comm.rank].view(torch.int32))
+                check(got, whole.view(torch.int32), (border, "cells"))
+            comm.check()
+            ends.append(executor.epoch)
+    return ends
+
+
+def numerics(device: str) -> list[bytes]:
+    """Bits of the same sum by each algorithm, three times, and by other launch shapes."""
+    results = []
+    with shotcast.Communicator(device=device, timeout_s=60, max_bytes=1 << 18) as comm:
+        for dtype in FLOATS.values():
+            xs = inputs(3001, dtype, comm.world_size, 11, comm.device)
+            wanted = reference.ordered_sum(xs)
+            for algorithm in ("one_shot", "two_shot") * 3:
+                got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
+                check(got, wanted, (dtype, algorithm))
+            # a piece of a message has the bits it has in the whole: batch size does not change the answer
+            check(comm.all_reduce(shifted(xs[comm.rank][:77], 1)), wanted[:77], (dtype, "piece"))
+            results.append(bytes(torch.nan_to_num(got.float()).cpu().numpy()))
+    return results
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def settle(comm: shotcast.Communicator) -> None:
+    """Let what was enqueued end, and raise what it found."""
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    comm.check()
+
+
+def failing_call(
+    comm: shotcast.Communicator, algorithm: str, count: int = 4096
+) -> tuple[BaseException | None, float, bool]:
+    """One all_reduce that is expected to fail: (its error, seconds it took, whether the output was NaN)."""
+    x = torch.ones(count, device=comm.device)
+    out = torch.zeros_like(x)
+    started = time.monotonic()
+    error: BaseException | None = None
+    try:
+        comm.all_reduce(x, out=out, algorithm=algorithm)
+        settle(comm)
+    except shotcast.ShotcastError as caught:
+        error = caught
+    took = time.monotonic() - started
+    return error, took, bool(torch.isnan(out).all())
+
+
+def warm(comm: shotcast.Communicator, algorithm: str, count: int = 4096) -> None:
+    for _ in range(2):
+        comm.all_reduce(torch.ones(count, device=comm.device), algorithm=algorithm)
+    settle(comm)
+
+
+def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float) -> dict[str, Any]:
+    """Rank ``victim`` gets signal ``how``; the others call on. What each survivor saw."""
+    comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
+    warm(comm, algorithm)
+    comm._host.barrier()
+    if comm.rank == victim:
+        os.kill(os.getpid(), how)
+        time.sleep(600)
+    time.sleep(0.2)
+    error, took, nan = failing_call(comm, algorithm)
+    started = time.monotonic()
+    again, _, _ = failing_call(comm, algorithm)
+    again_s = time.monotonic() - started
+    comm.close()
+    return {
+        "error": error,
+        "took": took,
+        "nan": nan,
+        "again": again,
+        "again_s": again_s,
+        "left": [name for name in os.listdir("/dev/shm") if name.startswith("shotcast")],
+    }
+
+
+def late_then_reset(device: str, algorithm: str, late: int, timeout_s: float) -> dict[str, Any]:
+    """Rank ``late`` comes after the deadline; all reset, and results are right again."""
+    with shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+        warm(comm, algorithm)
+        comm._host.barrier()
+        if comm.rank == late:
+            time.sleep(timeout_s + 1.5)
+        error, took, nan = failing_call(comm, algorithm)
+        comm.reset()
+        comm.check()
+        xs = inputs(1000, torch.bfloat16, comm.world_size, 3, comm.device)
+        for _ in range(7):
+            for name in ("one_shot", "two_shot", "ring"):
+                check(comm.all_reduce(xs[comm.rank], algorithm=name), reference.all_reduce(xs, name), "after reset")
+        check(comm.all_gather(xs[comm.rank].view(torch.int16)), torch.cat(xs).view(torch.int16), "after reset")
+        settle(comm)
+        return {"error": error, "took": took, "nan": nan}
+
+
+def mismatched(device: str, what: str, odd: int, timeout_s: float) -> dict[str, Any]:
+    """Rank ``odd`` makes another call than the others."""
+    with shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+        warm(comm, "one_shot")
+        warm(comm, "two_shot")
+        is_odd = comm.rank == odd
+        x = torch.ones(512, device=comm.device)
+        started = time.monotonic()
+        error: BaseException | None = None
+        try:
+            if what == "op":
+                comm.broadcast(x, 0) if is_odd else comm.all_reduce(x, algorithm="one_shot")
+            elif what == "nbytes":
+                comm.all_reduce(torch.ones(520 if is_odd else 512, device=comm.device), algorithm="one_shot")
+            elif what == "dtype":
+                comm.all_reduce(x.bfloat16().repeat(2) if is_odd else x, algorithm="one_shot")
+            elif what == "algorithm":
+                comm.all_reduce(x, algorithm="two_shot" if is_odd else "one_shot")
+            else:
+                comm.broadcast(x, 1 if is_odd else 0)
+            settle(comm)
+        except shotcast.ShotcastError as caught:
+            error = caught
+        took = time.monotonic() - started
+        comm.reset()
+        got = comm.all_reduce(torch.full([10], float(comm.rank), device=comm.device))
+        settle(comm)
+        total = comm.world_size * (comm.world_size - 1) / 2
+        assert got.tolist() == [total] * 10
+        return {"error": error, "took": took}
+
+
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
