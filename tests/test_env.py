@@ -90,6 +90,6 @@ def test_no_other_module_reads_our_variables() -> None:
     readers = {
         file.relative_to(source).as_posix()
         for file in source.rglob("*.py")
-        if re.search(r"(environ|getenv)[^\n]*SHOTCAST_", file.read_text())
+        if re.search(r"(os\.environ|getenv)[^\n]*SHOTCAST_", file.read_text())
     }
     assert readers == {"env.py"}
