@@ -1,0 +1,99 @@
+"""How a call learns its epoch from device memory.
+
+Every program of a grid reads the epoch (and generation) and then counts itself in; the last one to do so resets the
+count and writes epoch, generation and extent for the next call, while the others are already waiting for data. The next
+grid reads them after the kernel boundary, or, under programmatic dependent launch, after its own ``gdc_wait``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from .explore import Kind
+from .machine import Add, Await, Fail, Fence, Load, Machine, Program, Steps, Store
+
+EXTENTS = (3, 1, 2, 5)
+"""By call, so that a program that reads another call's is caught."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The guards, each of which can be taken away."""
+
+    last_advances: bool = True  # False: the first reader does
+    read_then_count: bool = True  # False: a program counts itself in and reads then
+    count_reset: bool = True
+    waits: str = "all"  # "one does not": program 0 reads before gdc_wait; "idle call": call 1 returns without waiting
+
+
+def program_of(call: int, program: int, programs: int, rules: Rules) -> Steps:
+    """One program of the grid of ``call``. Launched at any time, as programmatic dependent launch may do."""
+    idle = rules.waits == "idle call" and call == 1
+    if call > 0 and not idle and not (rules.waits == "one does not" and program == 0):
+        yield Await({(0, "ended", call - 1, p): True for p in range(programs)}, lambda word: word)  # gdc_wait
+
+    if not idle:
+        readers = -1
+        if not rules.read_then_count:
+            readers = yield Add((0, "readers"), 1)
+        epoch = yield Load((0, "epoch"))
+        generation = yield Load((0, "generation"))
+        if rules.read_then_count:
+            readers = yield Add((0, "readers"), 1)
+
+        earlier = call - 1 if rules.waits == "idle call" and call > 1 else call  # the idle call counts no epoch
+        if (epoch, generation) != (earlier, earlier % 3):
+            yield Fail(f"reads epoch {epoch}, generation {generation} in call {earlier}")
+        if readers == (programs - 1 if rules.last_advances else 0):
+            if rules.count_reset:
+                yield Store((0, "readers"), 0)
+            yield Store((0, "extent", generation), EXTENTS[call])
+            yield Store((0, "generation"), (generation + 1) % 3)
+            yield Store((0, "epoch"), epoch + 1)
+
+        # What the previous call left, to be cleared. It is another word than the one being written.
+        if rules.waits != "idle call":
+            extent = yield Load((0, "extent", (generation + 2) % 3))
+            if extent != (EXTENTS[call - 1] if call else 0):
+                yield Fail(f"clears {extent} words after call {call - 1}")
+    yield Fence()  # the end of a grid makes its stores visible
+    yield Store((0, "ended", call, program), True)
+
+
+def model(programs: int, calls: int, rules: Rules | None = None, **options: bool) -> Machine:
+    rules = rules or Rules()
+
+    def program(call: int, number: int) -> Program:
+        return Program(0, f"call {call} program {number}", lambda: program_of(call, number, programs, rules))
+
+    everybody = [program(call, number) for call in range(calls) for number in range(programs)]
+    at_first = {"epoch": 0, "generation": 0, "extent": 0, "readers": 0, "ended": False}
+    return Machine(everybody, at_first, check_starts=False, **options)
+
+
+@pytest.mark.parametrize(("programs", "calls"), [(1, 4), (2, 4), (3, 3)])
+def test_protocol_holds(programs: int, calls: int, verify) -> None:
+    verify(model(programs, calls))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(last_advances=False),
+        Rules(read_then_count=False),
+        Rules(count_reset=False),
+        Rules(waits="one does not"),
+        Rules(waits="idle call"),
+    ],
+    ids=[
+        "first reader advances",
+        "count before reading",
+        "count not reset",
+        "one does not wait",
+        "idle call does not wait",
+    ],
+)
+def test_without_a_guard_programs_of_a_call_disagree(rules: Rules, refute) -> None:
+    refute(model(2, 3, rules), Kind.BROKEN_CLAIM)

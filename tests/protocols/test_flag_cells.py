@@ -1,0 +1,133 @@
+"""Flag cells (LL): eight bytes, four of data and four of epoch, stored at once. Two generations, never cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+
+from .explore import Kind
+from .machine import Await, KernelBoundary, Machine, Program, Read, Start, Steps, Store
+from .vocabulary import ZERO, Call, HeaderRules, Input, header_programs
+
+
+class Cell(NamedTuple):
+    data: Input | None
+    flag: int
+
+
+HEADERS = HeaderRules()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The guards, each of which can be taken away."""
+
+    generations: int = 2
+    by_epoch: bool = True  # False: any flag but 0 will do
+    or_later: bool = False  # a flag of this epoch or a later one will do
+    whole: bool = True  # False: data and flag are two stores
+    flag_values: int = 1 << 32
+    first_flag: int = -1  # the flag of cells never written; zeroed memory has 0
+    first_epoch: int = 1
+    headers: HeaderRules = HEADERS
+
+
+def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> Steps:
+    """One-shot all-reduce or all-gather ("everybody": part r of rank r), or broadcast."""
+    for number, call in enumerate(calls):
+        epoch = rules.first_epoch + number
+        generation, flag = epoch % rules.generations, epoch % rules.flag_values
+        senders = [call.root] if call.op == "broadcast" else list(range(ranks))
+        yield Start(number)
+        for owner in range(ranks):
+            for i in range(call.words if rank in senders else 0):
+                place = owner, "cells", generation, rank * 10 + i
+                if rules.whole:
+                    yield Store(place, Cell(Input(rank, number, i), flag))
+                else:
+                    yield Store((owner, "data", *place[2:]), Input(rank, number, i))
+                    yield Store(place, Cell(None, flag))
+        places = [(sender, i) for sender in senders for i in range(call.words)]
+
+        def arrived(cell: Any, flag: int = flag) -> bool:
+            if not rules.by_epoch:
+                return cell.flag > 0
+            return cell.flag >= flag if rules.or_later else cell.flag == flag
+
+        yield Await(
+            {
+                (rank, "cells", generation, s * 10 + i): Cell(Input(s, number, i) if rules.whole else None, flag)
+                for s, i in places
+            },
+            arrived,
+        )
+        if not rules.whole:
+            yield Read({(rank, "data", generation, s * 10 + i): Input(s, number, i) for s, i in places})
+        yield KernelBoundary(number)
+
+
+def model(ranks: int, calls: Sequence[Call], rules: Rules | None = None, **options: bool) -> Machine:
+    rules = rules or Rules()
+
+    def data(rank: int) -> Program:
+        return Program(rank, "data", lambda: data_program(rank, ranks, calls, rules))
+
+    programs = [data(rank) for rank in range(ranks)] + header_programs(ranks, calls, rules.headers)
+    return Machine(programs, {"cells": Cell(None, rules.first_flag), "data": None, "header": ZERO}, **options)
+
+
+def calls_of(op: str, sizes: Sequence[int] = (2, 1, 1, 2, 1)) -> list[Call]:
+    return [Call(op, (size,)) for size in sizes]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("op", ["everybody", "broadcast"])
+def test_protocol_holds(op: str, ranks: int, verify) -> None:
+    verify(model(ranks, calls_of(op)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_operations_may_follow_each_other(ranks: int, verify) -> None:
+    calls = [Call("everybody", (1,)), Call("broadcast", (2,)), Call("broadcast", (1,), root=1), Call("everybody", (2,))]
+    verify(model(ranks, [*calls, calls[1]]))
+
+
+@pytest.mark.parametrize("or_later", [False, True])
+def test_one_generation_is_overwritten(or_later: bool, refute) -> None:
+    """A peer one call ahead stores into the cell that is still being polled."""
+    kind = Kind.WRONG_VALUE if or_later else Kind.DEADLOCK
+    refute(model(2, calls_of("everybody", (1,) * 4), Rules(generations=1, or_later=or_later)), kind)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_polling_without_the_epoch_reads_old_words(ranks: int, refute) -> None:
+    refute(model(ranks, calls_of("everybody"), Rules(by_epoch=False)), Kind.WRONG_VALUE)
+
+
+def test_a_cell_stored_in_two_halves_is_read_torn(refute) -> None:
+    refute(model(2, calls_of("everybody"), Rules(whole=False)), Kind.WRONG_VALUE)
+
+
+def test_broadcast_needs_headers(refute) -> None:
+    rules = Rules(headers=HeaderRules(exchanged=False))
+    refute(model(2, calls_of("broadcast"), rules), Kind.EARLY_FINISH)
+    refute(model(2, calls_of("broadcast"), rules, check_starts=False), Kind.WRONG_VALUE, Kind.DEADLOCK)
+
+
+def test_a_cell_untouched_until_its_flag_comes_around_is_taken_for_new(refute, verify) -> None:
+    """The known limit: 32 bits of flag, and a cell untouched for exactly 2**32 calls. Here 2 bits and 4 calls."""
+    refute(model(2, calls_of("everybody", (2, 1, 1, 1, 2)), Rules(flag_values=4)), Kind.WRONG_VALUE)
+    verify(model(2, calls_of("everybody", (2, 1, 2, 1, 2)), Rules(flag_values=4)))
+
+
+def test_a_cell_never_written_must_not_carry_the_flag_of_an_epoch(refute, verify) -> None:
+    """Zeroed cells carry flag 0: wrong at epoch 0, and again where the 32 bits wrap. Cleared to the epoch before the
+    first, cells are as safe as any untouched one."""
+    calls = calls_of("everybody", (1, 1, 2))
+    verify(model(2, calls, Rules(first_flag=0, first_epoch=1)))
+    refute(model(2, calls, Rules(first_flag=0, first_epoch=0)), Kind.WRONG_VALUE)
+    refute(model(2, calls, Rules(first_flag=0, first_epoch=2, flag_values=4)), Kind.WRONG_VALUE)
+    verify(model(2, calls, Rules(first_flag=1, first_epoch=2, flag_values=4)))

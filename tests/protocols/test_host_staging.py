@@ -1,0 +1,257 @@
+"""CPU ranks: everybody writes its own shared memory, and reads the others'.
+
+In step t a rank writes its staging generation t % 2 and then releases ``progress = t + 1``: what I wrote in step t is
+there, and I have read all I wanted of the steps before. So a rank may write step t once every reader of its step t - 2
+shows progress >= t. A call takes the same number of steps on every rank, and begins with a header word, one for even
+and one for odd epochs, which a peer compares once the progress says that it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from .explore import Kind
+from .machine import Await, Fence, Finish, Machine, Program, Read, Start, Steps, Store
+from .vocabulary import ZERO, Call, Header, Input, Sum
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The guards, each of which can be taken away."""
+
+    generations: int = 2
+    released: bool = True  # False: progress may be seen before the data
+    awaited: bool = True  # False: staging is read without waiting for progress
+    header_cells: int = 2
+    ring_permission: bool = True  # False: a ring does not wait for the reader of what it overwrites
+    ring_meets_all: bool = True  # False: a ring's second step waits for the neighbours only
+    ring_end: bool = True  # False: a ring ends without its reader's progress
+    root_permission: bool = True  # False: the root of a broadcast in chunks runs ahead
+    broadcast_end: bool = True  # False: a broadcast ends without the others' progress
+
+
+class Rank:
+    """The vocabulary of ``cpu/waiting.py``."""
+
+    def __init__(self, rank: int, ranks: int, rules: Rules) -> None:
+        self.rank, self.ranks, self.rules = rank, ranks, rules
+        self.others = [(rank + distance) % ranks for distance in range(1, ranks)]
+        self.right, self.left = (rank + 1) % ranks, (rank - 1) % ranks
+        self.step = 0
+        self.epoch = 0
+        self.word = ZERO
+
+    def begin(self, number: int, call: Call) -> Steps:
+        yield Start(number)
+        self.epoch += 1
+        self.word = Header(self.epoch, call.fingerprint)
+        yield Store((self.rank, "header", self.epoch % self.rules.header_cells), self.word)
+
+    def staging(self, rank: int, step: int, *word: object) -> tuple[object, ...]:
+        return rank, "staging", step % self.rules.generations, *word
+
+    def publish(self) -> Steps:
+        if self.rules.released:
+            yield Fence()
+        yield Store((self.rank, "progress"), self.step + 1)
+        self.step += 1
+
+    def meet(self, *peers: int) -> Steps:
+        """Until the peers have published the steps below mine, in the same call."""
+        for peer in peers:
+            if self.rules.awaited:
+                yield Await({(peer, "progress"): None}, lambda progress, step=self.step: progress >= step)
+                yield Read({(peer, "header", self.epoch % self.rules.header_cells): self.word})
+
+
+def one_shot(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+    """All stage, all read all: one-shot all-reduce, all-gather, all-to-all."""
+    for chunk in range(chunks):
+        yield Store(me.staging(me.rank, me.step), Input(me.rank, number, chunk))
+        yield from me.publish()
+        for peer in me.others:
+            yield from me.meet(peer)
+            yield Read({me.staging(peer, me.step - 1): Input(peer, number, chunk)})
+
+
+def two_shot(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+    """A generation holds the reduced slice of the previous chunk, and the contribution to this one."""
+    for chunk in range(chunks + 1):
+        staged = me.step
+        for peer in me.others:
+            if chunk < chunks and call.sizes[peer]:
+                yield Store(me.staging(me.rank, staged, "x", peer), Input(me.rank, number, (chunk, peer)))
+        yield from me.publish()
+        yield from me.meet(*me.others)
+        if chunk < chunks and call.sizes[me.rank]:
+            for peer in me.others:
+                yield Read({me.staging(peer, staged, "x", me.rank): Input(peer, number, (chunk, me.rank))})
+            yield Store(me.staging(me.rank, me.step, "sum"), Sum(me.ranks, number, (chunk, me.rank)))
+        if chunk > 0:
+            results = {
+                me.staging(peer, staged, "sum"): Sum(me.ranks, number, (chunk - 1, peer))
+                for peer in me.others
+                if call.sizes[peer]
+            }
+            if results:
+                yield Read(results)
+
+
+def ring(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+    """All-reduce by 2N - 2 steps a chunk; each rank reads what its left neighbour staged in the step before."""
+    first = me.step
+    for chunk in range(chunks):
+        for hop in range(2 * me.ranks - 1):
+            if hop == 0:
+                if me.step > first and me.rules.ring_permission:
+                    yield from me.meet(me.right)
+            elif hop == 1 and chunk == 0 and me.rules.ring_meets_all:
+                yield from me.meet(*me.others)
+            elif hop == 2 * me.ranks - 2 or not me.rules.ring_permission:
+                yield from me.meet(me.left)
+            else:
+                yield from me.meet(*{me.left: 0, me.right: 0})
+            if hop > 0:
+                terms, slice_of = min(hop, me.ranks), (me.rank - 1 - hop) % me.ranks
+                yield Read({me.staging(me.left, me.step - 1): Sum(terms, number, (chunk, slice_of))})
+            if hop < 2 * me.ranks - 2:
+                terms, slice_of = min(hop + 1, me.ranks), (me.rank - 1 - hop) % me.ranks
+                yield Store(me.staging(me.rank, me.step), Sum(terms, number, (chunk, slice_of)))
+                yield from me.publish()
+    if me.rules.ring_end:
+        yield from me.meet(me.right)
+
+
+def broadcast(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+    """The root stages; the others publish the step to say that they are done with the one before."""
+    first = me.step
+    for chunk in range(chunks):
+        if me.rank == call.root:
+            if me.step > first and me.rules.root_permission:
+                yield from me.meet(*me.others)
+            yield Store(me.staging(me.rank, me.step), Input(me.rank, number, chunk))
+            yield from me.publish()
+        else:
+            yield from me.publish()
+            yield from me.meet(call.root)
+            yield Read({me.staging(call.root, me.step - 1): Input(call.root, number, chunk)})
+    if me.rules.broadcast_end:
+        step = me.step
+        me.step = step if me.rank == call.root else first + 1
+        yield from me.meet(*me.others)
+        me.step = step
+
+
+def barrier(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+    yield from me.publish()
+    yield from me.meet(*me.others)
+
+
+SCHEDULES = {"one_shot": one_shot, "two_shot": two_shot, "ring": ring, "broadcast": broadcast, "barrier": barrier}
+
+
+def rank_program(rank: int, ranks: int, calls: Sequence[Call], chunks: int, rules: Rules) -> Steps:
+    me = Rank(rank, ranks, rules)
+    for number, call in enumerate(calls):
+        yield from me.begin(number, call)
+        yield from SCHEDULES[call.op](me, number, call, chunks)
+        yield Finish(number)
+
+
+def model(
+    ranks: int, ops: Sequence[str], rules: Rules | None = None, chunks: int = 1, empty: int = 0, **options: bool
+) -> Machine:
+    """``empty`` ranks at the end have empty slices; roots of broadcasts take turns."""
+    rules = rules or Rules()
+    sizes = (1,) * (ranks - empty) + (0,) * empty
+    calls = [Call(op, sizes, root=number % ranks if op == "broadcast" else 0) for number, op in enumerate(ops)]
+
+    def program(rank: int) -> Program:
+        return Program(rank, "", lambda: rank_program(rank, ranks, calls, chunks, rules))
+
+    return Machine(
+        [program(rank) for rank in range(ranks)], {"header": ZERO, "progress": 0, "staging": None}, **options
+    )
+
+
+MIXED = [
+    ["two_shot", "broadcast", "ring", "one_shot", "broadcast"],
+    ["ring", "broadcast", "broadcast", "barrier", "two_shot"],
+    ["one_shot", "ring", "two_shot", "barrier", "ring"],
+    ["broadcast", "two_shot", "one_shot", "ring", "barrier"],
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("op", list(SCHEDULES))
+def test_protocol_holds(op: str, ranks: int, verify) -> None:
+    verify(model(ranks, [op] * 5))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("op", ["one_shot", "two_shot", "ring", "broadcast"])
+def test_messages_of_several_chunks(op: str, ranks: int, verify) -> None:
+    verify(model(ranks, [op] * 2, chunks=3))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ops", MIXED, ids=lambda ops: "-".join(ops))
+def test_operations_may_follow_each_other(ops: list[str], ranks: int, verify) -> None:
+    verify(model(ranks, ops))
+
+
+def test_slices_may_be_empty(verify) -> None:
+    verify(model(3, ["two_shot", "two_shot", "broadcast", "two_shot", "one_shot"], empty=1))
+
+
+@pytest.mark.parametrize("op", ["one_shot", "two_shot", "ring"])
+def test_one_generation_is_overwritten_while_it_is_read(op: str, refute) -> None:
+    refute(model(2, [op] * 2, Rules(generations=1), chunks=2), Kind.WRONG_VALUE)
+
+
+def test_two_shot_of_one_chunk_does_with_one_generation(verify) -> None:
+    """Its second step already says that everybody has read the first; the chunks of a longer message need both."""
+    verify(model(3, ["two_shot"] * 5, Rules(generations=1)))
+
+
+def test_progress_without_release_shows_unwritten_data(refute) -> None:
+    refute(model(2, ["one_shot"] * 2, Rules(released=False)), Kind.WRONG_VALUE)
+
+
+def test_reading_without_progress_shows_unwritten_data(refute) -> None:
+    refute(model(2, ["one_shot"] * 2, Rules(awaited=False)), Kind.WRONG_VALUE)
+
+
+@pytest.mark.parametrize("op", ["one_shot", "two_shot", "ring", "broadcast", "barrier"])
+def test_one_header_word_shows_the_next_call(op: str, refute) -> None:
+    """A rank that is one call ahead has overwritten the header that is still to be compared: a false mismatch."""
+    refute(model(2, [op] * 3, Rules(header_cells=1)), Kind.WRONG_VALUE)
+
+
+def test_a_ring_needs_the_permission_of_its_reader(verify, refute) -> None:
+    """With two ranks, the reader is also the neighbour that is waited for."""
+    refute(model(3, ["ring"] * 2, Rules(ring_permission=False)), Kind.WRONG_VALUE)
+    verify(model(2, ["ring"] * 3, Rules(ring_permission=False)))
+
+
+def test_a_ring_after_another_call_overwrites_what_anybody_may_read(verify, refute) -> None:
+    """Four ranks: with three, both others are neighbours."""
+    verify(model(3, ["one_shot", "ring", "one_shot"], Rules(ring_meets_all=False)))
+    refute(model(4, ["one_shot", "ring"], Rules(ring_meets_all=False)), Kind.WRONG_VALUE)
+    verify(model(4, ["one_shot", "ring"]))
+
+
+def test_a_ring_ends_once_its_reader_has_caught_up(refute) -> None:
+    refute(model(3, ["ring", "one_shot"], Rules(ring_end=False)), Kind.WRONG_VALUE)
+
+
+def test_the_root_of_a_broadcast_needs_the_readers_permission(refute) -> None:
+    refute(model(2, ["broadcast"], Rules(root_permission=False), chunks=3), Kind.WRONG_VALUE)
+
+
+def test_a_broadcast_ends_once_everybody_has_begun(refute) -> None:
+    refute(model(2, ["broadcast"] * 5, Rules(broadcast_end=False)), Kind.EARLY_FINISH)
+    refute(model(3, ["broadcast"] * 5, Rules(broadcast_end=False), check_starts=False), Kind.WRONG_VALUE)

@@ -1,0 +1,209 @@
+"""Send and receive: a mailbox of two slots between a sender and a receiver, and credits that flow back.
+
+On GPUs the mailbox lies at the receiver and a chunk is flag cells that carry its number. Each message also begins with
+an exchange of headers. On CPUs it lies at the sender: data, then a counter that the receiver acquires before it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from .explore import Kind
+from .machine import Await, Fence, KernelBoundary, Machine, Program, Read, Start, Steps, Store
+from .vocabulary import ZERO, Header
+
+SLOTS = 2
+WORDS = 2
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The guards, each of which can be taken away."""
+
+    credits: bool = True  # False: the sender does not wait for room
+    copied_first: bool = True  # False: the receiver acknowledges a chunk before it has copied it
+    released: bool = True  # False (CPU): the counter may be seen before the data
+    numbered: bool = True  # False (GPU): any flag but 0 will do
+    headers_exchanged: bool = True
+    header_cells: int = 2
+    first_message: int = 1
+    zero_ignored: bool = True  # False: a header cell never written counts as that of message 0
+
+
+Messages = Sequence[tuple[int, int, int]]
+"""(sender, receiver, chunks), in the order in which both make the calls."""
+
+
+def chunks_of(messages: Messages, number: int) -> range:
+    """Numbers, among all chunks from one rank to another, of those of a message."""
+    before = sum(m[2] for m in messages[:number] if m[:2] == messages[number][:2])
+    return range(before, before + messages[number][2])
+
+
+# -- GPU: push -------------------------------------------------------------------------------------------------------
+
+
+def gpu_data_program(rank: int, messages: Messages, rules: Rules) -> Steps:
+    for number, (sender, receiver, _) in enumerate(messages):
+        if rank not in (sender, receiver):
+            continue
+        yield Start(number)
+        for chunk in chunks_of(messages, number):
+            box = {(receiver, "box", sender, chunk % SLOTS, i): (sender, chunk, i) for i in range(WORDS)}
+            if rank == sender:
+                if rules.credits:
+                    room = (sender, "credits", receiver)
+                    yield Await({room: None}, lambda taken, chunk=chunk: taken >= chunk - SLOTS + 1)
+                for place, word in box.items():
+                    yield Store(place, word)
+            else:
+                credit = Store((sender, "credits", receiver), chunk + 1)
+                if not rules.copied_first:
+                    yield credit
+                if rules.numbered:
+                    yield Await(box, lambda cell, chunk=chunk: cell is not None and cell[1] == chunk)
+                else:
+                    yield Await(box, lambda cell: cell is not None)
+                if rules.copied_first:
+                    yield credit
+        yield KernelBoundary(number)
+
+
+def gpu_header_program(rank: int, messages: Messages, rules: Rules) -> Steps:
+    counts: dict[tuple[int, int], int] = {}
+    for number, (sender, receiver, chunks) in enumerate(messages):
+        if rank not in (sender, receiver):
+            continue
+        message = counts[sender, receiver] = counts.get((sender, receiver), rules.first_message - 1) + 1
+        peer = receiver if rank == sender else sender
+        mine = Header(message, f"{chunks} chunks")
+        cell = sender, receiver, message % rules.header_cells
+        yield Start(number)
+        yield Store((peer, "header", *cell), mine)
+        yield Await(
+            {(rank, "header", *cell): mine},
+            lambda word, mine=mine: word.epoch == mine.epoch and (word != ZERO or not rules.zero_ignored),
+        )
+        yield KernelBoundary(number)
+
+
+def gpu_model(ranks: int, messages: Messages, rules: Rules | None = None, **options: bool) -> Machine:
+    rules = rules or Rules()
+
+    def programs(rank: int) -> list[Program]:
+        data = Program(rank, "data", lambda: gpu_data_program(rank, messages, rules))
+        header = Program(rank, "header", lambda: gpu_header_program(rank, messages, rules))
+        return [data, header] if rules.headers_exchanged else [data]
+
+    everybody = [program for rank in range(ranks) for program in programs(rank)]
+    return Machine(everybody, {"box": None, "credits": 0, "header": ZERO}, check_starts=False, **options)
+
+
+# -- CPU: pull -------------------------------------------------------------------------------------------------------
+
+
+def cpu_program(rank: int, messages: Messages, rules: Rules) -> Steps:
+    for number, (sender, receiver, _) in enumerate(messages):
+        if rank not in (sender, receiver):
+            continue
+        for chunk in chunks_of(messages, number):
+            box = {(sender, "box", receiver, chunk % SLOTS, i): (sender, chunk, i) for i in range(WORDS)}
+            if rank == sender:
+                if rules.credits:
+                    room = (receiver, "received", sender)
+                    yield Await({room: None}, lambda taken, chunk=chunk: taken >= chunk - SLOTS + 1)
+                for place, word in box.items():
+                    yield Store(place, word)
+                if rules.released:
+                    yield Fence()
+                yield Store((sender, "sent", receiver), chunk + 1)
+            else:
+                yield Await({(sender, "sent", receiver): None}, lambda sent, chunk=chunk: sent > chunk)
+                credit = Store((receiver, "received", sender), chunk + 1)
+                if not rules.copied_first:
+                    yield credit
+                yield Read(box)
+                if rules.copied_first:
+                    yield credit
+
+
+def cpu_model(ranks: int, messages: Messages, rules: Rules | None = None, **options: bool) -> Machine:
+    rules = rules or Rules()
+
+    def program(rank: int) -> Program:
+        return Program(rank, "", lambda: cpu_program(rank, messages, rules))
+
+    at_first = {"box": None, "sent": 0, "received": 0}
+    return Machine([program(rank) for rank in range(ranks)], at_first, check_starts=False, **options)
+
+
+MODELS = pytest.mark.parametrize("model", [gpu_model, cpu_model])
+STREAM: Messages = [(0, 1, chunks) for chunks in (1, 2, 1, 3, 1)]
+"""Five messages one way, of eight chunks in all."""
+
+
+@MODELS
+def test_protocol_holds(model, verify) -> None:
+    verify(model(2, STREAM))
+
+
+@MODELS
+def test_both_ways_and_past_a_third_rank(model, verify) -> None:
+    verify(model(2, [(0, 1, 2), (1, 0, 2), (0, 1, 1), (1, 0, 1), (0, 1, 2)]))
+    verify(model(3, [(0, 1, 2), (1, 2, 2), (2, 0, 1), (0, 1, 2), (1, 2, 2)]))
+
+
+@MODELS
+def test_without_credits_chunks_overwrite_each_other(model, refute) -> None:
+    refute(model(2, STREAM, Rules(credits=False)), Kind.WRONG_VALUE, Kind.DEADLOCK)
+
+
+@MODELS
+def test_acknowledging_before_having_copied_is_wrong(model, refute) -> None:
+    refute(model(2, STREAM, Rules(copied_first=False)), Kind.WRONG_VALUE, Kind.DEADLOCK)
+
+
+def test_a_counter_without_release_shows_unwritten_data(refute) -> None:
+    refute(cpu_model(2, STREAM, Rules(released=False)), Kind.WRONG_VALUE)
+
+
+def test_cells_without_chunk_numbers_are_read_twice(refute) -> None:
+    refute(gpu_model(2, STREAM, Rules(numbered=False)), Kind.WRONG_VALUE)
+
+
+def test_data_is_right_without_headers(verify) -> None:
+    """Numbers and credits carry the data; headers are there to name mismatches."""
+    verify(gpu_model(2, STREAM, Rules(headers_exchanged=False)))
+
+
+def test_one_header_cell_hangs_or_compares_different_messages(refute) -> None:
+    refute(gpu_model(2, STREAM, Rules(header_cells=1)), Kind.DEADLOCK, Kind.WRONG_VALUE)
+
+
+def test_a_header_cell_never_written_must_not_count_as_that_of_message_zero(refute, verify) -> None:
+    refute(gpu_model(2, STREAM, Rules(first_message=0, zero_ignored=False)), Kind.WRONG_VALUE)
+    verify(gpu_model(2, STREAM, Rules(first_message=0)))
+    verify(gpu_model(2, STREAM, Rules(first_message=1, zero_ignored=False)))
+
+
+def crossed(chunks: int) -> list[Program]:
+    """Both ranks send first, and receive then."""
+
+    def program(rank: int) -> Program:
+        order = [(rank, 1 - rank, chunks), (1 - rank, rank, chunks)]
+        return Program(rank, "", lambda: cpu_program(rank, order, Rules()))
+
+    return [program(0), program(1)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_two_ranks_that_both_send_first(chunks: int, verify, refute) -> None:
+    """Goes well on CPUs as far as the mailbox reaches, and is the caller's deadlock beyond."""
+    machine = Machine(crossed(chunks), {"box": None, "sent": 0, "received": 0}, check_starts=False)
+    if chunks <= SLOTS:
+        verify(machine)
+    else:
+        refute(machine, Kind.DEADLOCK)
