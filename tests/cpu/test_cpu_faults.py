@@ -226,6 +226,26 @@ def test_a_killed_rank_is_named():
     assert run_ranks(3, check_signal, 1, "ring", signal.SIGKILL, 1.0, mortal=True) == ["named", DEAD, "named"]
 
 
+def check_woken(group):
+    """Rank 1 loses patience first; rank 0, in the middle of a long wait, need not."""
+    executor = CpuExecutor(group, MAX_BYTES, 0.3 if group.rank == 1 else 30.0)
+    group.barrier()
+    if group.rank != 2:
+        begun = time.monotonic()
+        run_plan(executor, group, SUM)
+        assert time.monotonic() - begun < 2
+        fault = executor.fault()
+        assert fault is not None
+        assert (fault.kind, fault.ranks) == (TIMEOUT, (2,))
+    group.barrier()
+    executor.set_timeout(20)
+    reset(executor, group)
+
+
+def test_a_fault_ends_the_waits_of_the_others():
+    run_ranks(3, check_woken)
+
+
 def check_closed(group):
     executor = CpuExecutor(group, MAX_BYTES, 1.0)
     works(executor, group)

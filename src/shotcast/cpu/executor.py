@@ -244,7 +244,7 @@ class CpuExecutor:
                 # The first fault stays: it is the cause of those that follow.
                 if abort_word.value == 0:
                     abort_word.value = word
-            logger.error("rank %d: %s", self._rank, self.fault())
+            logger.info("rank %d stops: %s", self._rank, self.fault())
         if out is not None and (out.is_floating_point() or out.is_complex()):
             out.fill_(float("nan"))
 
