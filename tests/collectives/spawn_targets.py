@@ -135,3 +135,10 @@ def crashes_after_return() -> int:
 
     multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGSEGV), exitpriority=10)
     return 1
+
+
+def interrupted() -> str:
+    """What Ctrl-C does to a rank, whose parent decides what becomes of it."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return "went on"

@@ -229,6 +229,9 @@ class TestParent:
         stderr = (tmp_path / "stderr").read_text()
         assert stderr.count("KeyboardInterrupt") == 1, stderr
 
+    def test_interrupt_is_the_parents_to_handle(self) -> None:
+        assert shotcast.spawn(targets.interrupted, 2) == ["went on", "went on"]
+
 
 class TestMisuse:
     def test_lambda(self) -> None:
