@@ -171,8 +171,7 @@ def _bench(plan: BenchPlan, world_size: str, json_file: Path | None, plot_file: 
         rows += measured
         if job is None or job.rank == 0:
             console.print(report.table(measured))
-            console.print(report.headline(measured))
-            console.print()
+            console.print(report.headline(measured) + "\n")
     if job is not None and job.rank != 0:
         return
     if json_file is not None:

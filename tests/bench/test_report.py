@@ -119,3 +119,4 @@ def test_headline_compares_equal_sizes_alone() -> None:
     rows = [row("ring", 64, 30.0), row("one_shot", 64, 10.0), row("ring", 128, 90.0), row("two_shot", 256, 1.0)]
     assert report.headline(rows) == "4 ranks: one_shot is 3.0 times as fast as ring at 64 B"
     assert report.headline([row("gloo")]) == ""
+    assert report.headline([row("ring", 64, 10.0), row("two_shot", 64, 9.9)]) == ""

@@ -146,7 +146,7 @@ def read_json(path: Path) -> list[Row]:
 
 
 def headline(rows: Sequence[Row], over: str = "ring") -> str:
-    """One sentence: where the best of the others stands against ``over``; empty when there is nothing to compare."""
+    """One sentence: where one-shot or two-shot gains most on ``over``; empty when neither gains 5%."""
     best: tuple[float, str, int] | None = None
     for base in rows:
         if base.algorithm != over or base.time_us is None:
@@ -156,7 +156,7 @@ def headline(rows: Sequence[Row], over: str = "ring") -> str:
                 ratio = base.time_us / row.time_us
                 if best is None or ratio > best[0]:
                     best = (ratio, row.algorithm, row.nbytes)
-    if best is None:
+    if best is None or best[0] < 1.05:
         return ""
     ratio, algorithm, nbytes = best
     return f"{rows[0].world_size} ranks: {algorithm} is {ratio:.1f} times as fast as {over} at {format_size(nbytes)}"
