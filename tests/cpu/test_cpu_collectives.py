@@ -165,7 +165,9 @@ def check_copies(group, dtypes):
         root = seed % world_size
         x = inputs[rank].clone()
         executor.run(
-            CallPlan(Op.BROADCAST, "one_shot", name(dtype), x.numel() * itemsize, root=root, launch=launch), x, x
+            CallPlan(Op.BROADCAST, "one_shot", name(dtype), x.numel() * itemsize, root=root, launch=launch),
+            x,
+            (x, None)[seed % 2],
         )
         assert torch.equal(x.view(torch.uint8), inputs[root].view(torch.uint8)), (dtype, count)
         executor.run(CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)

@@ -106,20 +106,18 @@ class CpuExecutor:
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         """Makes the call ``plan`` on contiguous CPU tensors; blocks until it is done or has failed (:meth:`fault`).
 
-        ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Raises
-        UnsupportedError for a combination of operation, algorithm and dtype that is not served here, and ClosedError.
+        ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
+        ``out``, a broadcast or all_reduce is in place. Raises UnsupportedError for a combination of operation,
+        algorithm and dtype that is not served here, and ClosedError.
         """
         entry = self._by_identity.get(id(plan))
         if entry is None or entry.plan is not plan:
             entry = self._ready(plan)
-        status = entry.run(
-            self._context_address,
-            entry.record_address,
-            0 if x is None else x.data_ptr(),
-            0 if out is None else out.data_ptr(),
-        )
+        source = 0 if x is None else x.data_ptr()
+        target = source if out is None else out.data_ptr()
+        status = entry.run(self._context_address, entry.record_address, source, target)
         if status != DONE:
-            self._fail(status, entry, x if out is None and plan.op is Op.BROADCAST else out)
+            self._fail(status, entry, x if out is None and plan.op is not Op.SEND else out)
 
     def prepare(self, plan: CallPlan) -> bool:
         """Compiles or loads what ``run(plan)`` needs; True when this process had not done so before."""

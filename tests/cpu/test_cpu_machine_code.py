@@ -1,0 +1,76 @@
+"""What the host code becomes, here and on aarch64: vectors, ordered loads and stores, no contraction."""
+
+from __future__ import annotations
+
+import re
+
+import llvmlite.binding as llvm
+import pytest
+from numba import njit, types
+
+from shotcast.cpu import copies, floats, one_shot, point_to_point, ring, two_shot
+from shotcast.cpu.compilation import Schedule
+
+TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
+SCHEDULES = {
+    "one_shot": one_shot.ALL_REDUCE,
+    "two_shot": two_shot.ALL_REDUCE,
+    "ring": ring.ALL_REDUCE,
+    "broadcast": copies.BROADCAST,
+    "recv": point_to_point.RECV,
+}
+
+
+def assembly(text: str, triple: str) -> str:
+    """Machine code of LLVM ``text`` for another machine."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=TRIPLES[triple], opt=3)
+    text = re.sub(r"target triple = .*", f'target triple = "{triple}"', text)
+    text = re.sub(r"target datalayout = .*", f'target datalayout = "{machine.target_data}"', text)
+    text = re.sub(r"attributes #(\d+) = \{[^}]*\}", r"attributes #\1 = { nounwind }", text)
+    if triple.startswith("aarch64"):
+        text = text.replace("call void @llvm.x86.sse2.pause()", "call void @llvm.aarch64.hint(i32 1)")
+        text = text.replace("declare void @llvm.x86.sse2.pause()", "declare void @llvm.aarch64.hint(i32)")
+    module = llvm.parse_assembly(text)
+    module.verify()
+    return machine.emit_assembly(module)
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def text_of(schedule: Schedule) -> str:
+    # Code loaded from the cache has no text any more.
+    dispatcher = njit(nogil=True, error_model="numpy")(schedule._function)
+    dispatcher.compile(types.int64(*(types.int64,) * 4))
+    return next(iter(dispatcher.inspect_llvm().values()))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_words_are_acquired_and_released(name):
+    text = text_of(SCHEDULES[name])
+    assert count("load atomic i64.* acquire", text) >= 3
+    assert count("store atomic i64.* release", text) >= 1
+    code = assembly(text, "aarch64-unknown-linux-gnu")
+    assert count(r"\bld(ar|apr)\b", code) >= 3
+    assert count(r"\bstlr\b", code) >= 1
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("dtype", floats.SUMS)
+def test_sums_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
+    monkeypatch.setattr("shotcast.cpu.compilation._keep_on_disk", lambda compilable: None)
+    arithmetic = type(floats.SUMS[dtype])(floats.SUMS[dtype]._function)
+    arithmetic.address()
+    text = arithmetic._compiled.inspect_llvm()
+    assert count(r"fadd (?!<)(?!float)\w+ ", text) == 0, "fast-math flags"
+    code = assembly(text, triple)
+    assert count(r"\bfmla\b|\bfmadd\b|\bvfn?madd", code) == 0
+    if triple.startswith("aarch64"):
+        assert count(r"fadd\s+v\d+\.4s", code) >= 8
+        assert dtype != "float16" or count(r"\bfcvtn", code) > 0
+    else:
+        assert count(r"vaddps\s.*[yz]mm", code) >= 2
+        assert dtype != "float16" or not floats.machine_has_half() or count("vcvtps2ph", code) > 0
