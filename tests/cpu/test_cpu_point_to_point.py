@@ -64,12 +64,12 @@ def check_apart(group):
     executor = CpuExecutor(group, MAX_BYTES, 20.0)
     peer = rank ^ 1
     if rank >= 2:
-        time.sleep(0.5)
+        time.sleep(1.5)
     begun = time.monotonic()
     for turn in range(300):
         send(executor, message(rank, peer, turn, torch.float32), peer)
         assert torch.equal(recv(executor, turn, torch.float32, peer), message(peer, rank, turn, torch.float32))
-    assert time.monotonic() - begun < 0.45 or rank >= 2
+    assert time.monotonic() - begun < 1.4 or rank >= 2
     assert executor.epoch == 0
     executor.run(CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)
     assert executor.fault() is None

@@ -42,7 +42,7 @@ _POINT_TO_POINT = (Op.SEND, Op.RECV)
 _REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 
 _LINE_BYTES = 64
-_MIN_GENERATION, _MAX_GENERATION = 16 << 10, 4 << 20
+_MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
 _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
 _SPINS = 20
 """Looks before the core is offered to others, under a microsecond. More gains nothing where ranks have cores of their
@@ -63,8 +63,9 @@ class _Entry(NamedTuple):
 class CpuExecutor:
     """Runs the calls of one communicator whose ranks are processes of one machine.
 
-    Construction is collective; it takes shared memory of at most about ``max_bytes`` a rank (with a floor of some 100
-    KiB) whatever the size of messages, which pass through it in chunks. It raises what :class:`ShmBuffer` raises.
+    Construction is collective. It takes shared memory of at most ``max_bytes`` a rank, and no more than some 4 MiB (nor
+    less than some 200 KiB) whatever the size of messages, which pass through it in chunks that stay in cache. It raises
+    what :class:`ShmBuffer` raises.
 
     A call does not raise when its peers are late or call something else: it ends with :meth:`fault` set on all ranks
     and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time.
