@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
+def test_killed_or_stopped_rank(world_size: int, how: str, record_property: Callable[[str, object], None]) -> None:
     victim = world_size - 1
     results = shotcast.spawn(
         killed, world_size, "cuda", "two_shot", victim, SIGNALS[how], 2.0, timeout_s=60, return_exceptions=True
@@ -156,6 +157,7 @@ def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
             assert isinstance(results[rank], shotcast.RankFailed)
             continue
         assert isinstance(results[rank], dict), results[rank]
+        record_property(f"rank_{rank}", f"{results[rank]['took']:.3f} s: {results[rank]['error']}")
         expect_timeout(results[rank], victim, 2.0)
         assert isinstance(results[rank]["again"], shotcast.CollectiveTimeout)
         assert results[rank]["again_s"] < 0.5
@@ -164,9 +166,12 @@ def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
+def test_reset_after_a_late_rank(
+    world_size: int, algorithm: str, record_property: Callable[[str, object], None]
+) -> None:
     results = shotcast.spawn(late_then_reset, world_size, "cuda", algorithm, 1, 2.0, timeout_s=60)
     for rank, said in enumerate(results):
+        record_property(f"rank_{rank}", f"{said['took']:.3f} s: {said['error']}")
         if rank == 1:
             assert said["error"].missing == (1,)
         else:
@@ -175,9 +180,10 @@ def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
 
 @pytest.mark.parametrize("what", ["op", "nbytes", "dtype", "algorithm", "root"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_mismatch(world_size: int, what: str) -> None:
+def test_mismatch(world_size: int, what: str, record_property: Callable[[str, object], None]) -> None:
     odd = world_size - 1
-    for said in shotcast.spawn(mismatched, world_size, "cuda", what, odd, 5.0, timeout_s=60):
+    for rank, said in enumerate(shotcast.spawn(mismatched, world_size, "cuda", what, odd, 5.0, timeout_s=60)):
+        record_property(f"rank_{rank}", f"{said['took']:.3f} s: {said['error']}")
         error = said["error"]
         assert isinstance(error, shotcast.CollectiveMismatch), error
         assert error.differing == (odd,)

@@ -219,7 +219,7 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
-            return autograd.AllReduce.apply(x, self, algorithm)  # type: ignore[no-any-return]
+            return autograd.AllReduce.apply(x, self, algorithm)
         out = self._out(x, out, x.shape)
         self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
         return out
@@ -239,7 +239,7 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
-            return autograd.ReduceScatter.apply(x, self, algorithm)  # type: ignore[no-any-return]
+            return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = self._divided(x, "reduce_scatter")
         out = self._out(x, out, (rows, *x.shape[1:]))
         self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction)
@@ -265,7 +265,7 @@ class Communicator:
         """
         if out is None and x.requires_grad and torch.is_grad_enabled():
             parts = None if sizes is None else tuple(sizes)
-            return autograd.AllGather.apply(x, self, parts, algorithm)  # type: ignore[no-any-return]
+            return autograd.AllGather.apply(x, self, parts, algorithm)
         if x.dim() == 0:
             x = x.view(1)
         elements: tuple[int, ...] = ()
@@ -381,8 +381,8 @@ class Communicator:
                 self._valid(x, "x")
             elif out is not None:
                 self._valid(out, "x")
-            key = (op, 0 if whole is None else whole.numel(), None if whole is None else whole.dtype)
-            key += (algorithm, reduction, root, sizes)
+            count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
+            key = (op, count, dtype, algorithm, reduction, root, sizes)
             call = self._calls.get(key)
             if call is None:
                 call = self._resolve(op, whole, algorithm, reduction, root, sizes)

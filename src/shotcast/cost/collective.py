@@ -44,6 +44,7 @@ def collective_us(op: str, algorithm: str, nbytes: int, world_size: int, link: L
     """
     others = world_size - 1
     share = nbytes / world_size
+    sent: float
     if op == "all_reduce" and algorithm == "one_shot":
         steps, sent = 1, others * nbytes
     elif op == "all_reduce" and algorithm == "two_shot":

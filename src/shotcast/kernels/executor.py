@@ -199,7 +199,7 @@ class TritonExecutor:
         """What each rank called in ``epoch`` (48 bits of a header), None where no such header came. Synchronises."""
         row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE
         words = self._control[row : row + self._world].tolist()
-        return [word & (1 << 48) - 1 if word >> 48 & 0xFFFF == epoch & 0xFFFF else None for word in words]
+        return [word & (1 << 48) - 1 if word and word >> 48 & 0xFFFF == epoch & 0xFFFF else None for word in words]
 
     @property
     def epoch(self) -> int:
@@ -209,6 +209,15 @@ class TritonExecutor:
     def set_epoch(self, epoch: int) -> None:
         """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
         self._control[layout.EPOCH] = epoch + 1
+        self._flag_cells(epoch)
+
+    def _flag_cells(self, epoch: int) -> None:
+        """Give all flag cells the flag of call ``epoch``, over: zeros would be the flag of call 2^32."""
+        where = self._layout
+        shape = (4 * where.cells_quads,)
+        cells = self._buffer.view(self._rank, where.cells_at * layout.QUAD, shape, torch.int64)
+        flag = epoch & 0xFFFFFFFF
+        cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and graph replays."""
@@ -224,11 +233,11 @@ class TritonExecutor:
         """Put all memory as new, the last call being number ``epoch``. On every rank, between two host barriers."""
         where = self._layout
         self._control.zero_()
-        quads = self._buffer.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
-        quads[where.mail_at * 4 : where.slots_at * 4].zero_()
-        quads[where.slots_at * 4 :].fill_(-1)
+        words = self._buffer.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
+        words[where.mail_at * 4 : where.cells_at * 4].zero_()
+        words[where.slots_at * 4 :].fill_(-1)
         self._control[layout.STATUS] = self._status.data_ptr()
-        self._control[layout.EPOCH] = epoch + 1
+        self.set_epoch(epoch)
         self.set_timeout(self._timeout_s)
         self._status_word.value = 0
         self.drain()

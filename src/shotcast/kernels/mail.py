@@ -49,7 +49,7 @@ def await_header(call, peer, theirs, side, WORLD: tl.constexpr):
         seen = tl.max(tl.load(call.own + cell + peer * 4 + lanes * 0, volatile=True), axis=0)
         waiting = (seen != mine).to(tl.int32)
         polls += 1
-        if (waiting != 0) & ((seen >> 48) & 0xFFFF == call.epoch & 0xFFFF):
+        if (waiting != 0) & (seen != 0) & ((seen >> 48) & 0xFFFF == call.epoch & 0xFFFF):
             stop(call, KIND_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
             waiting = waiting * 0
         elif polls % POLLS_PER_LOOK == 0:

@@ -201,8 +201,10 @@ def load_parts(call, quads, stride, offs, span, step, total, CELLS: tl.constexpr
 @triton.jit
 def absent(part, epoch, CELLS: tl.constexpr):
     if CELLS:
-        return (part >> 32).to(tl.int32) != epoch.to(tl.int32)
-    return part == SENTINEL
+        hit = (part >> 32).to(tl.int32) != epoch.to(tl.int32)
+    else:
+        hit = part == SENTINEL
+    return hit
 
 
 @triton.jit
@@ -280,7 +282,7 @@ def look_at_clock(call, started, silent, BY_HEADERS: tl.constexpr, WORLD: tl.con
             lanes = tl.arange(0, MAX_WORLD)
             row = HEADERS + (call.epoch % 2) * MAX_WORLD
             cells = tl.load(call.own + row + lanes, mask=lanes < WORLD, other=0, volatile=True)
-            late = (cells >> 48) & 0xFFFF != call.epoch & 0xFFFF
+            late = ((cells >> 48) & 0xFFFF != call.epoch & 0xFFFF) | (cells == 0)
             late = late & (lanes < WORLD) & (lanes != call.rank)
             absentees = tl.sum(late.to(tl.int32) << lanes, axis=0)
             missing = tl.where(absentees == 0, silent, absentees)
@@ -322,7 +324,7 @@ def exchange_headers(call, WORLD: tl.constexpr):
         cells = tl.load(call.own + row + lanes, mask=ranks, other=0, volatile=True)
         cells = tl.where(ranks, cells, mine)
         waiting = tl.max((cells != mine).to(tl.int32), axis=0)
-        came = (cells >> 48) & 0xFFFF == call.epoch & 0xFFFF
+        came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # zero: never written
         differ = tl.sum(((cells != mine) & came).to(tl.int32) << lanes, axis=0)
         polls += 1
         if differ != 0:

@@ -22,20 +22,20 @@ def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
     at = address + start
     if UNIT == 16:
         pointer = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
-        return tl.load(pointer + offs, mask=offs < (nbytes // 16) * 4, other=0)
-    if UNIT == 4:
-        pointer = at.to(tl.pointer_type(tl.int32))
-        return tl.load(pointer + offs, mask=offs < nbytes // 4, other=0)
-    if UNIT == 2:
+        words = tl.load(pointer + offs, mask=offs < (nbytes // 16) * 4, other=0)
+    elif UNIT == 4:
+        words = tl.load(at.to(tl.pointer_type(tl.int32)) + offs, mask=offs < nbytes // 4, other=0)
+    elif UNIT == 2:
         pointer = at.to(tl.pointer_type(tl.int16))
         low = tl.load(pointer + 2 * offs, mask=2 * offs < nbytes // 2, other=0)
         high = tl.load(pointer + 2 * offs + 1, mask=2 * offs + 1 < nbytes // 2, other=0)
-        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
-    pointer = at.to(tl.pointer_type(tl.uint8))
-    words = tl.load(pointer + 4 * offs, mask=4 * offs < nbytes, other=0).to(tl.int32)
-    for byte in tl.static_range(1, 4):
-        part = tl.load(pointer + 4 * offs + byte, mask=4 * offs + byte < nbytes, other=0)
-        words = words | (part.to(tl.int32) << (8 * byte))
+        words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        pointer = at.to(tl.pointer_type(tl.uint8))
+        words = tl.load(pointer + 4 * offs, mask=4 * offs < nbytes, other=0).to(tl.int32)
+        for byte in tl.static_range(1, 4):
+            part = tl.load(pointer + 4 * offs + byte, mask=4 * offs + byte < nbytes, other=0)
+            words = words | (part.to(tl.int32) << (8 * byte))
     return words
 
 
@@ -63,12 +63,14 @@ def store_words(address, start, offs, words, nbytes, UNIT: tl.constexpr):
 def unpack(words, DTYPE: tl.constexpr):
     """Words as (float32 of the low half, float32 of the high half); float32 words are both."""
     if DTYPE == tl.float32:
-        value = words.to(tl.float32, bitcast=True)
-        return value, value
-    if DTYPE == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    low = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        low = words.to(tl.float32, bitcast=True)
+        high = low
+    elif DTYPE == tl.bfloat16:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = ((words >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, high
 
 
@@ -76,8 +78,10 @@ def unpack(words, DTYPE: tl.constexpr):
 def pack(low, high, DTYPE: tl.constexpr):
     """Inverse of :func:`unpack`, rounding to nearest even."""
     if DTYPE == tl.float32:
-        return low.to(tl.int32, bitcast=True)
-    return round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
+        words = low.to(tl.int32, bitcast=True)
+    else:
+        words = round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
+    return words
 
 
 @triton.jit
@@ -97,5 +101,5 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 def nan_unless(live, words, DTYPE: tl.constexpr):
     """``words``, or NaN in every value when the call was stopped. Words of other dtypes have no NaN and pass."""
     if DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16:
-        return tl.where(live != 0, words, 0x7FFFFFFF if DTYPE == tl.float32 else 0x7FFF7FFF)
+        words = tl.where(live != 0, words, 0x7FFFFFFF if DTYPE == tl.float32 else 0x7FFF7FFF)
     return words

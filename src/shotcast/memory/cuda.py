@@ -53,6 +53,8 @@ class CudaBuffer:
         return self._handle.get_buffer(self._order[rank], tuple(shape), dtype, offset // dtype.itemsize)
 
     def close(self) -> None:
-        """Let go of the memory. Every rank must have finished with it."""
+        """Let go of the memory. Every rank must have finished with it. Does nothing twice."""
+        if self._tensor is None:
+            return
         self._tensor = None
-        self._handle = None
+        del self._handle

@@ -57,7 +57,7 @@ class StoreGroup:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self._step
         self._step += 1
-        self._store.set(f"{step}/{self.rank}", pickle.dumps(value))
+        self._store.set(f"{step}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
         deadline = time.monotonic() + timeout_s
         values, missing = [], []
         for rank in range(self.world_size):

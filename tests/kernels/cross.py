@@ -1,0 +1,114 @@
+"""Compile kernels for GPUs that are not here."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shotcast.kernels.barrier import barrier
+from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.kernels.mail import mail
+from shotcast.kernels.norm import add_rms_norm
+from shotcast.kernels.one_shot import one_shot_reduce
+from shotcast.kernels.ring import ring
+from shotcast.kernels.two_shot import two_shot_all_reduce
+
+ADDRESSES = ("x", "out", "data", "own", "peers", "header")
+DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one_shot": (one_shot_reduce, {"SCATTER": False}),
+    "one_shot_scatter": (one_shot_reduce, {"SCATTER": True}),
+    "two_shot": (two_shot_all_reduce, {"MULTICAST": False}),
+    "two_shot_multicast": (two_shot_all_reduce, {"MULTICAST": True}),
+    "ring": (ring, {"REDUCE": True, "GATHER": True}),
+    "ring_scatter": (ring, {"REDUCE": True, "GATHER": False}),
+    "ring_gather": (ring, {"REDUCE": False, "GATHER": True}),
+    "gather": (copy, {"KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
+    "gather_multicast": (copy, {"KIND": GATHER.value, "CELLS": False, "MULTICAST": True}),
+    "gather_cells": (copy, {"KIND": GATHER.value, "CELLS": True, "MULTICAST": False}),
+    "exchange": (copy, {"KIND": EXCHANGE.value, "CELLS": False, "MULTICAST": False}),
+    "exchange_cells": (copy, {"KIND": EXCHANGE.value, "CELLS": True, "MULTICAST": False}),
+    "broadcast": (copy, {"KIND": BROADCAST.value, "CELLS": False, "MULTICAST": False}),
+    "broadcast_cells": (copy, {"KIND": BROADCAST.value, "CELLS": True, "MULTICAST": False}),
+    "barrier": (barrier, {}),
+    "send": (mail, {"SENDING": True}),
+    "recv": (mail, {"SENDING": False}),
+}
+
+
+@functools.cache
+def compiled(
+    name: str,
+    dtype: str = "bfloat16",
+    unit: int = 16,
+    world_size: int = 4,
+    block: int = 128,
+    warps: int = 1,
+    capability: int = 90,
+) -> Any:
+    """The compiled kernel; ``.asm`` has ``ttir``, ``ptx`` and ``cubin``."""
+    kernel, fixed = KERNELS[name]
+    values = {
+        **fixed,
+        "DTYPE": DTYPES[dtype],
+        "UNIT": unit,
+        "WORLD": world_size,
+        "BLOCK": block,
+        "ONE_WARP": warps == 1,
+        "PDL": capability >= 90,
+    }
+    constants = {key: value for key, value in values.items() if key in kernel.arg_names}
+    signature = {
+        key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
+    }
+    return build(kernel, signature, constants, warps, capability)
+
+
+def compiled_norm(dtype: str, hidden: int, capability: int = 90) -> Any:
+    pointer = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[dtype]
+    signature = dict.fromkeys(("x", "residual", "weight", "normed", "new_residual"), pointer) | {"eps": "fp32"}
+    constants = {"HIDDEN": hidden, "BLOCK": min(triton.next_power_of_2(hidden), 4096), "PDL": capability >= 90}
+    return build(add_rms_norm, signature | dict.fromkeys(constants, "constexpr"), constants, 4, capability)
+
+
+def build(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, capability: int) -> Any:
+    return triton.compile(
+        ASTSource(kernel, signature=signature, constexprs=constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90},
+    )
+
+
+def instructions(ptx: str) -> Counter[str]:
+    """How often each PTX instruction stands there."""
+    return Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)", ptx, re.M))
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def sass(kernel: Any, folder: Path) -> str:
+    """Machine code, disassembled."""
+    return _run("nvdisasm", kernel, folder)
+
+
+def resources(kernel: Any, folder: Path) -> dict[str, int]:
+    """Registers, stack and local memory, as the assembler reports them."""
+    text = _run("cuobjdump", kernel, folder, "--dump-resource-usage")
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
+    file = folder / f"{kernel.hash}.cubin"
+    file.write_bytes(kernel.asm["cubin"])
+    return subprocess.run([_tool(tool), *options, str(file)], capture_output=True, text=True, check=True).stdout
