@@ -680,12 +680,12 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f"device {chosen} was asked for, and PyTorch {torch.__version__} sees no GPU")
-    if chosen.index is None:
+    index: int | None = chosen.index
+    if index is None:
         index = job.local_rank if job and "LOCAL_RANK" in os.environ else torch.cuda.current_device()
-        chosen = torch.device("cuda", index)
-    if chosen.index >= torch.cuda.device_count():
-        raise ConfigError(f"device {chosen} was asked for; there are {torch.cuda.device_count()} GPUs")
-    return chosen
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device cuda:{index} was asked for; there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
 
 
 def _process_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
