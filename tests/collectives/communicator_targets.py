@@ -1,0 +1,361 @@
+"""What ranks do in tests/collectives/test_cpu.py, besides what workers.py holds for all devices."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from workers import FLOATS, check, inputs, shifted
+
+import shotcast
+from shotcast import wire
+from shotcast.collectives import reference
+
+DTYPES = {name: getattr(torch, name) for name in wire.DTYPES}
+INTEGERS = {torch.uint8, torch.int8, torch.int32, torch.int64}
+FOLDS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
+
+
+def patterns(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bits; NaNs with any payload among them."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.bitwise_and_(1).view(dtype) if dtype is torch.bool else raw.view(dtype)
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
+    assert got.shape == wanted.shape, (what, got.shape, wanted.shape)
+    assert got.dtype == wanted.dtype, (what, got.dtype)
+    assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), what
+
+
+def copies_of_every_dtype(counts: list[int], shift: int) -> int:
+    """Every operation that moves data, over all dtypes, to the bit."""
+    done = 0
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size = comm.rank, comm.world_size
+        for (name, dtype), count in itertools.product(DTYPES.items(), counts):
+            what = (name, count)
+            xs = [patterns(count * size, dtype, 100 * count + r) for r in range(size)]
+            x = shifted(xs[rank], shift)
+            blocks = [part[rank * count : (rank + 1) * count] for part in xs]
+            for algorithm in ("one_shot", "ring"):
+                same_bits(comm.all_gather(x, algorithm=algorithm), torch.cat(xs), (*what, algorithm))
+            same_bits(comm.all_to_all(x), torch.cat(blocks), (*what, "all_to_all"))
+            lengths = [count * r for r in range(size)]
+            got = comm.all_gather(x[: lengths[rank]], sizes=lengths)
+            same_bits(got, torch.cat([part[:n] for part, n in zip(xs, lengths, strict=True)]), (*what, "uneven"))
+            for root in range(size):
+                same_bits(comm.broadcast(x.clone(), root), xs[root], (*what, "broadcast", root))
+            # to the next rank, all round: the odd ones receive first
+            received = torch.empty_like(x)
+            after, before = (rank + 1) % size, (rank - 1) % size
+            steps = [lambda x=x, to=after: comm.send(x, to), lambda y=received, of=before: comm.recv(y, of)]
+            for step in steps if rank % 2 == 0 else steps[::-1]:
+                step()
+            same_bits(received, xs[before], (*what, "recv"))
+            done += 1
+    return done
+
+
+def reductions_by_gloo() -> list[str]:
+    """Reductions that no own kernel does. Returns what explain says of them."""
+    said = []
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size = comm.rank, comm.world_size
+        for dtype in (*INTEGERS, torch.bool, torch.float64, torch.complex64, torch.float32, torch.float16):
+            generator = torch.Generator().manual_seed(7)
+            xs = [torch.randint(1, 4, (6 * size,), generator=generator).to(dtype) for _ in range(size)]
+            if dtype is torch.bool:
+                xs = [torch.rand(6 * size, generator=generator) < 0.5 for _ in range(size)]
+            elif dtype.is_complex:
+                xs = [x * (1 + 2j) for x in xs]
+            for name, fold in FOLDS.items():
+                if dtype.is_complex and name != "sum":
+                    continue
+                if dtype is torch.bool:
+                    fold = {"sum": torch.logical_or, "max": torch.logical_or}.get(name, torch.logical_and)
+                wanted = functools.reduce(fold, xs)
+                got = comm.all_reduce(xs[rank], reduction=name)
+                same_bits(got, wanted, (dtype, name, "all_reduce"))
+                got = comm.reduce_scatter(xs[rank], reduction=name)
+                same_bits(got, wanted.chunk(size)[rank], (dtype, name, "reduce_scatter"))
+            said.append(str(comm.explain(xs[rank])))
+        comm.check()
+    return said
+
+
+def own_sum_is_not_taken_for_max() -> None:
+    """float32 sums and maxima in turn, kept calls included: the reduction is part of what a kept call is."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        x = torch.full([5], float(comm.rank + 1))
+        for _ in range(3):
+            assert comm.all_reduce(x).tolist() == [sum(range(1, comm.world_size + 1))] * 5
+            assert comm.all_reduce(x, reduction="max").tolist() == [comm.world_size] * 5
+            assert comm.all_reduce(x, reduction="min").tolist() == [1] * 5
+
+
+def vendor_serves_every_operation() -> None:
+    """``algorithm="vendor"`` gives what own algorithms give, with empty, odd and uneven parts."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size = comm.rank, comm.world_size
+        for count in (0, 1, 7, 4099):
+            xs = [torch.arange(count * size, dtype=torch.float32) + 10 * r for r in range(size)]
+            x = xs[rank]
+            total = torch.stack(xs).sum(0)
+            same_bits(comm.all_reduce(x, algorithm="vendor"), total, ("all_reduce", count))
+            y = x.clone()
+            assert comm.all_reduce(y, out=y, algorithm="vendor") is y
+            same_bits(y, total, ("in place", count))
+            got = comm.reduce_scatter(x, algorithm="vendor")
+            same_bits(got, total[rank * count : (rank + 1) * count], ("reduce_scatter", count))
+            same_bits(comm.all_gather(x, algorithm="vendor"), torch.cat(xs), ("all_gather", count))
+            lengths = [count * (size - r) for r in range(size)]
+            got = comm.all_gather(x[: lengths[rank]], sizes=lengths, algorithm="vendor")
+            same_bits(got, torch.cat([p[:n] for p, n in zip(xs, lengths, strict=True)]), ("uneven", count))
+            blocks = [p[rank * count : (rank + 1) * count] for p in xs]
+            same_bits(comm.all_to_all(x, algorithm="vendor"), torch.cat(blocks), ("all_to_all", count))
+            same_bits(comm.broadcast(x.clone(), size - 1, algorithm="vendor"), xs[-1], ("broadcast", count))
+
+
+def shapes() -> None:
+    """Results have the shape that the equations say; ``out`` is what is returned."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size = comm.rank, comm.world_size
+        x = torch.full((2 * size, 3, 1), float(rank))
+        assert comm.all_reduce(x).shape == x.shape
+        assert comm.reduce_scatter(x).shape == (2, 3, 1)
+        assert comm.all_gather(x).shape == (2 * size * size, 3, 1)
+        assert comm.all_to_all(x).shape == x.shape
+        assert comm.all_gather(torch.tensor(float(rank))).tolist() == list(range(size))
+        assert comm.all_reduce(torch.tensor(1.0)).shape == ()
+        for call, shape in ((comm.all_reduce, x.shape), (comm.reduce_scatter, (2, 3, 1)), (comm.all_to_all, x.shape)):
+            out = torch.empty(shape)
+            assert call(x, out=out) is out
+        out = torch.empty(2 * size * size, 3, 1)
+        assert comm.all_gather(x, out=out) is out
+        assert comm.broadcast(x, 0) is x
+        lengths = list(range(size))
+        rows = torch.full((rank, 2), float(rank))
+        wanted = [[float(r)] * 2 for r in range(size) for _ in range(r)]
+        assert comm.all_gather(rows, sizes=lengths).tolist() == wanted
+        assert comm.barrier() is None
+
+
+def many_different_calls(calls: int) -> int:
+    """More different calls than are kept."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        x = torch.ones(calls)
+        for count in range(calls):
+            got = comm.all_reduce(x[:count])
+            assert got.numel() == count
+            assert not count or float(got[-1]) == comm.world_size
+        return len(comm._calls)
+
+
+def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:
+    """Sums as the user's table launches them, and what explain says."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        xs = inputs(20_003, torch.bfloat16, comm.world_size, 4, "cpu")
+        for algorithm in algorithms:
+            check(comm.all_reduce(xs[comm.rank]), reference.all_reduce(xs, algorithm), algorithm)
+        got = comm.all_reduce(xs[comm.rank])
+        return bytes(got.view(torch.uint8).numpy()), str(comm.explain(xs[comm.rank]))
+
+
+def small_workspace_gives_the_same_bits() -> list[bytes]:
+    """Chunks follow from the workspace; the answer does not."""
+    found = []
+    for max_bytes in (1, 1 << 16, 16 << 20):
+        with shotcast.Communicator(device="cpu", max_bytes=max_bytes, timeout_s=30) as comm:
+            for algorithm in ("one_shot", "two_shot", "ring"):
+                for name, dtype in FLOATS.items():
+                    xs = inputs(50_001, dtype, comm.world_size, 6, "cpu")
+                    got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
+                    check(got, reference.all_reduce(xs, algorithm), (max_bytes, algorithm, name))
+                    found.append(bytes(torch.nan_to_num(got.float()).numpy()))
+    return found
+
+
+def messages() -> None:
+    """A chain of sends through all ranks, messages far larger than the mail, both ways at once, beside collectives."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size = comm.rank, comm.world_size
+        for count in (0, 1, 3, 16_384, 1_500_001):
+            x = torch.zeros(count)
+            if rank:
+                comm.recv(x, rank - 1)
+                assert torch.equal(x, torch.arange(count, dtype=torch.float32) + (rank - 1))
+            if rank + 1 < size:
+                comm.send(torch.arange(count, dtype=torch.float32) + rank, rank + 1)
+        assert comm.all_reduce(torch.ones(3)).tolist() == [size] * 3
+        # all pairs, the lower rank speaks first; then answers in the other order
+        for low, high in itertools.combinations(range(size), 2):
+            x = torch.full([50_000], 10.0 * low + high)
+            if rank == low:
+                comm.send(x, high)
+                comm.recv(x, high)
+                assert float(x[0]) == -(10.0 * low + high)
+            elif rank == high:
+                y = torch.zeros_like(x)
+                comm.recv(y, low)
+                assert torch.equal(x, y)
+                comm.send(-x, low)
+        # several messages wait in the mail, and come in order
+        if rank == 0:
+            for number in range(4):
+                comm.send(torch.tensor([number]), 1)
+        comm.barrier()
+        if rank == 1:
+            found = [int(comm.recv(torch.zeros(1, dtype=torch.int64), 0)) for _ in range(4)]
+            assert found == [0, 1, 2, 3]
+        comm.barrier()
+
+
+def rms_norms() -> None:
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size = comm.rank, comm.world_size
+        for dtype, (rows, hidden), algorithm in itertools.product(
+            FLOATS.values(), ((1, 1), (3, 129), (2, 4096)), ("one_shot", "two_shot", "ring")
+        ):
+            generator = torch.Generator().manual_seed(hidden)
+            xs = [torch.randn(rows, hidden, generator=generator).to(dtype) for _ in range(size)]
+            residual = torch.randn(rows, hidden, generator=generator).to(dtype)
+            weight = torch.randn(hidden, generator=generator).to(dtype)
+            normed, new_residual = comm.all_reduce_rms_norm(xs[rank], residual, weight, 1e-5, algorithm)
+            total = reference.all_reduce(xs, algorithm)
+            check(new_residual, (total.float() + residual.float()).to(dtype), (dtype, rows, hidden))
+            value = new_residual.double()
+            wanted = value / (value.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+            # float32 inside: mean of `hidden` squares, rsqrt, two products; then one rounding to the dtype
+            inside = (hidden.bit_length() + 8) * torch.finfo(torch.float32).eps
+            bound = (inside + torch.finfo(dtype).eps / 2 * 1.01) * wanted.abs() + torch.finfo(dtype).tiny
+            assert bool(((normed.double() - wanted).abs() <= bound).all()), (dtype, rows, hidden)
+            assert normed.shape == xs[rank].shape
+
+
+def two_threads() -> list[str]:
+    """Rank 0 calls from a second thread while its first waits in a call. Returns what rank 0 was told."""
+    told: list[str] = []
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        comm.all_reduce(torch.ones(3))
+        comm._host.barrier()
+        if comm.rank:
+            time.sleep(0.7)
+            assert comm.all_reduce(torch.ones(3)).tolist() == [comm.world_size] * 3
+        else:
+            results: list[torch.Tensor] = []
+            first = threading.Thread(target=lambda: results.append(comm.all_reduce(torch.ones(3))))
+            first.start()
+            time.sleep(0.2)
+            for call in (lambda: comm.all_reduce(torch.ones(3)), comm.barrier, lambda: comm.send(torch.ones(1), 1)):
+                try:
+                    call()
+                except shotcast.ShotcastError as error:
+                    told.append(str(error))
+            first.join()
+            assert results[0].tolist() == [comm.world_size] * 3
+        # one after the other is no trouble
+        for _ in range(3):
+            later = threading.Thread(target=comm.all_reduce, args=(torch.ones(3),))
+            later.start()
+            later.join()
+        assert comm.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2
+    return told
+
+
+def alone() -> None:
+    """One rank: every call is the identity, and every check is made all the same."""
+    with shotcast.Communicator(device="cpu") as comm:
+        x = torch.arange(6, dtype=torch.float32)
+        assert torch.equal(comm.all_reduce(x), x)
+        assert comm.all_reduce(x).data_ptr() != x.data_ptr()
+        assert torch.equal(comm.reduce_scatter(x), x)
+        assert torch.equal(comm.all_gather(x, sizes=[6]), x)
+        assert torch.equal(comm.all_to_all(x), x)
+        assert comm.broadcast(x, 0) is x
+        assert torch.equal(comm.all_reduce(x.long(), reduction="max"), x.long())
+        comm.barrier()
+        normed, total = comm.all_reduce_rms_norm(x, x, torch.ones(6))
+        assert torch.equal(total, 2 * x)
+        assert normed.shape == x.shape
+        y = x.clone().requires_grad_()
+        comm.all_reduce(y).sum().backward()
+        assert torch.equal(y.grad, torch.ones(6))
+        comm.reset()
+        comm.check()
+        assert comm.split(0).world_size == 1
+        assert comm.split(None) is None
+
+
+def beyond_the_own_kernels() -> str:
+    """Nine ranks: the vendor library serves all, and explain says why."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        size = comm.world_size
+        x = torch.full([size], float(comm.rank))
+        assert comm.all_reduce(x).tolist() == [sum(range(size))] * size
+        assert comm.all_to_all(x).tolist() == [float(r) for r in range(size)]
+        assert comm.broadcast(x, size - 1).tolist() == [size - 1.0] * size
+        if comm.rank == 0:
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            comm.recv(x, 0)
+        comm.barrier()
+        comm.check()
+        comm.reset()
+        assert "vendor" in repr(comm)
+        return str(comm.explain(x))
+
+
+def states() -> None:
+    """Context manager, double close, set_timeout, what a communicator says of itself."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        assert repr(comm) == f"Communicator(rank={comm.rank}, world_size={comm.world_size}, device=cpu, compiled)"
+        assert comm.topology.kernels == "compiled"
+        assert comm.candidates(torch.ones(3)) == ["one_shot", "two_shot", "ring", "vendor"]
+        assert comm.candidates(torch.ones(3), "broadcast") == ["one_shot", "vendor"]
+        assert comm.candidates(torch.ones(3).long()) == ["vendor"]
+        for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv", "barrier"):
+            assert comm.explain(torch.ones(4), op).op == op
+        epoch = comm._executor.epoch
+        comm.check()
+        assert comm._executor.epoch == epoch, "check and explain communicate nothing"
+        comm.set_timeout(0.3)
+        comm._host.barrier()
+        started = time.monotonic()
+        if comm.rank == 0:
+            with pytest.raises(shotcast.CollectiveTimeout) as caught:
+                comm.all_reduce(torch.ones(3))
+            assert caught.value.timeout_s == 0.3
+            assert 0.25 < time.monotonic() - started < 1.3
+        else:
+            time.sleep(1.0)
+        comm.set_timeout(30)
+        comm.reset()
+        comm.check()
+        assert comm.all_reduce(torch.ones(3)).tolist() == [comm.world_size] * 3
+    assert "closed" in repr(comm)
+    comm.close()
+    comm.close()
+
+
+def across_epochs_of_resets() -> list[int]:
+    """Resets without trouble keep counting, and forget messages that nobody received."""
+    epochs = []
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for _ in range(3):
+            comm.all_reduce(torch.ones(5))
+            if comm.rank == 0:
+                comm.send(torch.full([2], 7.0), 1)
+            comm.reset()
+            epochs.append(comm._executor.epoch)
+            if comm.rank == 0:
+                comm.send(torch.full([2], 8.0), 1)
+            elif comm.rank == 1:
+                assert comm.recv(torch.zeros(2), 0).tolist() == [8.0, 8.0]
+    return epochs

@@ -1,0 +1,150 @@
+"""The Communicator on compiled CPU ranks: values, bits, shapes, threads and states."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import communicator_targets as targets
+import pytest
+from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics
+
+import shotcast
+from shotcast import wire
+
+pytestmark = pytest.mark.timeout(120)
+ODD_COUNTS = [0, 1, 5, 63, 4099]
+MANY_COUNTS = [0, 1, 2, 3, 5, 7, 8, 63, 64, 65, 1000, 4095, 4096, 4099, 65_537, 300_001, 1 << 20]
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("world_size", "counts", "shift"),
+        [(2, [*ODD_COUNTS, 300_001], 1), (3, ODD_COUNTS, 0), (5, [0, 2, 4099], 1), (8, [1, 63, 20_011], 1)],
+    )
+    def test_matrix(self, world_size: int, counts: list[int], shift: int) -> None:
+        done = shotcast.spawn(matrix, world_size, "cpu", list(FLOATS), counts, shift, timeout_s=100)
+        assert min(done) == max(done) == len(counts) * 3 * 18
+
+    @pytest.mark.full
+    @pytest.mark.timeout(900)
+    @pytest.mark.parametrize("max_bytes", [1 << 14, None])
+    @pytest.mark.parametrize("shift", [0, 1, 3])
+    @pytest.mark.parametrize("world_size", range(2, 9))
+    def test_whole_matrix(self, world_size: int, shift: int, max_bytes: int | None) -> None:
+        shotcast.spawn(matrix, world_size, "cpu", list(FLOATS), MANY_COUNTS, shift, max_bytes, timeout_s=800)
+
+    @pytest.mark.parametrize(("world_size", "shift"), [(2, 1), (3, 0), (6, 1)])
+    def test_copies_of_every_dtype(self, world_size: int, shift: int) -> None:
+        done = shotcast.spawn(targets.copies_of_every_dtype, world_size, [0, 1, 13], shift, timeout_s=100)
+        assert set(done) == {3 * len(wire.DTYPES)}
+
+    @pytest.mark.parametrize("world_size", [2, 4, 7])
+    def test_changing_sizes_with_stragglers(self, world_size: int) -> None:
+        shotcast.spawn(changing_sizes, world_size, "cpu", 600 // world_size, 60_000, world_size, timeout_s=100)
+
+    def test_more_ranks_than_own_kernels_serve(self) -> None:
+        said = shotcast.spawn(targets.beyond_the_own_kernels, wire.MAX_WORLD_SIZE + 1, timeout_s=60)[0]
+        assert "vendor, by legality: own kernels serve up to 8 ranks, not 9" in said
+
+    def test_one_rank(self) -> None:
+        shotcast.spawn(targets.alone, 1, timeout_s=60)
+
+    def test_shapes(self) -> None:
+        shotcast.spawn(targets.shapes, 3, timeout_s=60)
+
+    def test_rms_norm(self) -> None:
+        shotcast.spawn(targets.rms_norms, 3, timeout_s=60)
+
+    @pytest.mark.parametrize("world_size", [2, 5])
+    def test_messages(self, world_size: int) -> None:
+        shotcast.spawn(targets.messages, world_size, timeout_s=60)
+
+    def test_more_different_calls_than_are_kept(self) -> None:
+        from shotcast.collectives.communicator import _KEPT_CALLS
+
+        kept = shotcast.spawn(targets.many_different_calls, 2, _KEPT_CALLS + 100, timeout_s=60)
+        assert set(kept) == {100}
+
+
+class TestBits:
+    @pytest.mark.parametrize("world_size", [2, 3, 8])
+    def test_same_on_all_ranks_and_for_both_shots(self, world_size: int) -> None:
+        results = shotcast.spawn(numerics, world_size, "cpu", timeout_s=60)
+        assert len(results[0]) == 3
+        assert all(result == results[0] for result in results)
+
+    @pytest.mark.parametrize("world_size", [2, 5])
+    def test_epochs_across_borders(self, world_size: int) -> None:
+        for ends in shotcast.spawn(across_epochs, world_size, "cpu", timeout_s=60):
+            assert ends == [(1 << 16) + 8, (1 << 31) + 8, (1 << 32) + 8]
+
+    def test_workspace_does_not_change_the_answer(self) -> None:
+        results = shotcast.spawn(targets.small_workspace_gives_the_same_bits, 3, timeout_s=60)
+        assert all(result == results[0] for result in results)
+        found = results[0]
+        third = len(found) // 3
+        assert found[:third] == found[third : 2 * third] == found[2 * third :]
+        assert found[:3] == found[3:6], "one-shot and two-shot"
+
+    def test_chunks_of_a_table_do_not_change_the_answer(self, tmp_path: Path) -> None:
+        bits = set()
+        for algorithm in ("one_shot", "two_shot"):
+            for chunk_bytes in (64, 4096):
+                path = tmp_path / f"{algorithm}{chunk_bytes}.json"
+                row = [None, algorithm, {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": chunk_bytes}]
+                entries = {"all_reduce": {"bfloat16": [row]}}
+                path.write_text(json.dumps({"format": 1, "part": "cpu", "world_size": 3, "entries": entries}))
+                env = {"SHOTCAST_TABLE": str(path)}
+                for found, said in shotcast.spawn(targets.sums_with_chunks, 3, [algorithm], env=env, timeout_s=60):
+                    assert f"{algorithm} (chunks of {chunk_bytes} bytes), by user table: {path}" in said
+                    bits.add(found)
+        assert len(bits) == 1
+
+
+class TestThreads:
+    def test_two_at_once_are_refused(self) -> None:
+        told = shotcast.spawn(targets.two_threads, 2, timeout_s=60)[0]
+        assert len(told) == 3
+        assert all("two threads use one communicator at once" in text for text in told)
+
+
+class TestStates:
+    def test_context_timeout_and_close(self) -> None:
+        shotcast.spawn(targets.states, 3, timeout_s=60)
+
+    def test_reset_without_trouble(self) -> None:
+        epochs = shotcast.spawn(targets.across_epochs_of_resets, 2, timeout_s=60)
+        assert epochs[0] == epochs[1]
+        assert epochs[0] == sorted(set(epochs[0]))
+
+
+def test_started_by_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, torch, shotcast
+            with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+                assert (comm.rank, comm.world_size) == (int(os.environ["RANK"]), 2)
+                assert comm.topology.kernels == "compiled"
+                for algorithm in ("one_shot", "two_shot", "ring", "vendor"):
+                    got = comm.all_reduce(torch.full([1001], comm.rank + 1.0), algorithm=algorithm)
+                    assert got.tolist() == [3.0] * 1001, algorithm
+                half = comm.split(comm.rank)
+                assert half.world_size == 1
+                print(f"rank {comm.rank} is done", flush=True)
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    source = str(Path(shotcast.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 is done" in done.stdout
+    assert "rank 1 is done" in done.stdout
