@@ -1,0 +1,30 @@
+"""What goes to Gloo: integers, reductions other than sum, and whatever is asked of it by name."""
+
+from __future__ import annotations
+
+import communicator_targets as targets
+import pytest
+
+import shotcast
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_reductions_that_own_kernels_do_not_do() -> None:
+    said = shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)[0]
+    assert len(said) == 9
+    for text in said:
+        if "float32" in text.split(":")[0] or "float16" in text.split(":")[0]:
+            assert "by cost model" in text
+        else:
+            assert "vendor, by legality: own kernels add up float32, float16, bfloat16, and this is" in text
+            assert text.endswith("legal: vendor")
+
+
+def test_reduction_is_part_of_a_kept_call() -> None:
+    shotcast.spawn(targets.own_sum_is_not_taken_for_max, 2, timeout_s=50)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_operation_by_name(world_size: int) -> None:
+    shotcast.spawn(targets.vendor_serves_every_operation, world_size, timeout_s=50)
