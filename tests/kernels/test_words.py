@@ -1,0 +1,55 @@
+"""Words and their arithmetic, run by Triton's interpreter and compared with torch bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import word_targets as targets
+
+import shotcast
+
+HALVES = ["float16", "bfloat16"]
+FLOATS = ["float32", *HALVES]
+
+
+def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run ``fn`` in a process that interprets kernels, and warns neither of overflow nor of NaN."""
+    env = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    return shotcast.spawn(fn, 1, *args, timeout_s=60, env=env)[0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_unpack_knows_every_pattern(dtype: str) -> None:
+    interpreted(targets.unpacks_every_pattern, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_pack_rounds_to_nearest_even(dtype: str) -> None:
+    interpreted(targets.packs, dtype)
+
+
+def test_float32_words_are_their_values() -> None:
+    interpreted(targets.unpacks_float32)
+    interpreted(targets.packs_float32)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sums_add_in_order_and_round_once(dtype: str) -> None:
+    interpreted(targets.sums, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sums_start_at_plus_zero(dtype: str) -> None:
+    assert interpreted(targets.minus_zero, dtype) == [False, False]
+
+
+@pytest.mark.parametrize("unit", [16, 4, 2, 1])
+def test_every_tail_is_moved_and_nothing_beside(unit: int) -> None:
+    assert interpreted(targets.moves, unit) == 4 * (40 // unit + 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sentinel_is_sent_as_nan(dtype: str) -> None:
+    interpreted(targets.guards, dtype)

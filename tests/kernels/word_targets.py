@@ -1,0 +1,209 @@
+"""What a rank of tests/kernels/test_words.py runs: words.py under the interpreter, beside torch.
+
+A module of its own, since Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.collectives import reference
+from shotcast.kernels.sync import without_sentinel
+from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_words, unpack
+
+DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+GUARD = 0xA5
+
+
+@triton.jit
+def unpack_kernel(words, low, high, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    first, second = unpack(tl.load(words + offs), DTYPE)
+    tl.store(low + offs, first)
+    tl.store(high + offs, second)
+
+
+@triton.jit
+def pack_kernel(low, high, words, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    tl.store(words + offs, pack(tl.load(low + offs), tl.load(high + offs), DTYPE))
+
+
+@triton.jit
+def sum_kernel(parts, out, COUNT: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    words = ()
+    for r in tl.static_range(COUNT):
+        words = words + (tl.load(parts + r * SIZE + offs),)
+    tl.store(out + offs, sum_words(words, COUNT, DTYPE))
+
+
+@triton.jit
+def move_kernel(source, target, start, there, nbytes, UNIT: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    words = load_words(source.to(tl.int64), start, offs, nbytes, UNIT)
+    store_words(target.to(tl.int64), there, offs, words, nbytes, UNIT)
+
+
+@triton.jit
+def load_kernel(source, out, start, nbytes, UNIT: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    tl.store(out + offs, load_words(source.to(tl.int64), start, offs, nbytes, UNIT))
+
+
+@triton.jit
+def guard_kernel(words, sent, stopped, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    value = without_sentinel(tl.load(words + offs))
+    live = tl.load(words) * 0
+    tl.store(sent + offs, nan_unless(live + 1, value, DTYPE))
+    tl.store(stopped + offs, nan_unless(live, value, DTYPE))
+
+
+def random_words(count: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 1 << 32, count, np.uint32).view(np.int32))
+
+
+def floats_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return words.view(dtype)
+
+
+def expect(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    """Equal in every bit, NaN being one value."""
+    assert got.dtype == wanted.dtype, (got.dtype, wanted.dtype)
+    kind = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    wrong = got.view(kind) != wanted.view(kind)
+    if got.is_floating_point():
+        wrong &= ~(got.isnan() & wanted.isnan())
+    where = wrong.nonzero()[:4].flatten()
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} differ, {got[where].tolist()} for {wanted[where].tolist()}"
+
+
+def unpacks_every_pattern(name: str) -> None:
+    """All 65536 halves, each once low and once high."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32)
+    words = patterns | (patterns.flip(0) << 16)
+    low, high = torch.empty(2, 1 << 16).unbind()
+    unpack_kernel[(1,)](words, low, high, DTYPES[name], 1 << 16)
+    halves = floats_of(words, getattr(torch, name)).float()
+    expect(low, halves[0::2].contiguous(), "low")
+    expect(high, halves[1::2].contiguous(), "high")
+
+
+def unpacks_float32() -> None:
+    words = random_words(1 << 16, 1)  # NaNs of all kinds among them
+    low, high = torch.empty(2, 1 << 16).unbind()
+    unpack_kernel[(1,)](words, low, high, DTYPES["float32"], 1 << 16)
+    for got in (low, high):
+        assert torch.equal(got.view(torch.int32), words)
+
+
+def values_to_round(name: str) -> torch.Tensor:
+    """float32 values around every value of a 16-bit dtype: itself, the ties between neighbours, and one ulp beside."""
+    exact = floats_of(torch.arange(1 << 15, dtype=torch.int32).to(torch.int16), getattr(torch, name)).float()
+    ties = (exact[:-1].double() + exact[1:].double()).div(2).float()
+    last = exact[exact.isfinite()].max()
+    # beyond the largest finite value: halfway to where the next one would be, from which on all is infinite
+    previous = exact[exact.isfinite()].sort().values[-2]
+    edge = (last.double() + (last.double() - previous.double()) / 2).float().reshape(1)
+    middles = torch.cat([exact, ties, edge])
+    beside = [middles.view(torch.int32) + step for step in (-1, 0, 1)]
+    values = torch.cat(beside).view(torch.float32)
+    return torch.cat([values, -values, random_words(1 << 16, 2).view(torch.float32)])
+
+
+def packs(name: str) -> None:
+    values = values_to_round(name)
+    size = triton.next_power_of_2(values.numel())
+    values = torch.cat([values, torch.zeros(size - values.numel())])
+    words = torch.empty(size, dtype=torch.int32)
+    pack_kernel[(1,)](values, values.flip(0), words, DTYPES[name], size)
+    dtype = getattr(torch, name)
+    halves = floats_of(words, dtype)
+    expect(halves[0::2].contiguous(), values.to(dtype), "low")
+    expect(halves[1::2].contiguous(), values.flip(0).to(dtype), "high")
+    rounded = (values.to(dtype).float() - values).abs() > 0
+    assert rounded.sum() > 60_000 and values.isnan().any() and values.isinf().any()
+
+
+def packs_float32() -> None:
+    values = random_words(1 << 16, 3)
+    words = torch.empty_like(values)
+    pack_kernel[(1,)](values.view(torch.float32), values.view(torch.float32), words, DTYPES["float32"], 1 << 16)
+    assert torch.equal(words, values)
+
+
+def sums(name: str) -> None:
+    """Any bits at all, and values of one magnitude, whose sums round; one to eight parts."""
+    dtype = getattr(torch, name)
+    size = 1 << 13
+    for count in range(1, 9):
+        near = torch.randn(count, size * 4 // dtype.itemsize, generator=torch.Generator().manual_seed(count)).to(dtype)
+        near[:, :8] = -0.0
+        near[:, 8:16] = torch.tensor([1e-45, 6e-8, -1e-40, 9.2e-41, 1e-38, -6e-8, 3e-5, 1e-45]).to(dtype)
+        any_bits = random_words(count * size, count).view(dtype).reshape(count, -1)
+        for parts in (near, any_bits):
+            out = torch.empty(size, dtype=torch.int32)
+            sum_kernel[(1,)](parts.view(torch.int32), out, count, DTYPES[name], size)
+            expect(floats_of(out, dtype), reference.ordered_sum(list(parts)), (name, count))
+
+
+def minus_zero(name: str) -> list[bool]:
+    """Sign of -0.0 + ... + -0.0, for one and two parts: the sum starts at +0.0."""
+    dtype = getattr(torch, name)
+    signs = []
+    for count in (1, 2):
+        parts = torch.full([count, 16 * 4 // dtype.itemsize], -0.0, dtype=dtype)
+        out = torch.empty(16, dtype=torch.int32)
+        sum_kernel[(1,)](parts.view(torch.int32), out, count, DTYPES[name], 16)
+        signs.append(bool(floats_of(out, dtype).signbit().any()))
+    return signs
+
+
+def moves(unit: int) -> int:
+    """Every length from 0 to 40 bytes that the unit divides, from and to every such offset. Returns the moves made."""
+    done = 0
+    size = 16
+    for nbytes in range(0, 41, unit):
+        for start, there in ((0, 0), (unit, 0), (0, unit), (3 * unit, 2 * unit)):
+            source = torch.randint(0, 256, (160,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+            room, area = aligned(source), aligned(torch.full([160], GUARD, dtype=torch.uint8))
+            move_kernel[(1,)](room, area, start, there, nbytes, unit, size)
+            wanted = torch.full([160], GUARD, dtype=torch.uint8)
+            wanted[there : there + nbytes] = source[start : start + nbytes]
+            assert torch.equal(area, wanted), (unit, nbytes, start, there)
+            words = torch.empty(size, dtype=torch.int32)
+            load_kernel[(1,)](room, words, start, nbytes, unit, size)
+            padded = torch.zeros(4 * size, dtype=torch.uint8)
+            padded[:nbytes] = source[start : start + nbytes]
+            assert torch.equal(words.view(torch.uint8), padded), (unit, nbytes, start, "zero beyond the end")
+            done += 1
+    return done
+
+
+def aligned(data: torch.Tensor) -> torch.Tensor:
+    """A copy at an address that 16 divides."""
+    room = torch.empty(data.numel() + 16, dtype=torch.uint8)
+    skip = -room.data_ptr() % 16
+    room[skip : skip + data.numel()].copy_(data)
+    return room[skip : skip + data.numel()]
+
+
+def guards(name: str) -> None:
+    """The sentinel is sent as a NaN; every other word as itself; a stopped call gives nothing but NaN."""
+    dtype = getattr(torch, name)
+    words = random_words(1 << 12, 5)
+    words[::7] = -1
+    words[1::7] = 0x7FFFFFFF
+    words[2::7] = -65536  # the sentinel's half: a NaN beside a zero
+    sent, stopped = torch.empty_like(words), torch.empty_like(words)
+    guard_kernel[(1,)](words, sent, stopped, DTYPES[name], 1 << 12)
+    was = words == -1
+    assert torch.equal(sent[~was], words[~was])
+    assert not (sent == -1).any()
+    assert floats_of(sent[was], dtype).isnan().all()
+    assert floats_of(stopped, dtype).isnan().all()
+    assert not (stopped == -1).any()
