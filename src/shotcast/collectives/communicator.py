@@ -122,8 +122,8 @@ class Communicator:
         self.rank, self.world_size = self._host.rank, self._host.world_size
         if max_bytes is None:
             max_bytes = DEFAULT_MAX_BYTES[self.device.type]
-        if not 0 < max_bytes <= _MAX_WORKSPACE_MESSAGE:
-            raise ConfigError(f"max_bytes lies in 1..{_MAX_WORKSPACE_MESSAGE}, and is {max_bytes}")
+        if not isinstance(max_bytes, int) or not 0 < max_bytes <= _MAX_WORKSPACE_MESSAGE:
+            raise ConfigError(f"max_bytes is a whole number in 1..{_MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self.max_bytes = max_bytes
         self._closed = False
         self._lock = threading.Lock()
@@ -134,73 +134,76 @@ class Communicator:
         self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
         self._executor: Executor | None = None
         self._environment = env.algorithm()
-        kernels, obstacle, part, multicast = self._build_executor()
+        part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        self._tables = self._agree(part)
+        kernels, obstacle, multicast = self._build_executor()
         self._topology = Topology(self.world_size, self.device.type, part, kernels, obstacle, multicast, self.max_bytes)
-        self._tables = self._agree_on_tables(part)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _build_executor(self) -> tuple[str, str, str, bool]:
-        """(who runs own kernels, why nobody does, name of the part, whether by multicast)."""
-        part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+    def _agree(self, part: str) -> tuple[tuple[str, Table], ...]:
+        """The tables to ask, once it is certain that they and all else a choice depends on is the same on all ranks."""
+        tables, trouble = [], ""
+        try:
+            if path := env.table_path():
+                tables.append(("user table", load(path, part, self.world_size)))
+            if table := packaged(part, self.world_size):
+                tables.append(("packaged table", table))
+        except ConfigError as error:
+            trouble = str(error)
+        texts = "\0".join(table.text for _, table in tables)
+        mine = {
+            "device": self.device.type,
+            "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),
+            "GPU": part,
+            "max_bytes": self.max_bytes,
+            "SHOTCAST_ALGORITHM": self._environment,
+            "tables (SHOTCAST_TABLE)": hashlib.sha256(texts.encode()).hexdigest()[:12],
+        }
+        everybody = self._host.all_gather((trouble, mine), what="construction")
+        if told := "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(everybody) if text):
+            raise ConfigError(told)
+        for name, value in mine.items():
+            values = [theirs.get(name) for _, theirs in everybody]
+            if any(theirs != value for theirs in values):
+                said = ", ".join(f"rank {r}: {theirs}" for r, theirs in enumerate(values))
+                raise ConfigError(f"the ranks do not agree on {name}: {said}")
+        return tuple(tables)
+
+    def _build_executor(self) -> tuple[str, str, bool]:
+        """(who runs own kernels, why nobody does, whether by multicast)."""
         if self.world_size > wire.MAX_WORLD_SIZE:
-            return "", f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {self.world_size}", part, False
-        where = (os.uname().nodename, _boot_id(), self.device.type, env.cpu_kernels(), self.device.index)
-        places = self._host.all_gather(where, what="construction")
-        if any(place[2:4] != where[2:4] for place in places):
-            said = ", ".join(f"rank {r}: {place[2]} ({place[3]})" for r, place in enumerate(places))
-            raise ConfigError(f"the ranks do not agree on device or SHOTCAST_CPU_KERNELS: {said}")
-        if any(place[:2] != where[:2] for place in places):
-            return "", "the ranks are on several hosts, and own kernels share memory of one", part, False
+            return "", f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {self.world_size}", False
+        host = (os.uname().nodename, _boot_id())
+        places = self._host.all_gather((host, self.device.index), what="construction")
+        if any(place[0] != host for place in places):
+            return "", "the ranks are on several hosts, and own kernels share memory of one", False
         if self.device.type == "cpu":
             if env.cpu_kernels() == "compiled":
                 from shotcast.cpu.executor import CpuExecutor
 
                 self._executor = CpuExecutor(self._host, self.max_bytes, self._timeout_s)
-                return "compiled", "", part, False
+                return "compiled", "", False
             from shotcast.kernels.executor import TritonExecutor
             from shotcast.kernels.layout import Layout
             from shotcast.memory.shm import ShmBuffer
 
             shared = ShmBuffer(self._host, Layout.of(self.max_bytes).nbytes)
             self._executor = TritonExecutor(shared, self._host, self.max_bytes, self._timeout_s, self.device)
-            return "interpreter", "", part, False
-        indices = [place[4] for place in places]
+            return "interpreter", "", False
+        indices = [place[1] for place in places]
         obstacle = _peer_obstacle(self.device, indices)
         for rank, text in enumerate(self._host.all_gather(obstacle, what="construction")):
             if text:
                 logger.warning("rank %d: %s; the vendor library serves all calls", rank, text)
-                return "", f"rank {rank}: {text}", part, False
+                return "", f"rank {rank}: {text}", False
         from shotcast.kernels.executor import TritonExecutor
         from shotcast.kernels.layout import Layout
         from shotcast.memory.cuda import CudaBuffer
 
         buffer = CudaBuffer(self._group, Layout.of(self.max_bytes).nbytes, self.device, self._host.order)
         self._executor = TritonExecutor(buffer, self._host, self.max_bytes, self._timeout_s, self.device)
-        return "triton", "", part, bool(buffer.multicast_address)
-
-    def _agree_on_tables(self, part: str) -> tuple[tuple[str, Table], ...]:
-        """The tables to ask, the same on all ranks as are all other inputs of a choice."""
-        tables = []
-        if path := env.table_path():
-            tables.append(("user table", load(path, part, self.world_size)))
-        if table := packaged(part, self.world_size):
-            tables.append(("packaged table", table))
-        texts = "\0".join(table.text for _, table in tables)
-        mine = {
-            "tables (SHOTCAST_TABLE)": hashlib.sha256(texts.encode()).hexdigest()[:12],
-            "SHOTCAST_ALGORITHM": self._environment,
-            "max_bytes": self.max_bytes,
-            "GPU": part,
-        }
-        everybody = self._host.all_gather(mine, what="construction")
-        for name, value in mine.items():
-            values = [theirs.get(name) for theirs in everybody]
-            if any(theirs != value for theirs in values):
-                said = ", ".join(f"rank {r}: {theirs}" for r, theirs in enumerate(values))
-                self.close()
-                raise ConfigError(f"the ranks do not agree on {name}: {said}")
-        return tuple(tables)
+        return "triton", "", bool(buffer.multicast_address)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -218,6 +221,7 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
+        self._valid(x, "x")
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.AllReduce.apply(x, self, algorithm)
         out = self._out(x, out, x.shape)
@@ -238,6 +242,7 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
+        self._valid(x, "x")
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = self._divided(x, "reduce_scatter")
@@ -263,6 +268,7 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None.
         """
+        self._valid(x, "x")
         if out is None and x.requires_grad and torch.is_grad_enabled():
             parts = None if sizes is None else tuple(sizes)
             return autograd.AllGather.apply(x, self, parts, algorithm)
@@ -272,7 +278,8 @@ class Communicator:
         if sizes is None:
             rows = x.shape[0] * self.world_size
         else:
-            if len(sizes) != self.world_size or min(sizes) < 0 or sizes[self.rank] != x.shape[0]:
+            numbers = all(isinstance(size, int) for size in sizes)
+            if len(sizes) != self.world_size or not numbers or min(sizes) < 0 or sizes[self.rank] != x.shape[0]:
                 raise ConfigError(
                     f"all_gather: sizes must hold {self.world_size} numbers from 0 up, and {x.shape[0]} (the first "
                     f"dimension of x) at place {self.rank}; they are {list(sizes)}"
@@ -289,6 +296,7 @@ class Communicator:
 
         ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``.
         """
+        self._valid(x, "x")
         self._divided(x, "all_to_all")
         out = self._out(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
@@ -298,17 +306,20 @@ class Communicator:
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
         """``x = x_root`` on every rank, in place. Returns ``x``."""
+        self._valid(x, "x")
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=self._peer(root, "root"))
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype."""
+        self._valid(x, "x")
         if self._peer(dst, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
         self._run(Op.SEND, x, None, root=dst)
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
         """Receive into ``x`` what rank ``src`` sends. Returns ``x``."""
+        self._valid(x, "x")
         if self._peer(src, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
         self._run(Op.RECV, None, x, root=src)
@@ -470,7 +481,11 @@ class Communicator:
             raise ConfigError(f"{name} lies on {x.device}; this communicator serves {self.device}")
         if x.layout != torch.strided or not x.is_contiguous():
             how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
-            raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.contiguous()")
+            instead = "contiguous" if x.layout == torch.strided else "to_dense"
+            raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
+        if x.is_conj() or x.is_neg():
+            # the memory holds other values than the tensor shows
+            raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
 
     def _out(self, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         if out is None:
@@ -503,6 +518,8 @@ class Communicator:
         ``x`` is the tensor that defines the call's size: the input, or for an all_gather the output.
         """
         operation = _operation(op)
+        if not isinstance(x, torch.Tensor):
+            raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
         problem = self._problem(operation, None if operation is Op.BARRIER else x, "sum", 0, ())
         choice = choose(problem, algorithm, self._environment, self._tables)
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
@@ -673,7 +690,10 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is cpu or cuda, not {device!r}") from error
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is cpu or cuda, not {chosen}")
     if chosen.type == "cpu":

@@ -1,0 +1,308 @@
+"""What ranks do in tests/collectives/test_bad_input.py."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shotcast
+from shotcast import ClosedError, ConfigError, ShotcastError, UnsupportedError
+from shotcast.collectives import communicator
+from shotcast.collectives.communicator import Communicator
+
+Call = Callable[[Communicator], Any]
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+def conjugated() -> torch.Tensor:
+    return torch.tensor([1 + 2j]).conj()
+
+
+def negated() -> torch.Tensor:
+    return torch._neg_view(torch.ones(3))
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return x(*shape).requires_grad_()
+
+
+# By name: the call, the error, and what its text must hold. The first dimension 6 divides among 2 and 3 ranks.
+CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
+    "no tensor": (lambda c: c.all_reduce([1.0]), ConfigError, ("x is a torch.Tensor, not list",)),
+    "nothing, reduce_scatter": (lambda c: c.reduce_scatter(None), ConfigError, ("not NoneType",)),
+    "nothing, all_gather": (lambda c: c.all_gather(None), ConfigError, ("not NoneType",)),
+    "nothing, all_to_all": (lambda c: c.all_to_all(None), ConfigError, ("not NoneType",)),
+    "nothing, broadcast": (lambda c: c.broadcast(None, 0), ConfigError, ("not NoneType",)),
+    "nothing, send": (lambda c: c.send(None, (c.rank + 1) % c.world_size), ConfigError, ("not NoneType",)),
+    "nothing, recv": (lambda c: c.recv(None, (c.rank + 1) % c.world_size), ConfigError, ("not NoneType",)),
+    "nothing, explain": (lambda c: c.explain(None), ConfigError, ("not NoneType",)),
+    "strided": (
+        lambda c: c.all_reduce(x(4, 6).t()),
+        ConfigError,
+        ("not contiguous", "[6, 4]", "[1, 6]", ".contiguous()"),
+    ),
+    "strided, send": (lambda c: c.send(x(4, 6).t(), (c.rank + 1) % c.world_size), ConfigError, ("not contiguous",)),
+    "strided, recv": (lambda c: c.recv(x(4, 6).t(), (c.rank + 1) % c.world_size), ConfigError, ("not contiguous",)),
+    "strided, broadcast": (lambda c: c.broadcast(x(6)[::2], 0), ConfigError, ("not contiguous",)),
+    "expanded": (lambda c: c.reduce_scatter(x(1).expand(6)), ConfigError, ("not contiguous",)),
+    "strided out": (lambda c: c.all_reduce(x(3), out=x(6)[::2]), ConfigError, ("out is not contiguous",)),
+    "other device": (lambda c: c.all_reduce(x(6).to("meta")), ConfigError, ("x lies on meta", "serves cpu")),
+    "out on another device": (
+        lambda c: c.all_reduce(x(6), out=x(6).to("meta")),
+        ConfigError,
+        ("out lies on meta", "serves cpu"),
+    ),
+    "sparse": (lambda c: c.all_reduce(x(6).to_sparse()), ConfigError, ("sparse_coo", "to_dense()")),
+    "conjugated": (lambda c: c.all_gather(conjugated()), ConfigError, ("lazily", "resolve_conj()")),
+    "negated": (lambda c: c.all_reduce(negated()), ConfigError, ("lazily", "resolve_neg()")),
+    "quantised": (lambda c: c.all_reduce(quantised()), UnsupportedError, ("torch.qint8", "float32, float16, bfloat16")),
+    "quantised, copied": (lambda c: c.broadcast(quantised(), 0), UnsupportedError, ("torch.qint8",)),
+    "complex maximum": (
+        lambda c: c.all_reduce(x(6, dtype=torch.complex64), reduction="max"),
+        UnsupportedError,
+        ("all_reduce(max) of complex64", "gloo"),
+    ),
+    "sum of float8": (
+        lambda c: c.all_reduce(x(6).to(torch.float8_e5m2)),
+        UnsupportedError,
+        ("all_reduce(sum) of float8_e5m2", "gloo"),
+    ),
+    "sum of int16": (lambda c: c.reduce_scatter(x(6, dtype=torch.int16)), UnsupportedError, ("int16", "gloo")),
+    "out of another shape": (
+        lambda c: c.all_reduce(x(6), out=x(7)),
+        ConfigError,
+        ("[6] of torch.float32", "it is [7]"),
+    ),
+    "out of another rank": (lambda c: c.all_reduce(x(6), out=x(6, 1)), ConfigError, ("out must be [6]",)),
+    "out of another dtype": (
+        lambda c: c.all_reduce(x(6), out=x(6).double()),
+        ConfigError,
+        ("out must be [6] of torch.float32", "torch.float64"),
+    ),
+    "out of the input's shape": (lambda c: c.reduce_scatter(x(6), out=x(6)), ConfigError, ("out must be",)),
+    "gathered into too little": (lambda c: c.all_gather(x(6), out=x(6)), ConfigError, ("out must be",)),
+    "out with gradient": (lambda c: c.all_reduce(x(6), out=leaf(6)), ConfigError, ("out requires grad", "detach()")),
+    "in place with gradient": (lambda c: (lambda y: c.all_reduce(y, out=y))(leaf(6)), ConfigError, ("requires grad",)),
+    "root too high": (lambda c: c.broadcast(x(6), c.world_size), ConfigError, ("root is a rank in 0..", "not ")),
+    "root below 0": (lambda c: c.broadcast(x(6), -1), ConfigError, ("root is a rank", "not -1")),
+    "root no number": (lambda c: c.broadcast(x(6), "0"), ConfigError, ("root is a rank", "not '0'")),
+    "dst too high": (lambda c: c.send(x(6), 9), ConfigError, ("dst is a rank", "not 9")),
+    "src below 0": (lambda c: c.recv(x(6), -2), ConfigError, ("src is a rank", "not -2")),
+    "to itself": (lambda c: c.send(x(6), c.rank), ConfigError, ("cannot send to itself",)),
+    "from itself": (lambda c: c.recv(x(6), c.rank), ConfigError, ("cannot receive from itself",)),
+    "too few sizes": (lambda c: c.all_gather(x(6), sizes=[6]), ConfigError, ("sizes must hold", "they are [6]")),
+    "not my size": (lambda c: c.all_gather(x(6), sizes=[5] * c.world_size), ConfigError, ("sizes must hold", "and 6 ")),
+    "negative size": (
+        lambda c: c.all_gather(x(6), sizes=[6 if r == c.rank else -1 for r in range(c.world_size)]),
+        ConfigError,
+        ("numbers from 0 up",),
+    ),
+    "sizes no numbers": (lambda c: c.all_gather(x(1), sizes=[1.0] * c.world_size), ConfigError, ("sizes must hold",)),
+    "not divisible": (lambda c: c.reduce_scatter(x(7)), ConfigError, ("reduce_scatter", "divided among", "[7]")),
+    "not divisible, all_to_all": (lambda c: c.all_to_all(x(7, 6)), ConfigError, ("all_to_all", "[7, 6]")),
+    "no first dimension": (lambda c: c.reduce_scatter(torch.tensor(1.0)), ConfigError, ("divided among", "[]")),
+    "all_to_all in place": (lambda c: (lambda y: c.all_to_all(y, out=y))(x(6)), ConfigError, ("cannot work in place",)),
+    "unknown algorithm": (
+        lambda c: c.all_reduce(x(6), algorithm="tree"),
+        ConfigError,
+        ("unknown algorithm 'tree'", "auto, ring, one_shot, two_shot, vendor"),
+    ),
+    "unknown algorithm to explain": (lambda c: c.explain(x(6), algorithm="tree"), ConfigError, ("'tree'",)),
+    "unknown reduction": (
+        lambda c: c.all_reduce(x(6), reduction="mean"),
+        ConfigError,
+        ("unknown reduction 'mean'", "sum, max, min, prod"),
+    ),
+    "unknown operation": (lambda c: c.explain(x(6), "sum"), ConfigError, ("unknown operation 'sum'", "all_reduce, ")),
+    "ring of uneven parts": (
+        lambda c: c.all_gather(x(c.rank), sizes=list(range(c.world_size)), algorithm="ring"),
+        ConfigError,
+        ("ring cannot serve this all_gather", "equal parts only"),
+    ),
+    "two-shot scatter": (
+        lambda c: c.reduce_scatter(x(6), algorithm="two_shot"),
+        ConfigError,
+        ("there is no two_shot reduce_scatter; there is one_shot, ring",),
+    ),
+    "own sum of integers": (
+        lambda c: c.all_reduce(x(6, dtype=torch.int64), algorithm="ring"),
+        ConfigError,
+        ("own kernels add up float32, float16, bfloat16, and this is int64",),
+    ),
+    "own maximum": (
+        lambda c: c.all_reduce(x(6), algorithm="ring", reduction="max"),
+        ConfigError,
+        ("own kernels only sum, and this is max",),
+    ),
+    "norm of float64": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6).double(), x(2, 6).double(), x(6)),
+        UnsupportedError,
+        ("float32, float16, bfloat16", "torch.float64"),
+    ),
+    "norm of two dtypes": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6).half(), x(6)),
+        UnsupportedError,
+        ("torch.float32 and torch.float16",),
+    ),
+    "norm with another weight": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(2)),
+        ConfigError,
+        ("weight [hidden]", "[2, 6], [2, 6], [2]"),
+    ),
+    "norm without a weight": (lambda c: c.all_reduce_rms_norm(x(6), x(6), None), ConfigError, ("weight is a torch",)),
+    "timeout 0": (lambda c: c.set_timeout(0), ConfigError, ("above 0, not 0",)),
+    "timeout no number": (lambda c: c.set_timeout("1"), ConfigError, ("not '1'",)),
+}
+
+
+def every_bad_call() -> int:
+    """Each bad call is refused on all ranks, and a good call after each succeeds."""
+    with shotcast.Communicator(device="cpu", timeout_s=10) as comm:
+        size = comm.world_size
+        for number, (what, (call, kind, texts)) in enumerate(CALLS.items()):
+            with pytest.raises(ShotcastError) as caught:
+                call(comm)
+            assert type(caught.value) is kind, (what, caught.value)
+            for text in texts:
+                assert text in str(caught.value), (what, text, str(caught.value))
+            got = comm.all_reduce(torch.full([3], float(number)))
+            assert got.tolist() == [float(number * size)] * 3, what
+            # refused on one rank alone: the others may make the call before it, and lose nothing
+            if what in ("strided", "unknown algorithm", "root too high") and comm.rank == 0:
+                with pytest.raises(ShotcastError):
+                    call(comm)
+        comm.check()
+    return len(CALLS)
+
+
+METHODS: dict[str, Call] = {
+    "all_reduce": lambda c: c.all_reduce(x(6)),
+    "all_reduce with gradient": lambda c: c.all_reduce(leaf(6)),
+    "reduce_scatter": lambda c: c.reduce_scatter(x(6)),
+    "all_gather": lambda c: c.all_gather(x(6)),
+    "all_to_all": lambda c: c.all_to_all(x(6)),
+    "broadcast": lambda c: c.broadcast(x(6), 0),
+    "send": lambda c: c.send(x(6), 1 - c.rank),
+    "recv": lambda c: c.recv(x(6), 1 - c.rank),
+    "barrier": lambda c: c.barrier(),
+    "all_reduce_rms_norm": lambda c: c.all_reduce_rms_norm(x(6), x(6), x(6)),
+    "integers": lambda c: c.all_reduce(x(6).long()),
+    "check": lambda c: c.check(),
+    "reset": lambda c: c.reset(),
+    "split": lambda c: c.split(0),
+}
+
+
+def closed() -> None:
+    comm = shotcast.Communicator(device="cpu", timeout_s=10)
+    for name in ("all_reduce", "broadcast"):  # kept calls are refused as well
+        METHODS[name](comm)
+    comm.close()
+    comm.close()
+    for what, call in METHODS.items():
+        with pytest.raises(ShotcastError, match="closed") as caught:
+            call(comm)
+        assert type(caught.value) is ClosedError, what
+    with shotcast.Communicator(device="cpu") as again:
+        assert again.all_reduce(x(3)).tolist() == [2.0] * 3
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "max_bytes 0": ({"max_bytes": 0}, ("max_bytes is a whole number in 1..536870912, not 0",)),
+    "max_bytes below 0": ({"max_bytes": -1}, ("not -1",)),
+    "max_bytes too large": ({"max_bytes": 1 << 30}, ("1..536870912", "not 1073741824")),
+    "max_bytes as text": ({"max_bytes": "1M"}, ("not '1M'",)),
+    "max_bytes as float": ({"max_bytes": 1.5}, ("not 1.5",)),
+    "timeout 0": ({"timeout_s": 0}, ("timeout_s", "above 0, not 0")),
+    "timeout below 0": ({"timeout_s": -1.0}, ("not -1.0",)),
+    "timeout not a number": ({"timeout_s": float("nan")}, ("not nan",)),
+    "timeout for ever": ({"timeout_s": float("inf")}, ("not inf",)),
+    "timeout as text": ({"timeout_s": "30"}, ("not '30'",)),
+    "no such device": ({"device": "tpu"}, ("device is cpu or cuda, not 'tpu'",)),
+    "device of another kind": ({"device": "meta"}, ("device is cpu or cuda, not meta",)),
+    "device no name": ({"device": 3.5}, ("not 3.5",)),
+}
+if not torch.cuda.is_available():
+    ARGUMENTS["GPU without one"] = ({"device": "cuda"}, ("device cuda was asked for", "sees no GPU"))
+
+
+def bad_arguments() -> None:
+    for what, (arguments, texts) in ARGUMENTS.items():
+        with pytest.raises(ConfigError) as caught:
+            shotcast.Communicator(**({"device": "cpu"} | arguments))
+        for text in texts:
+            assert text in str(caught.value), (what, str(caught.value))
+    with shotcast.Communicator(device="cpu") as comm:
+        assert comm.all_reduce(x(3)).tolist() == [float(comm.world_size)] * 3
+
+
+def constructed(
+    environments: Mapping[int, Mapping[str, str]], arguments: Mapping[int, Mapping[str, Any]] | None = None
+) -> str:
+    """The error of a construction in which each rank has its own environment and arguments; "" for none."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(environments.get(rank, {}))
+    communicator.SETUP_TIMEOUT_S = 20.0
+    try:
+        with shotcast.Communicator(device="cpu", **(arguments or {}).get(rank, {})):
+            return ""
+    except ConfigError as error:
+        return str(error)
+
+
+def constructed_with_little_room(rank: int) -> str:
+    """As :func:`constructed`, where rank ``rank`` can have no more than 512 KiB."""
+    if os.environ["RANK"] == str(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, 512 << 10))
+    return constructed({})
+
+
+def disagree_on_device() -> str:
+    """Rank 0 takes itself for one with a GPU."""
+    if os.environ["RANK"] == "0":
+        dist.init_process_group("gloo")
+        communicator._device = lambda device: torch.device("cuda", 0)
+        torch.cuda.get_device_name = lambda device: "some GPU"
+    with pytest.raises(ConfigError) as caught:
+        shotcast.Communicator()
+    return str(caught.value)
+
+
+def one_does_not_come() -> tuple[str, tuple[int, ...], float]:
+    communicator.SETUP_TIMEOUT_S = 1.0
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+        return "", (), 0.0
+    started = time.monotonic()
+    with pytest.raises(shotcast.CollectiveTimeout) as caught:
+        shotcast.Communicator(device="cpu")
+    return caught.value.op, caught.value.missing, time.monotonic() - started
+
+
+def not_a_member() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        with shotcast.Communicator(group, device="cpu") as comm:
+            assert comm.world_size == 1
+    else:
+        with pytest.raises(ConfigError, match="not a member"):
+            shotcast.Communicator(group, device="cpu")

@@ -1,0 +1,146 @@
+"""What is refused, in which words, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bad_input_targets as targets
+import pytest
+
+import shotcast
+from shotcast import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bad_calls_are_refused_and_the_next_good_one_succeeds(world_size: int) -> None:
+    assert shotcast.spawn(targets.every_bad_call, world_size, timeout_s=50) == [len(targets.CALLS)] * world_size
+
+
+def test_closed_communicator_refuses_every_method() -> None:
+    shotcast.spawn(targets.closed, 2, timeout_s=50)
+
+
+def test_bad_arguments_of_the_communicator() -> None:
+    shotcast.spawn(targets.bad_arguments, 2, timeout_s=50)
+
+
+def test_group_without_this_rank() -> None:
+    shotcast.spawn(targets.not_a_member, 2, timeout_s=50)
+
+
+class TestEnvironment:
+    """A process of its own, as the variables are missing or wrong there."""
+
+    @staticmethod
+    def refused(**changes: str | None) -> str:
+        job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+        env = {key: value for key, value in (os.environ | job | changes).items() if value is not None}
+        env["PYTHONPATH"] = str(Path(shotcast.__file__).parents[1])
+        code = (
+            "import shotcast\n"
+            "try: shotcast.Communicator(device='cpu')\n"
+            "except shotcast.ConfigError as error: print(error)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    @pytest.mark.parametrize(
+        ("changes", "texts"),
+        [
+            ({"RANK": None, "WORLD_SIZE": None}, ("RANK and WORLD_SIZE are not set", "torchrun", "shotcast.spawn")),
+            ({"WORLD_SIZE": None}, ("incomplete: WORLD_SIZE not set", "torchrun")),
+            ({"RANK": None}, ("incomplete: RANK not set",)),
+            ({"MASTER_ADDR": None}, ("incomplete: MASTER_ADDR not set",)),
+            ({"MASTER_PORT": None}, ("incomplete: MASTER_PORT not set",)),
+            ({"RANK": "1"}, ("RANK=1 does not lie in 0..WORLD_SIZE-1 with WORLD_SIZE=1",)),
+            ({"RANK": "one"}, ("RANK='one' is not accepted", "a whole number")),
+            ({"WORLD_SIZE": "2.0"}, ("WORLD_SIZE='2.0' is not accepted", "a whole number")),
+            ({"SHOTCAST_ALGORITHM": "tree"}, ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, ring, one_shot")),
+            ({"SHOTCAST_CPU_KERNELS": "fast"}, ("SHOTCAST_CPU_KERNELS='fast'", "compiled or interpreter")),
+        ],
+    )
+    def test_inconsistent(self, changes: dict[str, str | None], texts: tuple[str, ...]) -> None:
+        said = self.refused(**changes)
+        for text in texts:
+            assert text in said, said
+
+
+class TestDisagreement:
+    """Every rank is told, and in the same words."""
+
+    @staticmethod
+    def told(*args: object) -> str:
+        said = shotcast.spawn(targets.constructed, 3, *args, timeout_s=50)
+        assert said[0]
+        assert said == [said[0]] * 3
+        return said[0]
+
+    def test_algorithm(self) -> None:
+        said = self.told({1: {"SHOTCAST_ALGORITHM": "ring"}})
+        assert said == "the ranks do not agree on SHOTCAST_ALGORITHM: rank 0: auto, rank 1: ring, rank 2: auto"
+
+    @pytest.mark.parametrize("other", [1 << 10, 32 << 20])
+    def test_max_bytes(self, other: int) -> None:
+        said = self.told({}, {2: {"max_bytes": other}})
+        assert said == f"the ranks do not agree on max_bytes: rank 0: {16 << 20}, rank 1: {16 << 20}, rank 2: {other}"
+
+    def test_kernels(self) -> None:
+        said = self.told({0: {"SHOTCAST_CPU_KERNELS": "interpreter"}})
+        assert said.startswith("the ranks do not agree on SHOTCAST_CPU_KERNELS: rank 0: interpreter, rank 1: compiled")
+
+    def test_table(self, tmp_path: Path) -> None:
+        path = tmp_path / "table.json"
+        path.write_text(json.dumps({"format": 1, "part": "cpu", "world_size": 3, "entries": {}}))
+        said = self.told({1: {"SHOTCAST_TABLE": str(path)}})
+        assert said.startswith("the ranks do not agree on tables (SHOTCAST_TABLE): rank 0: ")
+
+    def test_table_that_one_rank_cannot_read(self, tmp_path: Path) -> None:
+        said = self.told({1: {"SHOTCAST_TABLE": str(tmp_path / "none.json")}})
+        assert said.startswith("rank 1: SHOTCAST_TABLE: cannot read ")
+
+    def test_table_of_other_hardware(self, tmp_path: Path) -> None:
+        path = tmp_path / "table.json"
+        path.write_text(json.dumps({"format": 1, "part": "NVIDIA H200", "world_size": 4, "entries": {}}))
+        said = self.told({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
+        assert f"{path} was made for 4 x NVIDIA H200; this is 3 x cpu" in said
+
+    def test_device(self) -> None:
+        said = shotcast.spawn(targets.disagree_on_device, 2, timeout_s=50)
+        assert said == ["the ranks do not agree on device: rank 0: cuda, rank 1: cpu"] * 2
+
+    def test_construction_that_a_rank_does_not_come_to(self) -> None:
+        op, missing, took = shotcast.spawn(targets.one_does_not_come, 3, timeout_s=50)[0]
+        assert (op, missing) == ("construction", (1,))
+        assert took < 2.0
+
+
+class TestSharedMemory:
+    def test_no_such_directory(self, tmp_path: Path) -> None:
+        env = {rank: {"SHOTCAST_SHM_DIR": str(tmp_path / "none")} for rank in range(2)}
+        for said in shotcast.spawn(targets.constructed, 2, env, timeout_s=50):
+            assert "rank 0: cannot create shared memory in " in said
+            assert "rank 1: " in said
+            assert "SHOTCAST_SHM_DIR names another tmpfs" in said
+
+    @pytest.mark.parametrize("kernels", ["compiled", "interpreter"])
+    def test_too_little(self, kernels: str) -> None:
+        env = {"SHOTCAST_CPU_KERNELS": kernels}
+        for said in shotcast.spawn(targets.constructed_with_little_room, 2, 1, env=env, timeout_s=50):
+            assert "rank 1: not enough shared memory: wanted" in said
+            assert "rank 0" not in said
+            assert "smaller max_bytes" in said
+            assert "SHOTCAST_SHM_DIR" in said
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith("shotcast")]
+
+
+def test_error_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="positive number of processes"):
+        shotcast.spawn(targets.closed, 0)
+    assert issubclass(ConfigError, ValueError)
