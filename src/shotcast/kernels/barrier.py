@@ -9,8 +9,8 @@ from shotcast.kernels.target import kernel, release_next_kernel
 
 
 @kernel
-def barrier(own, peers, rank, header, WORLD: tl.constexpr, ONE_WARP: tl.constexpr, PDL: tl.constexpr):
-    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+def barrier(own, peers, rank, header, WORLD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr):
+    call = enter(own, peers, rank, header, WARPS, PDL)
     leave_epoch(call, call.rank * 0, False)
     release_next_kernel(PDL)
-    exchange_headers(call, WORLD)
+    exchange_headers(call, WORLD, WARPS)

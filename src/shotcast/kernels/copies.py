@@ -62,10 +62,10 @@ def copy(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_WARP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+    call = enter(own, peers, rank, header, WARPS, PDL)
     starts = (s0, s1, s2, s3, s4, s5, s6, s7, s8)
     quads = (part + 15) // 16  # of a slot
     span = quads * 4
@@ -74,7 +74,7 @@ def copy(
     if tl.program_id(0) == 0:
         leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
-        exchange_headers(call, WORLD)
+        exchange_headers(call, WORLD, WARPS)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1

@@ -116,11 +116,11 @@ class TritonExecutor:
             # both sides of a message name the sender
             "header": (dataclasses.replace(plan, root=self._rank) if plan.op is Op.SEND else plan).header,
             "WORLD": self._world,
-            "ONE_WARP": warps == 1,
+            "WARPS": 1 if INTERPRETED else warps,
             "PDL": self._pdl,
         }
         if plan.op is Op.BARRIER or plan.algorithm == "vendor":
-            return barrier, 1, 1, {**common, "ONE_WARP": True}
+            return barrier, 1, 1, {**common, "WARPS": 1}
         dtype = _DTYPES.get(plan.dtype, tl.int32)
         # an address that no kernel uses must still look like one: its magnitude decides the argument's type
         tensors = {
@@ -143,7 +143,7 @@ class TritonExecutor:
                     "nbytes": plan.nbytes,
                     "mail_at": where.mail_at,
                     "SENDING": sending,
-                    "ONE_WARP": False,
+                    "WARPS": 1 if INTERPRETED else 4,
                 },
             )
         common |= tensors | {"slots_at": where.slots_at, "slots_quads": where.slots_quads, "BLOCK": block}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from shotcast.kernels import layout
-from shotcast.kernels.sync import KIND_MISMATCH, POLLS_PER_LOOK, Call, enter, look_at_clock, stop
+from shotcast.kernels.sync import KIND_MISMATCH, POLLS_PER_LOOK, Call, enter, every_thread, look_at_clock, stop
 from shotcast.kernels.target import kernel, relax, release_next_kernel
 from shotcast.kernels.words import load_words, nan_unless, store_words
 
@@ -32,21 +32,21 @@ def with_state(call, live, started):
 
 
 @triton.jit
-def await_header(call, peer, theirs, side, WORLD: tl.constexpr):
+def await_header(call, peer, theirs, side, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Exchange headers with the peer: mine to ``theirs`` (its region), the peer's from side ``side`` here."""
     cell = MAIL_HEADERS + side * 2 + call.epoch % 2
     mine = ((call.epoch & 0xFFFF) << 48) | call.header
     if call.live != 0:
         tl.store(theirs + MAIL_HEADERS + call.rank * 4 + (1 - side) * 2 + call.epoch % 2, mine)
-    lanes = tl.arange(0, 2)
-    seen = tl.max(tl.load(call.own + cell + peer * 4 + lanes * 0, volatile=True), axis=0)
+    threads = every_thread(WARPS)
+    seen = tl.max(tl.load(call.own + cell + peer * 4 + threads * 0, volatile=True), axis=0)
     waiting = (seen != mine).to(tl.int32) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         relax()
-        seen = tl.max(tl.load(call.own + cell + peer * 4 + lanes * 0, volatile=True), axis=0)
+        seen = tl.max(tl.load(call.own + cell + peer * 4 + threads * 0, volatile=True), axis=0)
         waiting = (seen != mine).to(tl.int32)
         polls += 1
         if (waiting != 0) & (seen != 0) & ((seen >> 48) & 0xFFFF == call.epoch & 0xFFFF):
@@ -58,17 +58,17 @@ def await_header(call, peer, theirs, side, WORLD: tl.constexpr):
 
 
 @triton.jit
-def await_credit(call, cell, needed, peer, WORLD: tl.constexpr):
+def await_credit(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait until the receiver has taken ``needed`` chunks of this lane."""
-    lanes = tl.arange(0, 2)
-    taken = tl.max(tl.load(call.own + cell + lanes * 0, volatile=True), axis=0)
+    threads = every_thread(WARPS)
+    taken = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (taken < needed).to(tl.int32) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         relax()
-        taken = tl.max(tl.load(call.own + cell + lanes * 0, volatile=True), axis=0)
+        taken = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
         waiting = (taken < needed).to(tl.int32)
         polls += 1
         if polls % POLLS_PER_LOOK == 0:
@@ -110,18 +110,18 @@ def mail(
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
-    ONE_WARP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Send ``data`` to ``peer``, or receive it. One program a lane, and program 0 for the headers."""
-    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+    call = enter(own, peers, rank, header, WARPS, PDL)
     side: tl.constexpr = 0 if SENDING else 1
     counter = call.own + MESSAGES + peer * 2 + side
     message = tl.load(counter, volatile=True)
     call = Call(call.own, call.peers, call.rank, call.header, message, call.generation, call.live, call.started)
     theirs = tl.multiple_of(tl.load(call.peers + peer).to(tl.pointer_type(tl.int64)), 16)
     if tl.program_id(0) == 0:
-        await_header(call, peer, theirs, side, WORLD)
+        await_header(call, peer, theirs, side, WORLD, WARPS)
     else:
         lane = tl.program_id(0) - 1
         lanes = tl.num_programs(0) - 1
@@ -139,7 +139,7 @@ def mail(
             mask = start + offs < span
             flag = (count + 1).to(tl.int32)
             if SENDING:
-                call = await_credit(call, CREDITS + peer * LANES + lane, count - 1, peer, WORLD)
+                call = await_credit(call, CREDITS + peer * LANES + lane, count - 1, peer, WORLD, WARPS)
                 words = load_words(data, 0, start + offs, nbytes, UNIT)
                 cells = (words.to(tl.int64) & 0xFFFFFFFF) | ((count + 1) << 32)
                 tl.store(box + offs, cells, mask=mask & (call.live != 0))

@@ -40,15 +40,15 @@ def one_shot_reduce(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_WARP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+    call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (nbytes + 15) // 16  # of one slot
     if tl.program_id(0) == 0:
         leave_epoch(call, quads * WORLD, True)
         release_next_kernel(PDL)
-        exchange_headers(call, WORLD)
+        exchange_headers(call, WORLD, WARPS)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1

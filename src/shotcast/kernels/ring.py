@@ -45,17 +45,17 @@ def ring(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_WARP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """REDUCE and GATHER: all_reduce. REDUCE alone: reduce_scatter, out is a slice. GATHER alone: x is a slice."""
-    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+    call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (slice_nbytes + 15) // 16
     HOPS: tl.constexpr = (WORLD - 1) * (REDUCE + GATHER)
     if tl.program_id(0) == 0:
         leave_epoch(call, quads * HOPS, True)
         release_next_kernel(PDL)
-        exchange_headers(call, WORLD)
+        exchange_headers(call, WORLD, WARPS)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1

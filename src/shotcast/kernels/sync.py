@@ -62,9 +62,9 @@ def words_at(address, quads):
 
 
 @triton.jit
-def look_at_abort(own, ONE_WARP: tl.constexpr):
+def look_at_abort(own, WARPS: tl.constexpr):
     """The abort word, the same for all threads of the program."""
-    if ONE_WARP:
+    if WARPS == 1:
         fault = tl.load(own + ABORT, volatile=True)
     else:
         fault = tl.atomic_add(own + ABORT, 0, sem="relaxed", scope="sys")
@@ -72,7 +72,7 @@ def look_at_abort(own, ONE_WARP: tl.constexpr):
 
 
 @triton.jit
-def enter(own_address, peers_address, rank, header, ONE_WARP: tl.constexpr, PDL: tl.constexpr):
+def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl.constexpr):
     """Open a call: its epoch, and whether the communicator was stopped before (then ``live`` is 0).
 
     Under programmatic dependent launch the wait for the prior kernel comes first, in every program: it is not
@@ -83,7 +83,7 @@ def enter(own_address, peers_address, rank, header, ONE_WARP: tl.constexpr, PDL:
     peers = tl.multiple_of(peers_address.to(tl.pointer_type(tl.int64)), 16)
     epoch = tl.load(own + EPOCH, volatile=True)
     generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
-    fault = look_at_abort(own, ONE_WARP)
+    fault = look_at_abort(own, WARPS)
     if fault != 0:
         tell_host(own, fault)
     live = (fault == 0).to(tl.int32)
@@ -303,33 +303,42 @@ def stop(call, kind, ranks, WORLD: tl.constexpr):
 
 
 @triton.jit
-def exchange_headers(call, WORLD: tl.constexpr):
+def every_thread(WARPS: tl.constexpr):
+    """Numbers of the program's threads. A reduction over these passes through all warps, so all see its result alike;
+    one over a shorter range is done by each warp for itself, and a branch on it could part them."""
+    return tl.arange(0, 32 * WARPS)
+
+
+@triton.jit
+def exchange_headers(call, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Tell every rank what this one calls, and wait until each has told the same.
 
     Returns when every rank has begun this call: no call ends before that, which is what lets slots be used again.
     """
-    lanes = tl.arange(0, MAX_WORLD)
+    threads = every_thread(WARPS)
+    lanes = threads % MAX_WORLD
     ranks = lanes < WORLD
     row = HEADERS + (call.epoch % 2) * MAX_WORLD
     mine = ((call.epoch & 0xFFFF) << 48) | call.header
     bases = tl.load(call.peers + lanes, mask=ranks, other=0)
-    tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank, mine, mask=ranks & (call.live != 0))
-    cells = tl.load(call.own + row + lanes, mask=ranks, other=0, volatile=True)
-    cells = tl.where(ranks, cells, mine)
-    waiting = tl.max((cells != mine).to(tl.int32), axis=0) & call.live
+    once = ranks & (threads < MAX_WORLD) & (call.live != 0)
+    tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank, mine, mask=once)
+    waiting = call.live
     started = call.started
     polls = 0
     while waiting != 0:
-        relax()
         cells = tl.load(call.own + row + lanes, mask=ranks, other=0, volatile=True)
         cells = tl.where(ranks, cells, mine)
         waiting = tl.max((cells != mine).to(tl.int32), axis=0)
-        came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # zero: never written
-        differ = tl.sum(((cells != mine) & came).to(tl.int32) << lanes, axis=0)
-        polls += 1
-        if differ != 0:
-            stop(call, KIND_MISMATCH, differ, WORLD)
-            waiting = waiting * 0
-        elif polls % POLLS_PER_LOOK == 0:
-            started, live = look_at_clock(call, started, call.rank * 0, True, WORLD)
-            waiting = waiting & live
+        if waiting != 0:
+            came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # zero: never written
+            odd = (cells != mine) & came & (threads < MAX_WORLD)
+            differ = tl.sum(odd.to(tl.int32) << lanes, axis=0)
+            polls += 1
+            if differ != 0:
+                stop(call, KIND_MISMATCH, differ, WORLD)
+                waiting = waiting * 0
+            elif polls % POLLS_PER_LOOK == 0:
+                started, live = look_at_clock(call, started, call.rank * 0, True, WORLD)
+                waiting = waiting & live
+            relax()

@@ -44,16 +44,16 @@ def two_shot_all_reduce(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_WARP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    call = enter(own, peers, rank, header, ONE_WARP, PDL)
+    call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     if tl.program_id(0) == 0:
         leave_epoch(call, slice_quads * (2 * WORLD), True)
         release_next_kernel(PDL)
-        exchange_headers(call, WORLD)
+        exchange_headers(call, WORLD, WARPS)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
