@@ -253,7 +253,13 @@ def two_threads() -> list[str]:
             first = threading.Thread(target=lambda: results.append(comm.all_reduce(torch.ones(3))))
             first.start()
             time.sleep(0.2)
-            for call in (lambda: comm.all_reduce(torch.ones(3)), comm.barrier, lambda: comm.send(torch.ones(1), 1)):
+            own = (
+                lambda: comm.all_reduce(torch.ones(3)),
+                comm.barrier,
+                lambda: comm.send(torch.ones(1), 1),
+                comm.reset,
+            )
+            for call in own:
                 try:
                     call()
                 except shotcast.ShotcastError as error:
@@ -267,6 +273,34 @@ def two_threads() -> list[str]:
             later.join()
         assert comm.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2
     return told
+
+
+def closed_during_a_call() -> tuple[str, float]:
+    """Rank 0 closes while another of its threads waits in a call. Returns how the call ended, and seconds to close."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=1.0)
+    comm.all_reduce(torch.ones(3))
+    comm._host.barrier()
+    if comm.rank:
+        comm._host.barrier()
+        comm.close()
+        return "", 0.0
+    ends: list[str] = []
+
+    def call() -> None:
+        try:
+            comm.all_reduce(torch.ones(3))
+        except shotcast.ShotcastError as error:
+            ends.append(type(error).__name__)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    comm.close()
+    took = time.monotonic() - started
+    thread.join()
+    comm._host.barrier()
+    return ends[0], took
 
 
 def alone() -> None:
@@ -359,3 +393,19 @@ def across_epochs_of_resets() -> list[int]:
             elif comm.rank == 1:
                 assert comm.recv(torch.zeros(2), 0).tolist() == [8.0, 8.0]
     return epochs
+
+
+def first_messages() -> float:
+    """Seconds that the first messages of several dtypes take, each way."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        comm.barrier()
+        started = time.monotonic()
+        for dtype in (torch.float32, torch.int8, torch.float64):
+            x = torch.ones(5, dtype=dtype)
+            if comm.rank == 0:
+                comm.send(x, 1)
+                comm.recv(x, 1)
+            elif comm.rank == 1:
+                comm.recv(x, 0)
+                comm.send(x, 0)
+        return time.monotonic() - started

@@ -64,6 +64,9 @@ class TestValues:
     def test_messages(self, world_size: int) -> None:
         shotcast.spawn(targets.messages, world_size, timeout_s=60)
 
+    def test_first_messages_wait_for_nobody_else(self) -> None:
+        assert max(shotcast.spawn(targets.first_messages, 3, timeout_s=60)) < 0.4
+
     def test_more_different_calls_than_are_kept(self) -> None:
         from shotcast.collectives.communicator import _KEPT_CALLS
 
@@ -109,8 +112,13 @@ class TestBits:
 class TestThreads:
     def test_two_at_once_are_refused(self) -> None:
         told = shotcast.spawn(targets.two_threads, 2, timeout_s=60)[0]
-        assert len(told) == 3
+        assert len(told) == 4
         assert all("two threads use one communicator at once" in text for text in told)
+
+    def test_close_waits_for_a_call_of_another_thread(self) -> None:
+        how, took = shotcast.spawn(targets.closed_during_a_call, 2, timeout_s=60)[0]
+        assert how == "CollectiveTimeout"
+        assert 0.5 < took < 2
 
 
 class TestStates:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shotcast import env, wire
 from shotcast.collectives import autograd, rms_norm
 from shotcast.collectives.candidates import candidates
-from shotcast.collectives.first_use import FirstUse
+from shotcast.collectives.first_use import FirstUse, Form
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
@@ -44,6 +44,8 @@ DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
 SETUP_TIMEOUT_S = 120.0
 _MAX_WORKSPACE_MESSAGE = 512 << 20
 _KEPT_CALLS = 4096
+_CLOSE_GRACE_S = 5.0
+_TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
 
 
@@ -69,7 +71,7 @@ class _Call(NamedTuple):
     plan: CallPlan
     choice: Choice
     reduction: str
-    form: str
+    form: Form
     label: str
 
 
@@ -381,9 +383,7 @@ class Communicator:
         sizes: tuple[int, ...] = (),
     ) -> None:
         if not self._lock.acquire(blocking=False):
-            raise ShotcastError(
-                "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
-            )
+            raise ShotcastError(_TWO_THREADS)
         try:
             if self._closed:
                 raise ClosedError(f"{op.label}: this communicator was closed")
@@ -468,7 +468,10 @@ class Communicator:
         code = list(REDUCTIONS).index(reduction) if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) else root
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch)
         shape = candidate.launch
-        form = f"{op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}"
+        rest = f"/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}"
+        form = Form(op.label + rest)
+        if op in (Op.SEND, Op.RECV):
+            form = Form(op.label + rest, root, (Op.RECV if op is Op.SEND else Op.SEND).label + rest)
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         return _Call(plan, choice, reduction, form, label)
 
@@ -614,14 +617,19 @@ class Communicator:
         """
         if self._closed:
             raise ClosedError("reset: this communicator was closed")
-        patience = max(self._timeout_s, 10.0)
-        if self._executor is None:
+        if not self._lock.acquire(blocking=False):
+            raise ShotcastError(_TWO_THREADS)
+        try:
+            patience = max(self._timeout_s, 10.0)
+            if self._executor is None:
+                self._host.barrier(patience, what="reset")
+                return
+            self._executor.drain()
+            epoch = max(self._host.all_gather(self._executor.epoch, patience, what="reset"))
+            self._executor.clear(epoch)
             self._host.barrier(patience, what="reset")
-            return
-        self._executor.drain()
-        epoch = max(self._host.all_gather(self._executor.epoch, patience, what="reset"))
-        self._executor.clear(epoch)
-        self._host.barrier(patience, what="reset")
+        finally:
+            self._lock.release()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
@@ -649,12 +657,18 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for this rank's calls and give the workspace back. Needs nobody else; does nothing twice."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._executor is not None:
-            self._executor.drain()
-            self._executor.close()
+        # a call of another thread uses the workspace until it ends, which it does within its timeout
+        if not self._lock.acquire(timeout=self._timeout_s + _CLOSE_GRACE_S):
+            raise ShotcastError("close: a call of another thread has not ended within the timeout")
+        try:
+            if self._closed:
+                return
+            self._closed = True
+            if self._executor is not None:
+                self._executor.drain()
+                self._executor.close()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Communicator:
         return self

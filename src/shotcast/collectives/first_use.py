@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 COMPILE_LIMIT_S = 300.0
 
 
+class Form(NamedTuple):
+    """What a call needs compiled. For a message also who has the other end (``partner``), and what that rank needs."""
+
+    name: str
+    partner: int = -1
+    partner_name: str = ""
+
+
 class FirstUse:
-    """Brings ranks together after each has compiled what a call needs.
+    """Brings ranks together after each has compiled what a call needs: all of them, or the two ends of a message.
 
     A rank says through the job's store that it compiles, and then that it is ready. Whoever is ready waits for those
     who compile. A rank that says nothing for ``patience_s`` is about something else, or late: then the call begins,
@@ -20,22 +29,25 @@ class FirstUse:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self._store, self._rank, self._world_size = store, rank, world_size
-        self.known: set[str] = set()
+        self.known: set[Form] = set()
 
-    def __call__(self, form: str, compile_it: Callable[[], object], patience_s: float) -> None:
+    def __call__(self, form: Form, compile_it: Callable[[], object], patience_s: float) -> None:
         """Once per ``form``: run ``compile_it``, then wait as described."""
         if form in self.known:
             return
         self.known.add(form)
-        self._store.set(f"begun/{form}/{self._rank}", "")
+        self._store.set(f"begun/{form.name}/{self._rank}", "")
         compile_it()
-        self._store.set(f"ready/{form}/{self._rank}", "")
+        self._store.set(f"ready/{form.name}/{self._rank}", "")
+        awaited = [(form.name, rank) for rank in range(self._world_size)]
+        if form.partner >= 0:
+            awaited = [(form.partner_name, form.partner)]
         started = time.monotonic()
-        for rank in range(self._world_size):
+        for name, rank in awaited:
             pause = 0.0005
-            while not self._store.check([f"ready/{form}/{rank}"]):
+            while not self._store.check([f"ready/{name}/{rank}"]):
                 waited = time.monotonic() - started
-                begun = self._store.check([f"begun/{form}/{rank}"])
+                begun = self._store.check([f"begun/{name}/{rank}"])
                 if waited > (COMPILE_LIMIT_S if begun else patience_s):
                     break
                 time.sleep(pause)
