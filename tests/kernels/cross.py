@@ -45,7 +45,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def compiled(
     name: str,
     dtype: str = "bfloat16",
@@ -63,7 +63,7 @@ def compiled(
         "UNIT": unit,
         "WORLD": world_size,
         "BLOCK": block,
-        "ONE_WARP": warps == 1,
+        "WARPS": warps,
         "PDL": capability >= 90,
     }
     constants = {key: value for key, value in values.items() if key in kernel.arg_names}
@@ -73,24 +73,39 @@ def compiled(
     return build(kernel, signature, constants, warps, capability)
 
 
+@functools.lru_cache(maxsize=256)
 def compiled_norm(dtype: str, hidden: int, capability: int = 90) -> Any:
+    """The norm's kernel for tensors that begin at multiples of 16 bytes, as PyTorch's do."""
     pointer = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[dtype]
     signature = dict.fromkeys(("x", "residual", "weight", "normed", "new_residual"), pointer) | {"eps": "fp32"}
     constants = {"HIDDEN": hidden, "BLOCK": min(triton.next_power_of_2(hidden), 4096), "PDL": capability >= 90}
-    return build(add_rms_norm, signature | dict.fromkeys(constants, "constexpr"), constants, 4, capability)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind == pointer}
+    return build(add_rms_norm, signature | dict.fromkeys(constants, "constexpr"), constants, 4, capability, aligned)
 
 
-def build(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, capability: int) -> Any:
+def build(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    capability: int,
+    attributes: dict[tuple[int], Any] | None = None,
+) -> Any:
     return triton.compile(
-        ASTSource(kernel, signature=signature, constexprs=constants),
+        ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90},
     )
 
 
 def instructions(ptx: str) -> Counter[str]:
-    """How often each PTX instruction stands there."""
-    return Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)", ptx, re.M))
+    """How often each PTX instruction stands there, inline assembly included."""
+    return Counter(re.findall(r"^\s*(?:@!?%?p\d* )?([a-z][\w.:]*)", ptx, re.M))
+
+
+def machine_instructions(text: str) -> Counter[str]:
+    """How often each instruction stands in disassembled machine code."""
+    return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", text, re.M))
 
 
 def _tool(name: str) -> str:

@@ -1,0 +1,361 @@
+"""Every kernel, compiled for GPUs that are not here: what its PTX and machine code must and must not contain.
+
+Counts follow from the source: a thread of one warp holds 4 of a tile's 128 words, so each place that moves a tile is
+one 16-byte access. Triton unrolls nothing but ``static_range``; if a later release does, the counts say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cross
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from shotcast.kernels import target
+from shotcast.kernels.norm import add_rms_norm
+from shotcast.wire import REDUCIBLE
+
+MAIL = ("send", "recv")
+SUMS: dict[str, Callable[[int], int]] = {
+    "one_shot": lambda n: n,
+    "one_shot_scatter": lambda n: n,
+    "two_shot": lambda n: n,
+    "two_shot_multicast": lambda n: n,
+    "ring": lambda n: 1 + 2 * (n - 1),  # each hop begins at +0.0
+    "ring_scatter": lambda n: 1 + 2 * (n - 1),
+}
+"""Additions that one value of the output takes."""
+LOADS: dict[str, Callable[[int], int]] = {
+    "one_shot": lambda n: 1,
+    "one_shot_scatter": lambda n: n,
+    "two_shot": lambda n: n,
+    "two_shot_multicast": lambda n: n,
+    "ring": lambda n: n,
+    "ring_scatter": lambda n: n,
+    "exchange": lambda n: n,
+    "exchange_cells": lambda n: n,
+    "barrier": lambda n: 0,
+    "recv": lambda n: 0,
+}
+"""Tiles of the caller's tensor that a kernel loads (1 if not listed). All other loads of tiles are polls."""
+POLLS: dict[str, Callable[[int], int]] = {
+    "one_shot": lambda n: n,
+    "one_shot_scatter": lambda n: n,
+    "two_shot": lambda n: 2 * n,
+    "two_shot_multicast": lambda n: 2 * n,
+    "ring": lambda n: 2 * (n - 1),
+    "ring_scatter": lambda n: n - 1,
+    "ring_gather": lambda n: n - 1,
+    "broadcast": lambda n: 1,
+    "broadcast_cells": lambda n: 1,
+    "barrier": lambda n: 0,
+    "send": lambda n: 0,
+    "recv": lambda n: 1,
+}
+"""Tiles that a kernel waits for (one a rank if not listed)."""
+CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *MAIL)
+WIDE = {"v4.b32", "v2.b64"}
+MAX_REGISTERS = 128
+MAX_STACK = 24
+"""Bytes of addresses that the assembler may put aside to hold more blocks; a tile would take 16 at once."""
+
+
+@dataclass(frozen=True, order=True)
+class Form:
+    """What a kernel is compiled for."""
+
+    name: str
+    dtype: str = "bfloat16"
+    unit: int = 16
+    world_size: int = 4
+    block: int = 128
+    warps: int = 1
+    capability: int = 90
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}-u{self.unit}-n{self.world_size}-{self.block}x{self.warps}-sm{self.capability}"
+
+    @property
+    def kernel(self) -> Any:
+        return cross.compiled(
+            self.name, self.dtype, self.unit, self.world_size, self.block, self.warps, self.capability
+        )
+
+    @property
+    def ptx(self) -> str:
+        return str(self.kernel.asm["ptx"])
+
+    @property
+    def accesses(self) -> int:
+        """16-byte accesses of a thread that move a tile of 32-bit words."""
+        return (512 if self.name in MAIL else self.block) // (128 * self.warps)
+
+    @property
+    def pdl(self) -> bool:
+        return self.capability >= 90
+
+
+def form(name: str, *args: Any, **kwargs: Any) -> Form:
+    """A form as the executor launches it: mail has four warps, a barrier has one."""
+    made = Form(name, *args, **kwargs)
+    warps, block = {"send": (4, 512), "recv": (4, 512), "barrier": (1, 128)}.get(name, (made.warps, made.block))
+    return Form(name, made.dtype, made.unit, made.world_size, block, warps, made.capability)
+
+
+def narrow(dtype: str) -> int:
+    """The other unit that the executor takes."""
+    return 4 if dtype == "float32" else 2
+
+
+def every_form() -> list[Form]:
+    """All that the executor can ask for, up to two launch shapes."""
+    made = set()
+    for name, dtype, world_size, shape, capability in itertools.product(
+        cross.KERNELS, REDUCIBLE, (2, 3, 4, 8), ((128, 1), (512, 4)), (80, 90, 100, 120)
+    ):
+        if "multicast" in name and capability < 90:
+            continue
+        for unit in (16, narrow(dtype)):
+            made.add(form(name, dtype, unit, world_size, *shape, capability))
+    return sorted(made)
+
+
+def chosen_forms() -> list[Form]:
+    """Every kernel for sm_90; every reduction for 8 ranks; a few for each other dtype, unit, shape and architecture."""
+    some = ("one_shot", "two_shot", "ring", "gather", "gather_cells")
+    made = [form(name) for name in cross.KERNELS]
+    made += [form(name, "float32", world_size=8) for name in SUMS]
+    made += [form(name, "float16", world_size=2) for name in ("one_shot_scatter", "two_shot", "ring")]
+    made += [form(name, dtype, narrow(dtype), 2) for name, dtype in zip((*some, *MAIL), REDUCIBLE * 3, strict=False)]
+    made += [form(name, block=512, warps=4) for name in some]
+    made += [form(name, "float32", world_size=2, capability=80) for name in (*some, "barrier", *MAIL)]
+    made += [form("one_shot", capability=80)]
+    for capability in (100, 120):
+        made += [form("one_shot", world_size=8, capability=capability), form("recv", capability=capability)]
+        made += [form("two_shot_multicast", world_size=2, capability=capability)]
+        made += [form("exchange_cells", world_size=3, capability=capability)]
+    return made
+
+
+def of_kind(counts: Counter[str], *pattern: str) -> Counter[str]:
+    """Accesses to global memory of one kind, by width: ``ld``, ``ld.volatile``, ``st``."""
+    prefix = ".".join((*pattern, "global."))
+    return Counter({key.removeprefix(prefix): n for key, n in counts.items() if key.startswith(prefix)})
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def waits_for_the_prior_kernel_first(form: Form, folder: Path) -> None:
+    counts = cross.instructions(form.ptx)
+    assert counts["griddepcontrol.wait"] == form.pdl
+    assert (counts["griddepcontrol.launch_dependents"] > 0) == form.pdl
+    if form.pdl:
+        before = cross.instructions(form.ptx.partition("griddepcontrol.wait")[0])
+        early = [key for key in before if ".global" in key or key.startswith(("atom", "red", "bra", "ret"))]
+        assert not early, f"before the wait: {early}"
+
+
+def polls_volatile_and_wide(form: Form, folder: Path) -> None:
+    """Tiles are polled twice, first and in the loop, by volatile 16-byte loads; other volatile loads are of words."""
+    polled = of_kind(cross.instructions(form.ptx), "ld", "volatile")
+    tiles = POLLS.get(form.name, lambda n: n)(form.world_size) * form.accesses * 2
+    wide = {"v2.b64": 2 * tiles} if form.name in CELLS else {"v4.b32": tiles}
+    assert {key: n for key, n in polled.items() if key != "b64"} == {key: n for key, n in wide.items() if n}
+    assert polled["b64"] >= 3, "epoch, generation and headers"
+
+
+def moves_data_in_16_bytes(form: Form, folder: Path) -> None:
+    counts = cross.instructions(form.ptx)
+    loaded, stored = of_kind(counts, "ld"), of_kind(counts, "st")
+    tiles = LOADS.get(form.name, lambda n: 1)(form.world_size) * form.accesses
+    unit = {16: "v4.b32", 4: "b32", 2: "b16"}[form.unit]
+    data = {key: n for key, n in loaded.items() if key not in ("b64", "sys.relaxed.b64")}
+    assert data == ({unit: tiles * 16 // form.unit} if tiles else {})
+    widths = set(stored) - {"b64"}
+    delivers, clears = form.name not in ("barrier", "send"), form.name not in CELLS and form.name != "barrier"
+    expected = {unit} if delivers else set()
+    expected |= {"v4.b32"} if clears else set()
+    expected |= {"v2.b64"} if form.name in CELLS and form.name != "recv" else set()
+    assert widths == expected
+
+
+def multicasts_where_asked(form: Form, folder: Path) -> None:
+    stores = {key: n for key, n in cross.instructions(form.ptx).items() if key.startswith("multimem")}
+    asked = {"multimem.st.relaxed.sys.global.v4.f32": form.accesses} if "multicast" in form.name else {}
+    assert stores == asked
+
+
+def adds_in_order_and_rounds_to_nearest(form: Form, folder: Path) -> None:
+    counts = cross.instructions(form.ptx)
+    adds = counts["add.rn.f32"] + 2 * counts["add.rn.f32x2"]
+    if form.dtype == "float16":  # +0.0 + x alone, rounded to float16: the compiler knows that to be an add of halves
+        halves = Counter({key: counts.pop(key) for key in list(counts) if re.fullmatch(r"add(\.rn)?\.f16(x2)?", key)})
+        adds += sum(n * (2 if key.endswith("x2") else 1) for key, n in halves.items())
+    values = form.accesses * 4 * (1 if form.dtype == "float32" else 2)
+    assert adds == SUMS.get(form.name, lambda n: 0)(form.world_size) * values
+    assert not [key for key in counts if re.match(r"(mad|mul|sub|add)\.(?!rn\.f32)[\w.]*(f32|f16)", key)]
+    assert not [key for key in counts if key.startswith("fma") or ".ftz" in key]
+    rounds = {key for key in counts if re.match(r"cvt\.[\w.]*(?<!\.)\.(bf16|f16)(x2)?\.f32", key)}
+    short = {"bfloat16": "bf16", "float16": "f16"}.get(form.dtype)
+    if form.name in SUMS and short:
+        assert rounds, "sums of 16-bit floats are rounded"
+        assert all(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in rounds), rounds
+    else:
+        assert not rounds
+
+
+def keeps_tiles_in_registers(form: Form, folder: Path) -> None:
+    used = cross.resources(form.kernel, folder)
+    assert used["LOCAL"] == 0
+    assert used["REG"] <= MAX_REGISTERS
+    assert used["STACK"] <= (0 if form.warps == 1 and form.world_size <= 4 else MAX_STACK)
+
+
+def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
+    counts = cross.machine_instructions(cross.sass(form.kernel, folder))
+    polled = POLLS.get(form.name, lambda n: n)(form.world_size)
+    assert (counts["LDG.E.128.STRONG.SYS"] > 0) == (polled > 0)
+    assert counts["STG.E.128"] > 0 or form.name in ("barrier", "recv")
+    assert (counts["STG.E.128.STRONG.SYS"] > 0) == ("multicast" in form.name)
+    assert not [key for key in counts if key.startswith(("FFMA", "LDG.E.U8", "STG.E.U8"))]
+    if form.name in SUMS:
+        assert counts["FADD"] + counts["FADD2"] > 0
+    if form.unit == 16:
+        tiles = LOADS.get(form.name, lambda n: 1)(form.world_size) * form.accesses
+        assert counts["LDG.E.128"] == tiles
+        assert not [key for key in counts if re.match(r"(LDG|STG)\.E(\.(U|S)?(8|16))(\.|$)", key)]
+
+
+CHECKS = (
+    waits_for_the_prior_kernel_first,
+    polls_volatile_and_wide,
+    moves_data_in_16_bytes,
+    multicasts_where_asked,
+    adds_in_order_and_rounds_to_nearest,
+    keeps_tiles_in_registers,
+    machine_code_is_what_ptx_says,
+)
+
+
+@pytest.mark.parametrize("form", chosen_forms(), ids=str)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_form(form: Form, check: Callable[[Form, Path], None], tmp_path: Path) -> None:
+    check(form, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("name", list(cross.KERNELS))
+def test_every_form(name: str, capability: int, tmp_path: Path) -> None:
+    for form in every_form():
+        if (form.name, form.capability) == (name, capability):
+            for check in CHECKS:
+                try:
+                    check(form, tmp_path)
+                except AssertionError as error:
+                    raise AssertionError(f"{form}: {check.__name__}: {error}") from error
+
+
+# -- control words ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "gather_cells", "exchange_cells", "broadcast_cells"])
+def test_only_16_byte_accesses_grow_with_the_tile(name: str) -> None:
+    """What a tile twice as long doubles is data: none of it is among the 8-byte accesses, as half a pair of cells."""
+    small, large = (cross.instructions(form(name, world_size=2, block=block).ptx) for block in (128, 256))
+    for kind in (("ld",), ("ld", "volatile"), ("st",)):
+        was, now = of_kind(small, *kind), of_kind(large, *kind)
+        assert {key for key in was if key in WIDE}, kind
+        for key in was | now:
+            assert now[key] == was[key] * (2 if key in WIDE else 1), (kind, key)
+
+
+# -- the norm ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "capability"),
+    [
+        ("bfloat16", 4096, 90),
+        ("float16", 5120, 90),
+        ("float32", 2880, 90),
+        ("bfloat16", 4096, 80),
+        ("bfloat16", 8192, 100),
+        ("float32", 4096, 120),
+    ],
+)
+def test_norm(dtype: str, hidden: int, capability: int, tmp_path: Path) -> None:
+    made = cross.compiled_norm(dtype, hidden, capability)
+    counts = cross.instructions(made.asm["ptx"])
+    assert counts["griddepcontrol.wait"] == (capability >= 90)
+    if capability >= 90:
+        assert ".global" not in " ".join(cross.instructions(made.asm["ptx"].partition("griddepcontrol.wait")[0]))
+    for kind in ("ld", "st"):
+        assert set(of_kind(counts, kind)) == {"v4.b32"}
+    assert not [key for key in counts if re.match(r"fma.*f32", key)]
+    assert {key for key in counts if ".ftz" in key} == {"rsqrt.approx.ftz.f32"}
+    if dtype != "float32":
+        short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+        assert any(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in counts)
+    used = cross.resources(made, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+
+
+# -- specialisation ---------------------------------------------------------------------------------------------------
+
+
+def runtime_arguments(kernel: Any) -> list[str]:
+    return [param.name for param in kernel.params if not param.is_constexpr]
+
+
+def test_no_runtime_argument_is_specialised() -> None:
+    kernels = {id(kernel): kernel for kernel, _ in cross.KERNELS.values()}.values()
+    named = set()
+    for kernel in kernels:
+        for param in kernel.params:
+            assert param.is_constexpr or param.do_not_specialize, f"{kernel.__name__} is specialised on {param.name}"
+        named |= set(runtime_arguments(kernel))
+    assert set(target._NOT_SPECIALIZED) == named, "names that no kernel has"
+
+
+@pytest.mark.parametrize("name", list(cross.KERNELS))
+def test_compiled_form_does_not_depend_on_rank_or_addresses(name: str) -> None:
+    """What keys Triton's cache of compiled forms is equal for ranks 0, 1 and 7, and for any address and size."""
+    kernel, fixed = cross.KERNELS[name]
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    key_of = create_function_from_signature(kernel.signature, kernel.params, backend)
+    keys = set()
+    for rank, size, address, header in (
+        (0, 16, 0x7F0000000000, 1 << 44),
+        (1, 1, 0x7F1234567891, (8 << 44) + 1),
+        (7, 1 << 29, 0x300000010, (1 << 48) - 1),
+    ):
+        values = {
+            argument: address
+            if argument in cross.ADDRESSES and argument != "header"
+            else header
+            if argument == "header"
+            else rank
+            if argument in ("rank", "root", "peer")
+            else size
+            for argument in runtime_arguments(kernel)
+        }
+        constants = {param.name: fixed.get(param.name, 16) for param in kernel.params if param.is_constexpr}
+        keys.add(str(key_of(**values, **constants)[1]))
+    assert len(keys) == 1, keys
+
+
+def test_norm_is_specialised_on_nothing_of_a_rank() -> None:
+    """Its arguments are a call's tensors; the host compiles it where it is used, outside any deadline."""
+    assert set(runtime_arguments(add_rms_norm)) == {"x", "residual", "weight", "normed", "new_residual", "eps"}
