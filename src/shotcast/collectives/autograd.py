@@ -52,7 +52,10 @@ class AllGather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = grads[0].contiguous()
         if ctx.sizes is None:
-            return ctx.comm.reduce_scatter(grad, algorithm=ctx.algorithm), None, None, None
+            # what gathers a dtype need not add it up
+            legal = ctx.comm.candidates(grad, "reduce_scatter")
+            algorithm = ctx.algorithm if ctx.algorithm in legal else "auto"
+            return ctx.comm.reduce_scatter(grad, algorithm=algorithm), None, None, None
         # uneven parts have no reduce_scatter: sum all, keep mine
         start = sum(ctx.sizes[: ctx.comm.rank])
         return ctx.comm.all_reduce(grad)[start : start + ctx.sizes[ctx.comm.rank]].clone(), None, None, None

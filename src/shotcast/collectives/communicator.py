@@ -350,7 +350,7 @@ class Communicator:
             eps: added to the mean square.
 
         Returns:
-            ``(normed, new_residual)``, new tensors like ``x``.
+            ``(normed, new_residual)``, new tensors like ``x``; not differentiable.
         """
         self._valid(x, "x")
         self._valid(residual, "residual")
@@ -366,9 +366,9 @@ class Communicator:
                 f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
             )
         total = self.all_reduce(x.detach(), algorithm=algorithm)
-        return rms_norm.add_rms_norm(
-            total, residual, weight, eps, self.device.type == "cuda" or self._topology.kernels == "interpreter"
-        )
+        by_kernel = self.device.type == "cuda" or self._topology.kernels == "interpreter"
+        with torch.no_grad():
+            return rms_norm.add_rms_norm(total, residual, weight, eps, by_kernel)
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class Communicator:
         plan, executor = call.plan, self._executor
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
-                out.view(-1).copy_(x.view(-1))
+                out.view(-1).copy_(x.detach().view(-1))
             return
         capturing = self._chain.enter(self.device) if self._chain is not None else False
         if executor is not None:

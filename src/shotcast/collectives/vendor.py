@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shotcast.errors import UnsupportedError
+from shotcast.errors import ShotcastError, UnsupportedError
 from shotcast.wire import CallPlan, Op
 
 REDUCTIONS = {
@@ -16,6 +16,9 @@ REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
+
+# How Gloo words that a peer is gone; there is no error class of its own for it.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
 
 
 class Vendor:
@@ -32,16 +35,18 @@ class Vendor:
         self._reordered = self._order != sorted(self._order)
 
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
-        """Make the call; as :meth:`TritonExecutor.run`. Raises UnsupportedError if the library cannot."""
+        """Make the call; as :meth:`TritonExecutor.run`. Raises UnsupportedError if the library cannot,
+        and ShotcastError if it lost a rank on the way."""
         try:
-            self._run(plan, x, out, reduction)
+            with torch.no_grad():  # or out would carry the gradient of a copy
+                self._run(plan, x, out, reduction)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
                 raise
-            raise UnsupportedError(
-                f"neither own kernels nor {dist.get_backend(self._group)} served {plan.op.label}({reduction}) of "
-                f"{plan.dtype}: {error}"
-            ) from error
+            library, call = dist.get_backend(self._group), f"{plan.op.label}({reduction}) of {plan.dtype}"
+            if any(text in str(error) for text in _LOST):
+                raise ShotcastError(f"{library} lost a rank during {call}: {error}") from error
+            raise UnsupportedError(f"neither own kernels nor {library} served {call}: {error}") from error
 
     def _run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
         group, world_size = self._group, len(self._order)

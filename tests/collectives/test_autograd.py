@@ -1,0 +1,30 @@
+"""Gradients through the collectives, against the transposed maps and against differences."""
+
+from __future__ import annotations
+
+import autograd_targets as targets
+import pytest
+import torch
+
+import shotcast
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_against_the_transposed_map(world_size: int) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    assert set(shotcast.spawn(targets.analytic, world_size, dtypes, timeout_s=50)) == {2 * 14 + 11}
+
+
+def test_against_differences() -> None:
+    assert shotcast.spawn(targets.numeric, 3, timeout_s=50) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_differentiable(world_size: int) -> None:
+    shotcast.spawn(targets.when_and_when_not, world_size, timeout_s=50)
+
+
+def test_columns_of_a_weight() -> None:
+    shotcast.spawn(targets.tensor_parallel, 2, timeout_s=50)
