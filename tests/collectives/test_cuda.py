@@ -150,7 +150,7 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
 def test_killed_or_stopped_rank(world_size: int, how: str, record_property: Callable[[str, object], None]) -> None:
     victim = world_size - 1
     results = shotcast.spawn(
-        killed, world_size, "cuda", "two_shot", victim, SIGNALS[how], 2.0, timeout_s=60, return_exceptions=True
+        killed, world_size, "cuda", "two_shot", victim, SIGNALS[how], 2.0, timeout_s=25, return_exceptions=True
     )
     for rank in range(world_size):
         if rank == victim:

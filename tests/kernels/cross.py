@@ -78,9 +78,11 @@ def compiled_norm(dtype: str, hidden: int, capability: int = 90) -> Any:
     """The norm's kernel for tensors that begin at multiples of 16 bytes, as PyTorch's do."""
     pointer = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[dtype]
     signature = dict.fromkeys(("x", "residual", "weight", "normed", "new_residual"), pointer) | {"eps": "fp32"}
-    constants = {"HIDDEN": hidden, "BLOCK": min(triton.next_power_of_2(hidden), 4096), "PDL": capability >= 90}
+    block = min(triton.next_power_of_2(hidden), 4096)
+    constants = {"HIDDEN": hidden, "BLOCK": block, "PDL": capability >= 90}
+    signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind == pointer}
-    return build(add_rms_norm, signature | dict.fromkeys(constants, "constexpr"), constants, 4, capability, aligned)
+    return build(add_rms_norm, signature, constants, max(1, min(8, block // 256)), capability, aligned)
 
 
 def build(

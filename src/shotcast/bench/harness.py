@@ -106,7 +106,7 @@ def run(plan: BenchPlan, world_size: int) -> list[Row]:
         settings.setdefault(baselines.NCCL_ALGO.get(name, ""), []).append(name)
     rows: list[Row] = []
     for nccl_algo, contenders in settings.items():
-        extra = {"NCCL_ALGO": nccl_algo} if nccl_algo else {}
+        extra = dict(baselines.NCCL_FAVOURABLE) | ({"NCCL_ALGO": nccl_algo} if nccl_algo else {})
         rows += spawn(measure, world_size, plan, tuple(contenders), timeout_s=plan.timeout_s, env=extra)[0]
     order = {name: number for number, name in enumerate(plan.contenders())}
     return sorted(rows, key=lambda row: (row.nbytes, order[row.algorithm]))

@@ -31,6 +31,7 @@ def add_rms_norm(
                 BLOCK=block,
                 PDL=pdl,
                 num_warps=max(1, min(8, block // 256)),
+                enable_fp_fusion=False,
                 launch_pdl=pdl,
             )
         return normed, new_residual

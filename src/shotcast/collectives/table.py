@@ -22,6 +22,7 @@ from shotcast.errors import ConfigError
 from shotcast.wire import LaunchShape
 
 FORMAT = 1
+_OPS = tuple(op.label for op in wire.Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def parse(text: str, name: str) -> Table:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"table {name} is not as described in shotcast.collectives.table: {error!r}") from error
     for key, listed in rows.items():
+        if key[0] not in _OPS or key[1] not in wire.DTYPES:
+            raise ConfigError(f"table {name} speaks of {'/'.join(key)}, which is no operation and dtype")
         bounds = [row.nbytes for row in listed]
         if bounds != sorted(set(bounds)):
             raise ConfigError(f"table {name}, {'/'.join(key)}: sizes must ascend")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shotcast import wire
 from shotcast.errors import ShotcastError, UnsupportedError
 from shotcast.wire import CallPlan, Op
 
@@ -55,6 +56,12 @@ class Vendor:
         if plan.op is Op.BARRIER:
             dist.barrier(group)
             return
+        scale = 1
+        if plan.op not in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            # what is only moved goes as bytes: the libraries know fewer dtypes than there are
+            scale = wire.DTYPES[plan.dtype]
+            x = None if x is None else x.view(-1).view(torch.uint8)
+            out = None if out is None else out.view(-1).view(torch.uint8)
         if plan.op is Op.SEND:
             assert x is not None
             dist.send(x, group=group, group_dst=self._order[plan.root])
@@ -76,7 +83,7 @@ class Vendor:
             parts = [x.view(world_size, -1)[r] for r in self._by_group_rank()]
             dist.reduce_scatter(out.view(-1), [part.contiguous() for part in parts], REDUCTIONS[reduction], group)
         elif plan.op is Op.ALL_GATHER:
-            sizes = plan.sizes or (out.numel() // world_size,) * world_size
+            sizes = [size * scale for size in plan.sizes] or [out.numel() // world_size] * world_size
             ends = [sum(sizes[: r + 1]) for r in range(world_size)]
             flat, widest = out.view(-1), max(sizes)
             mine = x.view(-1)

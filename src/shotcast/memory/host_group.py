@@ -52,11 +52,11 @@ class StoreGroup:
         """Every rank's ``value`` (picklable), by rank.
 
         Raises:
-            CollectiveTimeout: naming the ranks that did not come within ``timeout_s``.
+            CollectiveTimeout: naming the ranks that did not come within ``timeout_s``. They still may: this rank has
+                not taken the step either, so its next call is the one that meets theirs.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self._step
-        self._step += 1
         self._store.set(f"{step}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
         deadline = time.monotonic() + timeout_s
         values, missing = [], []
@@ -70,6 +70,7 @@ class StoreGroup:
                 values.append(pickle.loads(self._store.get(key)))
         if missing:
             raise CollectiveTimeout(self.rank, missing, what, step, timeout_s)
+        self._step += 1
         if step >= 2:  # everybody has come to step - 1, so everybody has read step - 2
             self._store.delete_key(f"{step - 2}/{self.rank}")
         return values
