@@ -1,0 +1,207 @@
+"""What ranks do in tests/collectives/test_cpu_faults_communicator.py, besides what workers.py holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers import FLOATS, failing_call, warm
+
+import shotcast
+from shotcast import CollectiveMismatch, CollectiveTimeout, ShotcastError, wire
+from shotcast.memory.host_group import StoreGroup
+
+
+def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any]:
+    """As workers.killed, in an operation other than all_reduce."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=timeout_s)
+    n = comm.world_size
+    x, big = torch.ones(64 * n), torch.zeros(64 * n * n)
+    calls = {
+        "reduce_scatter": (lambda out: comm.reduce_scatter(x, out=out), 64),
+        "all_gather": (lambda out: comm.all_gather(x, out=out), big.numel()),
+        "all_to_all": (lambda out: comm.all_to_all(x, out=out), x.numel()),
+        "broadcast": (lambda out: comm.broadcast(out, victim), x.numel()),
+        "barrier": (lambda out: comm.barrier(), 0),
+        "recv": (lambda out: comm.recv(out, victim), x.numel()),
+    }
+    call, count = calls[op]
+    if op != "recv":
+        call(torch.zeros(count))
+    comm._host.barrier()
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    time.sleep(0.1)
+    out = torch.zeros(count)
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        call(out)
+    took = time.monotonic() - started
+    started = time.monotonic()
+    for again in (comm.barrier, comm.check, lambda: comm.all_reduce(x), lambda: comm.all_reduce(x.long())):
+        with pytest.raises(CollectiveTimeout):
+            again()
+    after = time.monotonic() - started
+    comm.close()
+    return {"error": caught.value, "took": took, "after": after, "nan": bool(out.isnan().all())}
+
+
+def survivors_go_on(victim: int) -> list[float]:
+    """Those left close the stopped communicator and build another among themselves."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=0.5)
+    warm(comm, "one_shot")
+    comm._host.barrier()
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    error, _, _ = failing_call(comm, "two_shot")
+    assert isinstance(error, CollectiveTimeout)
+    assert error.missing == (victim,)
+    comm.close()
+    alive = [r for r in range(comm.world_size) if r != victim]
+    group = dist.new_group(alive, use_local_synchronization=True)
+    with shotcast.Communicator(group, device="cpu", timeout_s=20) as again:
+        assert again.world_size == len(alive)
+        got = [again.all_reduce(torch.full([3], float(comm.rank)), algorithm=a) for a in ("one_shot", "ring", "vendor")]
+        again.barrier()
+        sub = again.split(0, -again.rank)
+        assert sub.rank == again.world_size - 1 - again.rank
+        got.append(sub.all_reduce(torch.full([3], float(comm.rank))))
+        return [float(x[0]) for x in got]
+
+
+def killed_inside_gloo(victim: int) -> tuple[str, str]:
+    """The victim makes its header known, and dies before Gloo has done its part."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=5)
+    comm.all_reduce(torch.ones(3).long())
+    if comm.rank == victim:
+        comm._vendor.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ShotcastError) as caught:
+        comm.all_reduce(torch.ones(100_000).long())
+    return type(caught.value).__name__, str(caught.value)
+
+
+def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
+    """Rank ``odd`` makes another call than the others. By case what was seen; and all works after a reset."""
+    seen = {}
+    with shotcast.Communicator(device="cpu", timeout_s=10) as comm:
+        n, is_odd = comm.world_size, comm.rank == odd
+        x = torch.ones(12 * n)
+        flat = [12] * n
+        bent = [12] * (n - 2) + [11, 13]
+        cases = {
+            "op": (lambda: comm.all_reduce(x), lambda: comm.all_to_all(x)),
+            "op, for a barrier": (lambda: comm.all_reduce(x), lambda: comm.barrier()),
+            "nbytes": (lambda: comm.all_gather(x), lambda: comm.all_gather(x[:-1])),
+            "dtype": (lambda: comm.all_to_all(x), lambda: comm.all_to_all(x.int())),
+            "algorithm": (lambda: comm.all_gather(x), lambda: comm.all_gather(x, algorithm="vendor")),
+            "root": (lambda: comm.broadcast(x, 0), lambda: comm.broadcast(x, 1)),
+            "root, of reductions": (
+                lambda: comm.all_reduce(x, reduction="max"),
+                lambda: comm.all_reduce(x, reduction="min"),
+            ),
+            "nbytes, of sizes": (
+                lambda: comm.all_gather(x[: flat[comm.rank]], sizes=flat),
+                lambda: comm.all_gather(x[: bent[comm.rank]], sizes=bent),
+            ),
+            "dtype, to Gloo": (lambda: comm.all_reduce(x.int()), lambda: comm.all_reduce(x.long())),
+        }
+        for what, (usual, other) in cases.items():
+            comm.barrier()
+            reached: list[Any] = []
+            run = comm._vendor.run
+            comm._vendor.run = lambda *args, reached=reached: reached.append(args)
+            started = time.monotonic()
+            with pytest.raises(CollectiveMismatch) as caught:
+                other() if is_odd else usual()
+            took = time.monotonic() - started
+            assert reached == [], f"{what}: the library was called in spite of the mismatch"
+            comm._vendor.run = run
+            with pytest.raises(CollectiveMismatch):
+                comm.barrier()
+            comm.reset()
+            assert comm.all_reduce(torch.ones(5)).tolist() == [n] * 5
+            assert comm.all_reduce(torch.ones(5).long()).tolist() == [n] * 5
+            seen[what] = (caught.value, took)
+    return seen
+
+
+def different_messages(what: str) -> BaseException | None:
+    """Rank 0 sends what rank 1 does not expect; rank 2 takes no part until the reset."""
+    with shotcast.Communicator(device="cpu", timeout_s=3) as comm:
+        comm.barrier()
+        error = None
+        if comm.rank == 0:
+            comm.send(torch.ones(8, dtype=torch.int32 if what == "dtype" else torch.float32), 1)
+        elif comm.rank == 1:
+            with pytest.raises(CollectiveMismatch) as caught:
+                comm.recv(torch.ones(8 if what == "dtype" else 9), 0)
+            error = caught.value
+        comm.reset()
+        if comm.rank == 0:
+            comm.send(torch.full([3], 5.0), 1)
+        elif comm.rank == 1:
+            assert comm.recv(torch.zeros(3), 0).tolist() == [5.0] * 3
+        assert comm.all_reduce(torch.ones(5)).tolist() == [comm.world_size] * 5
+        return error
+
+
+def outputs_after_a_fault() -> int:
+    """What a failed call leaves in its output: NaN in every dtype that has one, and nothing claimed of the others."""
+    done = 0
+    with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
+        for name in wire.DTYPES:
+            dtype = getattr(torch, name)
+            if not (dtype.is_floating_point or dtype.is_complex):
+                continue
+            x = torch.ones(5).to(dtype)
+            with pytest.raises(CollectiveMismatch):
+                comm.broadcast(x, 0 if comm.rank else 1)
+            assert bool(x.to(torch.complex128 if dtype.is_complex else torch.float64).isnan().all()), name
+            comm.reset()
+            done += 1
+    return done
+
+
+def reset_again_after_nobody_came(late: int) -> None:
+    """A rank misses the others' first attempt to reset; the second meets its first."""
+    with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
+        comm.all_reduce(torch.ones(3))
+        group = StoreGroup(comm._group, 0.5, list(range(comm.world_size)))
+        for turn in range(2):
+            if comm.rank == late:
+                time.sleep(0.8)
+            else:
+                with pytest.raises(CollectiveTimeout) as caught:
+                    group.all_gather((comm.rank, turn))
+                assert caught.value.missing == (late,)
+            wanted = [(r, turn) for r in range(comm.world_size)]
+            assert group.all_gather((comm.rank, turn), 5.0) == wanted
+            assert group.all_gather(None, 5.0) == [None] * comm.world_size
+
+
+def timeouts_of_each_rank() -> tuple[float, str]:
+    """Deadlines are each rank's own: the shortest stops all."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        comm.all_reduce(torch.ones(3))
+        if comm.rank == 1:
+            comm.set_timeout(0.5)
+        comm._host.barrier()
+        started = time.monotonic()
+        kind = ""
+        if comm.rank != 2:
+            with pytest.raises(CollectiveTimeout) as caught:
+                comm.all_reduce(torch.ones(3))
+            assert caught.value.missing == (2,)
+            kind = type(caught.value).__name__
+        took = time.monotonic() - started
+        comm.reset()
+        for dtype in FLOATS.values():
+            assert comm.all_reduce(torch.ones(3, dtype=dtype)).tolist() == [comm.world_size] * 3
+        return took, kind

@@ -1,0 +1,165 @@
+"""Ranks of a Communicator that die, stop, come late or do something else: who is named, how soon, what is left."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import fault_targets as targets
+import pytest
+from workers import SIGNALS, killed, late_then_reset, mismatched
+
+import shotcast
+from shotcast import CollectiveMismatch, CollectiveTimeout, RankFailed, wire
+
+pytestmark = pytest.mark.timeout(60)
+TIMEOUT_S = 0.6
+
+
+@pytest.fixture
+def shm() -> Iterator[dict[str, str]]:
+    """An environment with a directory of its own on the real tmpfs, which must be empty in the end."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as directory:
+        yield {"SHOTCAST_SHM_DIR": directory}
+        assert os.listdir(directory) == []
+
+
+def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
+    error = said["error"]
+    assert isinstance(error, CollectiveTimeout), error
+    assert (error.missing, error.op, error.timeout_s) == ((missing,), "all_reduce", timeout_s)
+    assert error.epoch == 3, "two calls went before"
+    assert timeout_s * 0.9 < said["took"] < timeout_s + 1
+    assert said["nan"]
+
+
+class TestKilled:
+    @pytest.mark.parametrize(
+        ("world_size", "how", "algorithm", "victim"),
+        [
+            (2, "killed", "one_shot", 1),
+            (2, "stopped", "ring", 0),
+            (4, "killed", "ring", 2),
+            (4, "stopped", "two_shot", 3),
+            (4, "killed", "two_shot", 0),
+        ],
+    )
+    def test_survivors_name_the_victim(
+        self, world_size: int, how: str, algorithm: str, victim: int, shm: dict[str, str]
+    ) -> None:
+        results = shotcast.spawn(
+            killed,
+            world_size,
+            "cpu",
+            algorithm,
+            victim,
+            SIGNALS[how],
+            TIMEOUT_S,
+            timeout_s=TIMEOUT_S + 3.5,
+            env=shm,
+            return_exceptions=True,
+        )
+        failed = results.pop(victim)
+        assert isinstance(failed, RankFailed)
+        if how == "killed":
+            assert "SIGKILL" in failed.detail
+        for said in results:
+            assert isinstance(said, dict), said
+            expect_timeout(said, victim, TIMEOUT_S)
+            assert isinstance(said["again"], CollectiveTimeout)
+            assert (said["again"].missing, said["again"].epoch) == ((victim,), 3)
+            assert said["again_s"] < 0.1
+
+    @pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier", "recv"])
+    def test_in_every_operation(self, op: str, shm: dict[str, str]) -> None:
+        call = targets.killed_in_each_call
+        results = shotcast.spawn(call, 3, 1, 0.8, op, env=shm, timeout_s=20, return_exceptions=True)
+        assert isinstance(results.pop(1), RankFailed)
+        kinds = []
+        for said in results:
+            assert isinstance(said, dict), said
+            assert said["error"].missing == (1,)
+            kinds.append(said["error"].op)
+            # a message's first use leaves its partner half of the timeout to come
+            assert 0.5 < said["took"] < 0.8 + 1
+            assert said["after"] < 0.1
+            assert said["nan"]
+        assert kinds == [op, op]
+
+    def test_the_rest_go_on_in_a_new_communicator(self) -> None:
+        results = shotcast.spawn(targets.survivors_go_on, 4, 1, timeout_s=40, return_exceptions=True)
+        assert isinstance(results.pop(1), RankFailed)
+        assert results == [[5.0] * 4] * 3
+
+    def test_inside_the_vendor_library(self) -> None:
+        results = shotcast.spawn(targets.killed_inside_gloo, 3, 1, timeout_s=40, return_exceptions=True)
+        assert isinstance(results.pop(1), RankFailed)
+        for kind, text in results:
+            assert kind == "ShotcastError"
+            assert "gloo lost a rank during all_reduce(sum) of int64" in text
+
+    def test_spawn_names_who_died_and_not_who_noticed(self) -> None:
+        with pytest.raises(RankFailed) as caught:
+            shotcast.spawn(targets.killed_in_each_call, 3, 1, 0.5, "barrier", timeout_s=20)
+        assert caught.value.rank == 1
+        assert "SIGKILL" in caught.value.detail
+
+
+class TestLate:
+    @pytest.mark.parametrize(
+        ("world_size", "algorithm", "late"), [(2, "one_shot", 0), (2, "ring", 1), (4, "two_shot", 1), (4, "ring", 3)]
+    )
+    def test_named_and_reset(self, world_size: int, algorithm: str, late: int) -> None:
+        results = shotcast.spawn(late_then_reset, world_size, "cpu", algorithm, late, TIMEOUT_S, timeout_s=40)
+        for rank, said in enumerate(results):
+            if rank == late:  # learns at once what the others found
+                assert isinstance(said["error"], CollectiveTimeout)
+                assert (said["error"].missing, said["error"].rank) == ((late,), late)
+                assert said["took"] < TIMEOUT_S
+            else:
+                expect_timeout(said, late, TIMEOUT_S)
+
+    def test_a_second_attempt_to_meet(self) -> None:
+        shotcast.spawn(targets.reset_again_after_nobody_came, 3, 1, timeout_s=40)
+
+    def test_deadline_is_each_ranks_own(self) -> None:
+        results = shotcast.spawn(targets.timeouts_of_each_rank, 3, timeout_s=40)
+        assert [kind for _, kind in results] == ["CollectiveTimeout", "CollectiveTimeout", ""]
+        assert 0.4 < results[1][0] < 1.5
+        assert results[0][0] < 1.5, "well before its own 20 s"
+
+
+class TestMismatch:
+    @pytest.mark.parametrize(
+        ("world_size", "odd", "what"),
+        [(2, 1, "op"), (2, 1, "nbytes"), *((4, 0, what) for what in ("op", "nbytes", "dtype", "algorithm", "root"))],
+    )
+    def test_reported_alike(self, world_size: int, odd: int, what: str) -> None:
+        for rank, said in enumerate(shotcast.spawn(mismatched, world_size, "cpu", what, odd, 5.0, timeout_s=40)):
+            error = said["error"]
+            assert isinstance(error, CollectiveMismatch), error
+            assert (error.rank, error.differing, error.fields) == (rank, (odd,), (what,))
+            assert sorted(error.calls) == list(range(world_size))
+            assert error.epoch == 5
+            assert said["took"] < 1.5
+
+    def test_before_the_vendor_runs_and_not_after_a_reset(self) -> None:
+        for seen in shotcast.spawn(targets.different_calls, 3, 2, timeout_s=50):
+            assert len(seen) == 9
+            for what, (error, took) in seen.items():
+                assert error.differing == (2,), what
+                assert what.split(",")[0] in error.fields, (what, error)
+                assert took < 1.5, what
+
+    @pytest.mark.parametrize("what", ["dtype", "nbytes"])
+    def test_of_a_message(self, what: str) -> None:
+        errors = shotcast.spawn(targets.different_messages, 3, what, timeout_s=40)
+        assert errors[0] is errors[2] is None
+        assert errors[1].fields == (what,)
+        assert sorted(errors[1].calls) == [0, 1]
+
+    def test_output_is_nan_in_every_dtype_that_has_it(self) -> None:
+        served = sum(name.startswith(("float", "bfloat", "complex")) for name in wire.DTYPES)
+        assert shotcast.spawn(targets.outputs_after_a_fault, 2, timeout_s=40) == [served] * 2
