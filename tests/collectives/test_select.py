@@ -1,0 +1,275 @@
+"""From problem to candidates to choice, as pure functions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast import wire
+from shotcast.collectives.candidates import candidates, launch_shape, obstacle
+from shotcast.collectives.problem import CollectiveProblem, Explanation, Topology
+from shotcast.collectives.select import choose
+from shotcast.collectives.table import Table, parse
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
+from shotcast.errors import ConfigError
+from shotcast.wire import ALGORITHMS, LaunchShape, Op
+
+
+def ground(kernels: str = "compiled", world_size: int = 4, max_bytes: int = 1 << 20, obstacle: str = "") -> Topology:
+    device = "cuda" if kernels == "triton" else "cpu"
+    return Topology(world_size, device, "cpu", kernels, obstacle, False, max_bytes)
+
+
+def problem(
+    op: Op = Op.ALL_REDUCE,
+    nbytes: int = 1024,
+    dtype: str = "float32",
+    topology: Topology | None = None,
+    sizes: tuple[int, ...] = (),
+    reduction: str = "sum",
+) -> CollectiveProblem:
+    return CollectiveProblem(op, nbytes, dtype, topology or ground(), 0, sizes, reduction)
+
+
+def table(*rows: object, op: str = "all_reduce", dtype: str = "float32", name: str = "t") -> Table:
+    entries = {op: {dtype: list(rows)}}
+    return parse(json.dumps({"format": 1, "part": "cpu", "world_size": 4, "entries": entries}), name)
+
+
+problems = st.builds(
+    problem,
+    op=st.sampled_from(Op),
+    nbytes=st.integers(0, 1 << 33),
+    dtype=st.sampled_from([*wire.DTYPES, "qint8"]),
+    topology=st.builds(
+        ground,
+        kernels=st.sampled_from(["triton", "interpreter", "compiled"]),
+        world_size=st.integers(2, 8),
+        max_bytes=st.integers(1, 512 << 20),
+    ),
+    reduction=st.sampled_from(["sum", "max", "min", "prod"]),
+)
+names = st.sampled_from([*ALGORITHMS, "auto"])
+
+
+class TestOrder:
+    USER = table([None, "two_shot", None], name="user.json")
+    PACKAGED = table([None, "one_shot", None], name="packaged.json")
+    TABLES = (("user table", USER), ("packaged table", PACKAGED))
+
+    def test_argument_then_environment_then_tables_then_model(self) -> None:
+        large = problem(nbytes=1 << 20)
+        cases = [
+            (choose(large, "ring", "vendor", self.TABLES), "argument", "ring"),
+            (choose(large, "auto", "vendor", self.TABLES), "environment", "vendor"),
+            (choose(large, "auto", "auto", self.TABLES), "user table", "two_shot"),
+            (choose(large, "auto", "auto", self.TABLES[1:]), "packaged table", "one_shot"),
+            (choose(large, "auto", "auto", ()), "cost model", "two_shot"),
+        ]
+        for choice, source, algorithm in cases:
+            assert (choice.source, choice.candidate.algorithm) == (source, algorithm)
+
+    def test_a_table_that_is_silent_is_passed_over(self) -> None:
+        silent = table([64, "ring", None], name="silent.json")
+        tables = (("user table", silent), ("packaged table", self.PACKAGED))
+        assert choose(problem(), "auto", "auto", tables).source == "packaged table"
+        assert choose(problem(nbytes=64), "auto", "auto", tables).source == "user table"
+
+    def test_a_row_that_is_not_legal_is_passed_over(self) -> None:
+        ring = table([None, "ring", None], op="broadcast")
+        choice = choose(problem(Op.BROADCAST), "auto", "auto", (("user table", ring),))
+        assert (choice.source, choice.candidate.algorithm) == ("cost model", "one_shot")
+
+    def test_an_environment_that_is_not_legal_is_passed_over(self) -> None:
+        choice = choose(problem(Op.BROADCAST), "auto", "two_shot", ())
+        assert (choice.source, choice.candidate.algorithm) == ("cost model", "one_shot")
+
+    def test_launch_is_the_rows_or_the_default(self) -> None:
+        shape = {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": 640}
+        rows = table([100, "ring", shape], [2000, "ring", None])
+        tables = (("user table", rows),)
+        assert choose(problem(nbytes=100), "auto", "auto", tables).candidate.launch.chunk_bytes == 640
+        assert choose(problem(nbytes=101), "auto", "auto", tables).candidate.launch.chunk_bytes == 0
+
+    def test_reasons(self) -> None:
+        rows = table([2048, "ring", None], [None, "two_shot", None], name="mine.json")
+        tables = (("user table", rows),)
+        assert choose(problem(), "auto", "auto", tables).reason == "mine.json: ring for up to 2 KiB"
+        assert choose(problem(nbytes=4096), "auto", "auto", tables).reason == "mine.json: two_shot for any size"
+        assert choose(problem(), "ring", "auto", tables).reason == "named in the call"
+        assert choose(problem(), "auto", "ring", tables).reason == "SHOTCAST_ALGORITHM"
+        times = [collective_us("all_reduce", name, 1024, 4, SHARED_MEMORY) for name in ("one_shot", "two_shot", "ring")]
+        said = "predicted us: one_shot {:.1f}, two_shot {:.1f}, ring {:.1f}".format(*times)
+        assert choose(problem(), "auto", "auto", ()).reason == said
+
+    @given(problems, names, names, st.lists(st.sampled_from(ALGORITHMS), max_size=2))
+    def test_any_choice_is_legal_and_its_source_is_the_first_that_may_decide(
+        self, asked: CollectiveProblem, argument: str, environment: str, rows: list[str]
+    ) -> None:
+        tables = [
+            (source, table([None, name, None], op=asked.op.label, dtype=asked.dtype))
+            for source, name in zip(("user table", "packaged table"), rows, strict=False)
+            if asked.dtype in wire.DTYPES
+        ]
+        legal = [candidate.algorithm for candidate in candidates(asked)]
+        if argument != "auto" and argument not in legal:
+            with pytest.raises(ConfigError, match=f"{argument} cannot serve this {asked.op.label}") as caught:
+                choose(asked, argument, environment, tables)
+            assert obstacle(asked, argument) in str(caught.value)
+            return
+        choice = choose(asked, argument, environment, tables)
+        assert choice.candidate.algorithm in legal
+        assert choice.reason
+        if argument != "auto":
+            wanted = "argument", argument
+        elif environment in legal:
+            wanted = "environment", environment
+        elif legal == ["vendor"]:
+            wanted = "legality", "vendor"
+        else:
+            named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in legal]
+            wanted = named[0] if named else ("cost model", choice.candidate.algorithm)
+        assert (choice.source, choice.candidate.algorithm) == wanted
+        assert choose(asked, argument, environment, tables) == choice
+
+    @given(st.integers(0, 1 << 26), st.integers(2, 8), st.sampled_from(["triton", "compiled"]))
+    def test_model_takes_the_least_time(self, nbytes: int, world_size: int, kernels: str) -> None:
+        asked = problem(nbytes=nbytes, topology=ground(kernels, world_size, 512 << 20))
+        taken = choose(asked, "auto", "auto", ()).candidate.algorithm
+        link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
+        own = [candidate.algorithm for candidate in candidates(asked) if candidate.algorithm != "vendor"]
+        times = {name: collective_us("all_reduce", name, nbytes, world_size, link) for name in own}
+        assert times[taken] == min(times.values())
+
+
+class TestLegality:
+    OFFERED = (
+        (Op.ALL_REDUCE, ["one_shot", "two_shot", "ring", "vendor"]),
+        (Op.REDUCE_SCATTER, ["one_shot", "ring", "vendor"]),
+        (Op.ALL_GATHER, ["one_shot", "ring", "vendor"]),
+        (Op.ALL_TO_ALL, ["one_shot", "vendor"]),
+        (Op.BROADCAST, ["one_shot", "vendor"]),
+        (Op.SEND, ["one_shot", "vendor"]),
+        (Op.RECV, ["one_shot", "vendor"]),
+        (Op.BARRIER, ["one_shot", "vendor"]),
+    )
+
+    @pytest.mark.parametrize(("op", "names"), OFFERED)
+    @pytest.mark.parametrize("kernels", ["compiled", "interpreter", "triton"])
+    def test_what_there_is(self, op: Op, names: list[str], kernels: str) -> None:
+        asked = problem(op, topology=ground(kernels))
+        assert [candidate.algorithm for candidate in candidates(asked)] == names
+
+    def test_operations_are_all_here(self) -> None:
+        assert {op for op, _ in self.OFFERED} == set(Op)
+
+    @pytest.mark.parametrize(
+        ("asked", "algorithm", "said"),
+        [
+            (problem(Op.BROADCAST), "ring", "there is no ring broadcast; there is one_shot"),
+            (problem(dtype="int32"), "ring", "own kernels add up float32, float16, bfloat16, and this is int32"),
+            (problem(reduction="max"), "two_shot", "own kernels only sum, and this is max"),
+            (problem(Op.BROADCAST, dtype="qint8"), "one_shot", "dtype qint8 has no code of its own"),
+            (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "ring", "the ring takes equal parts only"),
+            (problem(nbytes=1 << 32), "ring", "one call carries less than 4 GiB"),
+            (
+                problem(Op.SEND, nbytes=1 << 32, topology=ground("triton")),
+                "one_shot",
+                "one call carries less than 4 GiB",
+            ),
+            (problem(topology=ground("", obstacle="no reason")), "ring", "no reason"),
+            (
+                problem(Op.ALL_GATHER, dtype="int8", topology=ground("triton")),
+                "ring",
+                "the ring moves float32, float16, bfloat16 only, and this is int8",
+            ),
+            (
+                problem(nbytes=(512 << 10) + 4, topology=ground("triton")),
+                "one_shot",
+                "it would take 2097168 B of a workspace that has 2 MiB (max_bytes)",
+            ),
+            (
+                problem(nbytes=(1 << 20) + 4, topology=ground("triton")),
+                "two_shot",
+                "it would take 1048580 B of a workspace that has 1 MiB (max_bytes)",
+            ),
+            (
+                problem(Op.ALL_TO_ALL, nbytes=(512 << 10) + 1, dtype="int8", topology=ground("triton")),
+                "one_shot",
+                "it would take 1048578 B of a workspace that has 1 MiB (max_bytes)",
+            ),
+        ],
+    )
+    def test_obstacles(self, asked: CollectiveProblem, algorithm: str, said: str) -> None:
+        assert obstacle(asked, algorithm) == said
+        assert algorithm not in [candidate.algorithm for candidate in candidates(asked)]
+        with pytest.raises(ConfigError) as caught:
+            choose(asked, algorithm, "auto", ())
+        assert said in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("asked", "algorithm"),
+        [
+            (problem(nbytes=512 << 10, topology=ground("triton")), "one_shot"),
+            (problem(nbytes=1 << 20, topology=ground("triton")), "two_shot"),
+            (problem(Op.ALL_TO_ALL, nbytes=512 << 10, dtype="int8", topology=ground("triton")), "one_shot"),
+            (problem(nbytes=(1 << 32) - 4), "ring"),
+            (problem(Op.SEND, nbytes=(1 << 32) - 1, dtype="int8", topology=ground("triton")), "one_shot"),
+            (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "one_shot"),
+        ],
+    )
+    def test_at_the_limit(self, asked: CollectiveProblem, algorithm: str) -> None:
+        assert obstacle(asked, algorithm) == ""
+
+    @given(problems)
+    def test_vendor_is_always_legal_and_last(self, asked: CollectiveProblem) -> None:
+        assert candidates(asked)[-1].algorithm == "vendor"
+        assert obstacle(asked, "vendor") == ""
+
+    @pytest.mark.parametrize("argument", ["tree", "", None])
+    def test_unknown(self, argument: str) -> None:
+        with pytest.raises(
+            ConfigError, match=r"unknown algorithm .*; there are auto, ring, one_shot, two_shot, vendor"
+        ):
+            choose(problem(), argument, "auto", ())
+
+    def test_why_the_vendor(self) -> None:
+        choice = choose(problem(dtype="int64"), "auto", "auto", ())
+        assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
+        assert choice.reason == "own kernels add up float32, float16, bfloat16, and this is int64"
+        choice = choose(problem(topology=ground("", obstacle="several hosts")), "auto", "auto", ())
+        assert choice.reason == "several hosts"
+
+
+class TestLaunch:
+    @given(problems, st.sampled_from(["one_shot", "two_shot", "ring"]))
+    def test_is_one_a_kernel_can_take(self, asked: CollectiveProblem, algorithm: str) -> None:
+        shape = launch_shape(asked, algorithm)
+        if asked.topology.kernels == "compiled":
+            assert shape == LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
+            return
+        assert 1 <= shape.programs <= 1024
+        assert shape.block_words & (shape.block_words - 1) == 0, "Triton's tiles are powers of two"
+        assert shape.block_words >= 16
+        assert shape.num_warps in (1, 2, 4, 8)
+
+    @pytest.mark.parametrize("share", [512 << 10, (512 << 10) - 4])
+    def test_larger_tiles_from_half_a_mebibyte_a_rank(self, share: int) -> None:
+        asked = problem(nbytes=4 * share, topology=ground("triton", max_bytes=1 << 28))
+        assert launch_shape(asked, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
+
+
+def test_explanation_in_words() -> None:
+    compiled = LaunchShape(programs=0, block_words=0, num_warps=0)
+    said = Explanation("all_reduce", 64, "float32", "ring", compiled, "cost model", "least", ("ring", "vendor"))
+    assert str(said) == (
+        "all_reduce of 64 bytes, float32: ring (chunks of default bytes), by cost model: least; legal: ring, vendor"
+    )
+    kernel = LaunchShape(programs=8, block_words=128, num_warps=1)
+    said = Explanation("all_reduce", 64, "float32", "ring", kernel, "argument", "named", ("ring",))
+    assert "ring (8 programs of 1 warps, 128 words a tile), by argument: named" in str(said)
+    vendor = Explanation("all_reduce", 64, "int8", "vendor", compiled, "legality", "why", ("vendor",))
+    assert "int8: vendor, by legality: why" in str(vendor)

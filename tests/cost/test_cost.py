@@ -1,0 +1,75 @@
+"""The cost model against the equations of its docstring, written out again as sums over steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, LinkCost, collective_us
+
+links = st.builds(
+    LinkCost,
+    fixed_us=st.floats(0, 100),
+    step_us=st.floats(0, 100),
+    bw_gbps=st.floats(0.1, 1000),
+)
+sizes = st.integers(0, 1 << 32)
+worlds = st.integers(1, 16)
+
+
+def by_steps(link: LinkCost, steps: list[float]) -> float:
+    """A fixed cost, and for each step a latency and the bytes one rank sends in it."""
+    return link.fixed_us + sum(link.step_us + nbytes / link.bw_gbps / 1e3 for nbytes in steps)
+
+
+@given(links, sizes, worlds)
+def test_equations(link: LinkCost, nbytes: int, world_size: int) -> None:
+    others, share = world_size - 1, nbytes / world_size
+    expected = {
+        ("all_reduce", "one_shot"): [others * nbytes],
+        ("all_reduce", "two_shot"): [others * share, others * share],
+        ("all_reduce", "ring"): [share] * (2 * world_size - 2),
+        ("reduce_scatter", "one_shot"): [others * share],
+        ("reduce_scatter", "ring"): [share] * others,
+        ("all_gather", "one_shot"): [others * share],
+        ("all_gather", "ring"): [share] * others,
+        ("all_to_all", "one_shot"): [others * share],
+        ("broadcast", "one_shot"): [others * nbytes],
+    }
+    for (op, algorithm), steps in expected.items():
+        time_us = collective_us(op, algorithm, nbytes, world_size, link)
+        assert time_us == pytest.approx(by_steps(link, steps), rel=1e-9), (op, algorithm)
+
+
+@given(links, sizes, worlds)
+def test_an_all_reduce_is_a_scatter_and_a_gather(link: LinkCost, nbytes: int, world_size: int) -> None:
+    for whole, halves in (("two_shot", "one_shot"), ("ring", "ring")):
+        parts = [collective_us(op, halves, nbytes, world_size, link) for op in ("reduce_scatter", "all_gather")]
+        total = collective_us("all_reduce", whole, nbytes, world_size, link)
+        assert total == pytest.approx(sum(parts) - link.fixed_us, rel=1e-9, abs=1e-9)
+
+
+@given(sizes, sizes, st.integers(2, 8))
+def test_larger_takes_longer(a: int, b: int, world_size: int) -> None:
+    small, large = sorted((a, b))
+    for algorithm in ("one_shot", "two_shot", "ring"):
+        for link in (NVLINK4, SHARED_MEMORY):
+            first, second = (collective_us("all_reduce", algorithm, n, world_size, link) for n in (small, large))
+            assert first <= second
+
+
+@pytest.mark.parametrize("link", [NVLINK4, SHARED_MEMORY])
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_who_wins_where(link: LinkCost, world_size: int) -> None:
+    def best(nbytes: int) -> str:
+        names = ("one_shot", "two_shot", "ring")
+        return min(names, key=lambda name: collective_us("all_reduce", name, nbytes, world_size, link))
+
+    assert best(1) == "one_shot"
+    assert best(1 << 20) == "two_shot"
+    assert best(1 << 30) == "two_shot", "two steps send as many bytes as 2N-2 do"
+
+
+def test_a_transfer_in_microseconds() -> None:
+    assert LinkCost(0, 0, bw_gbps=2.0).transfer_us(6_000) == 3.0
