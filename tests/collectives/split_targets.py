@@ -1,0 +1,143 @@
+"""What ranks do in tests/collectives/test_split.py."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+import shotcast
+from shotcast import Communicator
+
+
+def every_operation(comm: Communicator, job_ranks: list[int], mine: int, algorithm: str) -> None:
+    """All calls on ``comm``, whose ranks are those of the job in the order ``job_ranks``."""
+    assert comm.world_size == len(job_ranks)
+    assert job_ranks[comm.rank] == mine
+    size, rank = comm.world_size, comm.rank
+    x = torch.full([3], float(mine))
+    what = (algorithm, job_ranks)
+    assert comm.all_reduce(x, algorithm=algorithm).tolist() == [float(sum(job_ranks))] * 3, what
+    assert comm.all_gather(x[:1], algorithm=algorithm).tolist() == job_ranks, what
+    lengths = [r % 2 + 1 for r in range(size)]
+    wanted = [float(job) for job, n in zip(job_ranks, lengths, strict=True) for _ in range(n)]
+    plain = "vendor" if algorithm == "vendor" else "auto"
+    assert comm.all_gather(x[: lengths[rank]], sizes=lengths, algorithm=plain).tolist() == wanted, what
+    wide = torch.arange(size, dtype=torch.float32) + 10 * mine
+    total = [sum(10.0 * job for job in job_ranks) + size * r for r in range(size)]
+    assert comm.reduce_scatter(wide, algorithm=algorithm).tolist() == [total[rank]], what
+    assert comm.all_to_all(wide, algorithm=plain).tolist() == [10.0 * job + rank for job in job_ranks], what
+    for root in range(size):
+        assert comm.broadcast(x.clone(), root, algorithm=plain).tolist() == [float(job_ranks[root])] * 3, what
+    # integers are added up by the library whatever the algorithm of the rest
+    assert comm.all_reduce(torch.tensor([mine])).tolist() == [sum(job_ranks)], what
+    assert comm.reduce_scatter(wide.long()).tolist() == [int(total[rank])], what
+    if size > 1:
+        if rank == 0:
+            comm.send(x, size - 1)
+        elif rank == size - 1:
+            assert comm.recv(torch.zeros(3), 0).tolist() == [float(job_ranks[0])] * 3, what
+    comm.barrier()
+
+
+def groups() -> None:
+    """Colors, keys, and the ranks' order within."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        me, size = comm.rank, comm.world_size
+        evens, odds = list(range(0, size, 2)), list(range(1, size, 2))
+        shuffled = random.Random(3).sample(range(size), size)
+        cases = [
+            (me % 2, me, evens if me % 2 == 0 else odds),
+            (me % 2, -me, (evens if me % 2 == 0 else odds)[::-1]),
+            (7, 0, list(range(size))),
+            (7, -me, list(range(size))[::-1]),
+            ("by name", shuffled.index(me), shuffled),
+            (me, 0, [me]),
+        ]
+        for color, key, wanted in cases:
+            with comm.split(color, key) as sub:
+                for algorithm in ("one_shot", "ring", "vendor"):
+                    every_operation(sub, wanted, me, algorithm)
+                sub.check()
+        # grandchildren: an order within an order
+        with comm.split(0, -me) as reversed_, reversed_.split(reversed_.rank % 2, -reversed_.rank) as part:
+            order = list(range(size))[::-1]
+            every_operation(part, order[reversed_.rank % 2 :: 2][::-1], me, "one_shot")
+            every_operation(part, order[reversed_.rank % 2 :: 2][::-1], me, "vendor")
+        every_operation(comm, list(range(size)), me, "ring")
+
+
+def some_without() -> None:
+    """The last rank is left out, and the others go on without it."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        last = comm.world_size - 1
+        sub = comm.split(None if comm.rank == last else 0)
+        if comm.rank == last:
+            assert sub is None
+            time.sleep(0.2)
+        else:
+            every_operation(sub, list(range(last)), comm.rank, "one_shot")
+            sub.close()
+        assert comm.all_reduce(torch.ones(2)).tolist() == [last + 1.0] * 2
+
+
+def alternating(calls: int) -> None:
+    """Rows and columns of a grid, the whole, and a copy of the whole, in an order that is random but shared."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        me, size = comm.rank, comm.world_size
+        width = 2
+        row = comm.split(me // width, me)
+        column = comm.split(me % width, me)
+        copy = comm.split(0, me)
+        members = {
+            comm: list(range(size)),
+            copy: list(range(size)),
+            row: [r for r in range(size) if r // width == me // width],
+            column: [r for r in range(size) if r % width == me % width],
+        }
+        shared, own = random.Random(5), random.Random(me)
+        for _ in range(calls):
+            chosen = shared.choice(list(members))
+            count = shared.choice([1, 77, 5000])
+            algorithm = shared.choice(["one_shot", "two_shot", "ring"])
+            if own.random() < 0.1:
+                time.sleep(own.random() * 0.003)
+            got = chosen.all_reduce(torch.full([count], float(me)), algorithm=algorithm)
+            assert got.tolist() == [float(sum(members[chosen]))] * count
+        for child in (row, column, copy):
+            child.check()
+            child.close()
+        comm.check()
+
+
+def independent() -> None:
+    """A copy of the whole has its own workspace, epoch, faults and end."""
+    with shotcast.Communicator(device="cpu", timeout_s=0.5) as comm:
+        copy = comm.split(0)
+        assert (copy.rank, copy.world_size, copy.max_bytes) == (comm.rank, comm.world_size, comm.max_bytes)
+        for number in range(3):
+            assert copy.all_reduce(torch.tensor([float(number)])).tolist() == [number * comm.world_size]
+        assert comm._executor.epoch == 0
+        comm.all_reduce(torch.ones(1))
+        comm._host.barrier()
+        if comm.rank == 0:
+            with pytest.raises(shotcast.CollectiveTimeout):
+                comm.all_reduce(torch.ones(1))
+        else:
+            time.sleep(0.8)
+            with pytest.raises(shotcast.CollectiveTimeout):
+                comm.all_reduce(torch.ones(1))
+        copy.check()
+        copy.set_timeout(20)
+        assert copy.all_reduce(torch.ones(1)).tolist() == [comm.world_size]
+        comm.reset()
+        copy.close()
+        assert comm.all_reduce(torch.ones(1)).tolist() == [comm.world_size]
+    # the parent's end is not the child's
+    parent = shotcast.Communicator(device="cpu", timeout_s=20)
+    child = parent.split(0)
+    parent.close()
+    assert child.all_reduce(torch.ones(1)).tolist() == [child.world_size]
+    child.close()

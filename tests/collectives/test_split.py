@@ -1,0 +1,28 @@
+"""Communicators of some of the ranks, in another order, or of the same ranks again."""
+
+from __future__ import annotations
+
+import pytest
+import split_targets as targets
+
+import shotcast
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_groups_and_orders(world_size: int) -> None:
+    shotcast.spawn(targets.groups, world_size, timeout_s=50)
+
+
+def test_rank_without_a_color() -> None:
+    shotcast.spawn(targets.some_without, 4, timeout_s=50)
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_used_in_turn(world_size: int) -> None:
+    shotcast.spawn(targets.alternating, world_size, 150, timeout_s=50)
+
+
+def test_independent_of_each_other() -> None:
+    shotcast.spawn(targets.independent, 3, timeout_s=50)
