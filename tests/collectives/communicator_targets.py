@@ -44,12 +44,15 @@ def copies_of_every_dtype(counts: list[int], shift: int) -> int:
             xs = [patterns(count * size, dtype, 100 * count + r) for r in range(size)]
             x = shifted(xs[rank], shift)
             blocks = [part[rank * count : (rank + 1) * count] for part in xs]
-            for algorithm in ("one_shot", "ring"):
+            for algorithm in ("one_shot", "ring", "vendor"):
                 same_bits(comm.all_gather(x, algorithm=algorithm), torch.cat(xs), (*what, algorithm))
-            same_bits(comm.all_to_all(x), torch.cat(blocks), (*what, "all_to_all"))
             lengths = [count * r for r in range(size)]
-            got = comm.all_gather(x[: lengths[rank]], sizes=lengths)
-            same_bits(got, torch.cat([part[:n] for part, n in zip(xs, lengths, strict=True)]), (*what, "uneven"))
+            pieces = [part[:n] for part, n in zip(xs, lengths, strict=True)]
+            for algorithm in ("one_shot", "vendor"):
+                got = comm.all_to_all(x, algorithm=algorithm)
+                same_bits(got, torch.cat(blocks), (*what, "all_to_all", algorithm))
+                got = comm.all_gather(x[: lengths[rank]], sizes=lengths, algorithm=algorithm)
+                same_bits(got, torch.cat(pieces), (*what, "uneven", algorithm))
             for root in range(size):
                 same_bits(comm.broadcast(x.clone(), root), xs[root], (*what, "broadcast", root))
             # to the next rank, all round: the odd ones receive first
