@@ -1,0 +1,160 @@
+"""What ranks of tests/collectives/test_interpreter.py run besides workers.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from workers import check, inputs, shifted, straggle
+
+import shotcast
+from shotcast.collectives import reference
+
+
+class Case(NamedTuple):
+    """One call. ``count``: elements of a rank's share; ``shift``: how far its tensors begin past an aligned address."""
+
+    operation: str
+    dtype: str
+    world_size: int
+    count: int
+    shift: int
+
+
+def run_cases(cases: list[Case]) -> int:
+    """Each case twice in a row, on changed data, with random stragglers. Returns the number of calls."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=60) as comm:
+        dice = random.Random(comm.rank)
+        for number, case in enumerate(cases):
+            for repeat in range(2):
+                straggle(comm, dice)
+                run_case(comm, case, seed=2 * number + repeat)
+        comm.check()
+    return 2 * len(cases)
+
+
+def run_case(comm: shotcast.Communicator, case: Case, seed: int) -> None:
+    dtype = getattr(torch, case.dtype)
+    if dtype.is_floating_point:
+        xs = inputs(case.count, dtype, comm.world_size, seed, "cpu")
+    else:
+        xs = integers(case.count, dtype, comm.world_size, seed)
+    kind, _, algorithm = case.operation.partition("/")
+    got, wanted = OPERATIONS[kind](comm, xs, case.shift, algorithm or "one_shot")
+    check(got, wanted, case)
+
+
+def integers(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
+    """Every rank's bits, the same on all ranks; a quarter of the words are the sentinel."""
+    made = []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(seed * 1000 + rank)
+        x = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        x[: len(x) // 4] = 0xFF
+        made.append(x.view(dtype))
+    return made
+
+
+Outcome = tuple[torch.Tensor, torch.Tensor]
+
+
+def all_reduce(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    return comm.all_reduce(shifted(xs[comm.rank], shift), algorithm=algorithm), reference.all_reduce(xs, algorithm)
+
+
+def in_place(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    x = shifted(xs[comm.rank], shift)
+    return comm.all_reduce(x, out=x, algorithm=algorithm), reference.all_reduce(xs, algorithm)
+
+
+def reduce_scatter(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    wide = [torch.cat([torch.roll(x, r) for r in range(comm.world_size)]) for x in xs]
+    got = comm.reduce_scatter(shifted(wide[comm.rank], shift), algorithm=algorithm)
+    return got, reference.reduce_scatter(wide, comm.rank, algorithm)
+
+
+def all_gather(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    return comm.all_gather(shifted(xs[comm.rank], shift), algorithm=algorithm), torch.cat(xs)
+
+
+def uneven(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    """Rank r gives r / (N - 1) of its share: rank 0 nothing, the last all."""
+    sizes = [x.numel() * r // max(comm.world_size - 1, 1) for r, x in enumerate(xs)]
+    got = comm.all_gather(shifted(xs[comm.rank][: sizes[comm.rank]], shift), sizes=sizes)
+    return got, torch.cat([x[:size] for x, size in zip(xs, sizes, strict=True)])
+
+
+def all_to_all(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    wide = [torch.cat([torch.roll(x, r) for r in range(comm.world_size)]) for x in xs]
+    got = comm.all_to_all(shifted(wide[comm.rank], shift))
+    return got, torch.cat([torch.roll(x, comm.rank) for x in xs])
+
+
+def broadcast(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    root = xs[0].numel() % comm.world_size
+    return comm.broadcast(shifted(xs[comm.rank], shift), root), xs[root]
+
+
+def message(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
+    """Rank 0 sends to the last rank, and the last rank back."""
+    last = comm.world_size - 1
+    received = shifted(torch.zeros_like(xs[0]), shift)
+    if comm.rank == 0:
+        comm.send(shifted(xs[0], shift), last)
+        comm.recv(received, last)
+    elif comm.rank == last:
+        comm.recv(received, 0)
+        comm.send(shifted(xs[last], shift), 0)
+    else:
+        return received, torch.zeros_like(xs[0])
+    return received, xs[last - comm.rank]
+
+
+OPERATIONS: dict[str, Callable[[shotcast.Communicator, list[torch.Tensor], int, str], Outcome]] = {
+    "all_reduce": all_reduce,
+    "in_place": in_place,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "uneven": uneven,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "message": message,
+}
+
+
+def sentinels(count: int) -> int:
+    """Tensors of nothing but the sentinel go through every operation, as NaN. Returns the number of calls."""
+    done = 0
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x = torch.full([count * 4], 0xFF, dtype=torch.uint8).view(dtype)
+            assert x.isnan().all()
+            results = [comm.all_reduce(x, algorithm=name) for name in ("one_shot", "two_shot", "ring")]
+            results += [comm.all_gather(x, algorithm=name) for name in ("one_shot", "ring")]
+            wide = x.repeat(comm.world_size)
+            results += [comm.reduce_scatter(wide, algorithm=name) for name in ("one_shot", "ring")]
+            results += [comm.all_to_all(wide), comm.broadcast(x.clone(), 0)]
+            for number, result in enumerate(results):
+                assert result.isnan().all(), (dtype, number)
+            assert torch.equal(comm.all_gather(x.view(torch.uint8)), torch.full([4 * count * comm.world_size], 0xFF))
+            done += len(results) + 1
+        comm.check()
+    return done
+
+
+def norm() -> None:
+    """All-reduce, residual and RMSNorm, by the interpreted kernel."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for hidden in (64, 1000):
+                xs = [torch.randn(3, hidden, generator=torch.Generator().manual_seed(r)) for r in range(9)]
+                residual, weight = xs.pop().to(dtype), torch.linspace(0.5, 2, hidden).to(dtype)
+                total = reference.ordered_sum([x.to(dtype) for x in xs[: comm.world_size]])
+                normed, new = comm.all_reduce_rms_norm(xs[comm.rank].to(dtype), residual, weight, 1e-5)
+                wanted = total.float() + residual.float()
+                check(new, wanted.to(dtype), (dtype, hidden, "residual"))
+                exact = torch.nn.functional.rms_norm(new.double(), [hidden], weight.double(), 1e-5)
+                step = torch.finfo(dtype).eps
+                assert torch.allclose(normed.double(), exact, rtol=2 * step, atol=step), (dtype, hidden)

@@ -1,0 +1,189 @@
+"""The kernels that GPUs run, run by Triton's interpreter on CPU ranks: real concurrency over shared memory, no GPU.
+
+Every test starts its ranks once, as the interpreter takes a second or so to read a kernel that a process has not seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from interpreter_targets import OPERATIONS, Case, norm, run_cases, sentinels
+from workers import SIGNALS, across_epochs, changing_sizes, killed, late_then_reset, matrix, mismatched, numerics
+
+import shotcast
+
+WORLD_SIZES = range(2, 9)
+SUMS = [f"{kind}/{name}" for kind in ("all_reduce", "in_place") for name in ("one_shot", "two_shot", "ring")]
+SUMS += [f"reduce_scatter/{name}" for name in ("one_shot", "ring")]
+COPIES = ["all_gather/one_shot", "uneven", "all_to_all", "broadcast", "message"]
+FLOATS = ["float32", "float16", "bfloat16"]
+INTEGERS = ["uint8", "int16", "int32", "int64"]
+COUNTS = [0, 1, 5, 64, 333, 2048]
+"""Elements: none, less than a quad, odd, one tile, several, several a program."""
+VALUES: dict[str, list[Any]] = {
+    "operation": [*SUMS, *COPIES, "all_gather/ring"],
+    "dtype": FLOATS + INTEGERS,
+    "world_size": list(WORLD_SIZES),
+    "count": COUNTS,
+    "shift": [0, 1],
+}
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def legal(values: dict[str, Any]) -> bool:
+    """Sums, and the ring, are of floating-point numbers."""
+    return values.get("operation") in (*COPIES, None) or values.get("dtype") in (*FLOATS, None)
+
+
+def pairs_of(values: dict[str, Any]) -> set[Pair]:
+    return set(itertools.combinations(values.items(), 2))
+
+
+def all_pairs() -> set[Pair]:
+    """Every two values of different parameters that a call can have at once."""
+    made = set()
+    for first, second in itertools.combinations(VALUES, 2):
+        for a, b in itertools.product(VALUES[first], VALUES[second]):
+            if legal({first: a, second: b}):
+                made.add(((first, a), (second, b)))
+    return made
+
+
+def pairwise() -> list[Case]:
+    """Few cases in which every pair occurs: the one with the most new pairs, of some drawn around a missing one."""
+    dice, missing, cases = random.Random(1), all_pairs(), []
+    while missing:
+        wanted = dict(min(missing, key=str))
+        drawn = []
+        while len(drawn) < 40:
+            values = {name: wanted.get(name, dice.choice(choices)) for name, choices in VALUES.items()}
+            if legal(values):
+                drawn.append(values)
+        best = max(drawn, key=lambda values: len(pairs_of(values) & missing))
+        missing -= pairs_of(best)
+        cases.append(Case(**best))
+    return cases
+
+
+def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100, **kwargs: Any) -> Any:
+    """``shotcast.spawn`` for ranks that interpret kernels, and warn neither of overflow nor of NaN."""
+    env = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    return shotcast.spawn(fn, world_size, *args, timeout_s=timeout_s, env=env, **kwargs)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_cases_cover_every_pair() -> None:
+    cases = pairwise()
+    covered = set().union(*(pairs_of(case._asdict()) for case in cases))
+    assert covered == all_pairs()
+    assert cases == pairwise(), "the same cases in every process"
+    assert {case.operation.partition("/")[0] for case in cases} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_pairwise(world_size: int) -> None:
+    """The cases of one world size, twice each, with random stragglers."""
+    cases = [case for case in pairwise() if case.world_size == world_size]
+    assert interpreted(run_cases, world_size, cases) == [2 * len(cases)] * world_size
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_matrix(world_size: int, dtype: str, shift: int) -> None:
+    counts = [0, 1, 2, 3, 8, 63, 64, 333, 2048, 4099]
+    done = interpreted(matrix, world_size, "cpu", [dtype], counts, shift, 1 << 18, timeout_s=1700)
+    assert min(done) == max(done) > 100
+
+
+@pytest.mark.parametrize(
+    ("world_size", "calls"),
+    [(2, 60), (3, 25), pytest.param(8, 400, marks=[pytest.mark.full, pytest.mark.timeout(1000)])],
+)
+def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int) -> None:
+    """Sizes that change from call to call leave words of longer calls behind, in three generations, to be cleared."""
+    interpreted(changing_sizes, world_size, "cpu", calls, 3000, 3, timeout_s=900 if calls > 100 else 100)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_epochs_across_borders(world_size: int) -> None:
+    assert interpreted(across_epochs, world_size, "cpu")[0][2] > 1 << 32
+
+
+@pytest.mark.parametrize("world_size", [3, pytest.param(8, marks=pytest.mark.full)])
+def test_bits_are_equal_on_all_ranks_and_runs(world_size: int) -> None:
+    results = interpreted(numerics, world_size, "cpu")
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sentinels_arrive_as_nan(world_size: int) -> None:
+    """A tensor of words that mean "not arrived" does not keep anybody waiting."""
+    assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
+
+
+def test_norm() -> None:
+    interpreted(norm, 2)
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
+    error = said["error"]
+    assert isinstance(error, shotcast.CollectiveTimeout), error
+    assert error.missing == (missing,)
+    assert error.op == "all_reduce"
+    assert error.epoch > 2
+    assert timeout_s * 0.9 < said["took"] < timeout_s + 2
+    assert said["nan"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how", "algorithm"), [(2, "killed", "one_shot"), (3, "killed", "ring"), (3, "stopped", "two_shot")]
+)
+def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
+    """Survivors name the rank that is gone, within the deadline, and later calls fail at once."""
+    victim, timeout_s = world_size - 1, 3.0
+    results = interpreted(
+        killed, world_size, "cpu", algorithm, victim, SIGNALS[how], timeout_s, timeout_s=12, return_exceptions=True
+    )
+    assert isinstance(results[victim], shotcast.RankFailed)
+    for said in results[:victim]:
+        assert isinstance(said, dict), said
+        expect_timeout(said, victim, timeout_s)
+        assert isinstance(said["again"], shotcast.CollectiveTimeout)
+        assert said["again_s"] < 1
+        assert said["left"] == []
+
+
+@pytest.mark.parametrize(("world_size", "algorithm"), [(2, "two_shot"), (3, "one_shot"), (3, "ring")])
+def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
+    results = interpreted(late_then_reset, world_size, "cpu", algorithm, 1, 3.0)
+    for rank, said in enumerate(results):
+        if rank == 1:
+            assert said["error"].missing == (1,)
+        else:
+            expect_timeout(said, 1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "what"), [(2, "op"), (3, "nbytes"), (2, "dtype"), (3, "algorithm"), (2, "root")]
+)
+def test_mismatch(world_size: int, what: str) -> None:
+    """Everybody learns who differs and in what, long before the deadline."""
+    odd = world_size - 1
+    for said in interpreted(mismatched, world_size, "cpu", what, odd, 20.0):
+        error = said["error"]
+        assert isinstance(error, shotcast.CollectiveMismatch), error
+        assert error.differing == (odd,)
+        assert what in error.fields
+        assert said["took"] < 10
