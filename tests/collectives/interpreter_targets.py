@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from workers import check, inputs, shifted, straggle
+from workers import check, failing_call, inputs, shifted, straggle, warm
 
 import shotcast
 from shotcast.collectives import reference
@@ -158,3 +159,28 @@ def norm() -> None:
                 exact = torch.nn.functional.rms_norm(new.double(), [hidden], weight.double(), 1e-5)
                 step = torch.finfo(dtype).eps
                 assert torch.allclose(normed.double(), exact, rtol=2 * step, atol=step), (dtype, hidden)
+
+
+def replayed(algorithm: str, timeout_s: float) -> tuple[BaseException | None, list[bool], float]:
+    """The last rank misses a call; the others then run calls as a graph's replay does, past the host's look at faults.
+
+    Returns the error of the missed call, whether each later output was NaN, and seconds that they took together.
+    """
+    comm = shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18)
+    warm(comm, algorithm)
+    warm(comm, algorithm)  # words in all generations
+    comm._host.barrier()
+    error, nans, took = None, [], 0.0
+    if comm.rank != comm.world_size - 1:
+        error, _, _ = failing_call(comm, algorithm)
+        plan = next(reversed(comm._calls.values())).plan
+        started = time.monotonic()
+        for _ in range(5):
+            x = torch.ones(4096)
+            out = torch.zeros_like(x)
+            comm._executor.run(plan, x, out)
+            nans.append(bool(out.isnan().all()))
+        took = time.monotonic() - started
+    comm._host.barrier()
+    comm.close()
+    return error, nans, took

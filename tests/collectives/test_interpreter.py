@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from interpreter_targets import OPERATIONS, Case, norm, run_cases, sentinels
+from interpreter_targets import OPERATIONS, Case, norm, replayed, run_cases, sentinels
 from workers import SIGNALS, across_epochs, changing_sizes, killed, late_then_reset, matrix, mismatched, numerics
 
 import shotcast
@@ -163,6 +163,15 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
         assert isinstance(said["again"], shotcast.CollectiveTimeout)
         assert said["again_s"] < 1
         assert said["left"] == []
+
+
+@pytest.mark.parametrize(("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), (2, "ring")])
+def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -> None:
+    """Slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""
+    for error, nans, took in interpreted(replayed, world_size, algorithm, 2.0)[:-1]:
+        assert isinstance(error, shotcast.CollectiveTimeout), error
+        assert nans == [True] * 5
+        assert took < 2
 
 
 @pytest.mark.parametrize(("world_size", "algorithm"), [(2, "two_shot"), (3, "one_shot"), (3, "ring")])
