@@ -49,6 +49,26 @@ def test_names_everything_a_reader_needs(tmp_path: Path, monkeypatch: pytest.Mon
         assert f">{words}" in text, words
 
 
+def test_no_speed_up_of_an_own_algorithm_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """World sizes share the axis: the limits must hold for all of them, also for those drawn last."""
+    import matplotlib.figure
+
+    made = []
+    original = matplotlib.figure.Figure.subplots
+
+    def subplots(self, *args, **kwargs):
+        made.append(original(self, *args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "subplots", subplots)
+    slow = [row("ring", 64, 10.0, world_size=2), row("one_shot", 64, 12.0, world_size=2)]
+    plot.plot([*slow, row("ring", 64, 90.0, world_size=8), row("one_shot", 64, 10.0, world_size=8)], tmp_path / "a.png")
+    for axes in made[0][1]:
+        low, high = axes.get_ylim()
+        assert low < 10 / 12
+        assert high > 9
+
+
 def test_without_a_ring_the_library_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 

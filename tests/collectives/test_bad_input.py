@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import bad_input_targets as targets
 import pytest
@@ -35,41 +36,48 @@ def test_group_without_this_rank() -> None:
 
 
 class TestEnvironment:
-    """A process of its own, as the variables are missing or wrong there."""
+    CASES: ClassVar[list[tuple[dict[str, str | None], tuple[str, ...]]]] = [
+        ({"RANK": None, "WORLD_SIZE": None}, ("RANK and WORLD_SIZE are not set", "torchrun", "shotcast.spawn")),
+        ({"WORLD_SIZE": None}, ("incomplete: WORLD_SIZE not set", "torchrun")),
+        ({"RANK": None}, ("incomplete: RANK not set",)),
+        ({"MASTER_ADDR": None}, ("incomplete: MASTER_ADDR not set",)),
+        ({"MASTER_PORT": None}, ("incomplete: MASTER_PORT not set",)),
+        ({"RANK": "1"}, ("RANK=1 does not lie in 0..WORLD_SIZE-1 with WORLD_SIZE=1",)),
+        ({"RANK": "one"}, ("RANK='one' is not accepted", "a whole number")),
+        ({"WORLD_SIZE": "2.0"}, ("WORLD_SIZE='2.0' is not accepted", "a whole number")),
+        ({"SHOTCAST_ALGORITHM": "tree"}, ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, ring, one_shot")),
+        ({"SHOTCAST_CPU_KERNELS": "fast"}, ("SHOTCAST_CPU_KERNELS='fast'", "compiled or interpreter")),
+    ]
+    CODE = """
+import json, os, sys, shotcast
+job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+said = []
+for changes in json.load(sys.stdin):
+    os.environ.update(job)
+    for name, value in changes.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    try:
+        shotcast.Communicator(device="cpu")
+    except shotcast.ConfigError as error:
+        said.append(str(error))
+    else:
+        said.append("")
+    for name in changes:
+        os.environ.pop(name, None)
+print(json.dumps(said))
+"""
 
-    @staticmethod
-    def refused(**changes: str | None) -> str:
-        job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-        env = {key: value for key, value in (os.environ | job | changes).items() if value is not None}
-        env["PYTHONPATH"] = str(Path(shotcast.__file__).parents[1])
-        code = (
-            "import shotcast\n"
-            "try: shotcast.Communicator(device='cpu')\n"
-            "except shotcast.ConfigError as error: print(error)\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50)
+    def test_missing_wrong_and_inconsistent(self) -> None:
+        env = {**os.environ, "PYTHONPATH": str(Path(shotcast.__file__).parents[1])}
+        asked = json.dumps([changes for changes, _ in self.CASES])
+        command = [sys.executable, "-c", self.CODE]
+        done = subprocess.run(command, input=asked, env=env, capture_output=True, text=True, timeout=50)
         assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    @pytest.mark.parametrize(
-        ("changes", "texts"),
-        [
-            ({"RANK": None, "WORLD_SIZE": None}, ("RANK and WORLD_SIZE are not set", "torchrun", "shotcast.spawn")),
-            ({"WORLD_SIZE": None}, ("incomplete: WORLD_SIZE not set", "torchrun")),
-            ({"RANK": None}, ("incomplete: RANK not set",)),
-            ({"MASTER_ADDR": None}, ("incomplete: MASTER_ADDR not set",)),
-            ({"MASTER_PORT": None}, ("incomplete: MASTER_PORT not set",)),
-            ({"RANK": "1"}, ("RANK=1 does not lie in 0..WORLD_SIZE-1 with WORLD_SIZE=1",)),
-            ({"RANK": "one"}, ("RANK='one' is not accepted", "a whole number")),
-            ({"WORLD_SIZE": "2.0"}, ("WORLD_SIZE='2.0' is not accepted", "a whole number")),
-            ({"SHOTCAST_ALGORITHM": "tree"}, ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, ring, one_shot")),
-            ({"SHOTCAST_CPU_KERNELS": "fast"}, ("SHOTCAST_CPU_KERNELS='fast'", "compiled or interpreter")),
-        ],
-    )
-    def test_inconsistent(self, changes: dict[str, str | None], texts: tuple[str, ...]) -> None:
-        said = self.refused(**changes)
-        for text in texts:
-            assert text in said, said
+        for (changes, texts), said in zip(self.CASES, json.loads(done.stdout), strict=True):
+            for text in texts:
+                assert text in said, (changes, said)
 
 
 class TestDisagreement:

@@ -54,7 +54,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
         raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
     world_sizes = sorted({row.world_size for row in timed})
-    figure = matplotlib.figure.Figure(figsize=(0.9 + 4.1 * len(world_sizes), 6.6), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(max(0.9 + 4.1 * len(world_sizes), 6.4), 6.6), layout="constrained")
     grid = figure.subplots(
         2, len(world_sizes), sharex=True, sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3, 2]}
     )
@@ -64,12 +64,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         here = [row for row in timed if row.world_size == world_size]
         _latency(grid[0][column], here, f"{world_size} ranks")
         _speedup(grid[1][column], here, over, bottom)
+    # after all columns: a limit set earlier would hold for the ones drawn later, which share the axis
+    grid[1][0].set_ylim(bottom=bottom)
     grid[0][0].set_ylabel("time of a call (µs)")
     grid[1][0].set_ylabel(f"speed-up over {over}")
     first = timed[0]
     figure.suptitle(f"{first.op.replace('_', '-')}, {first.dtype}, {first.device.upper()} ranks", fontweight="bold")
     handles, labels = grid[0][-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    columns = min(2 + 2 * len(world_sizes), 6, len(labels))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -112,7 +115,6 @@ def _speedup(axes: Any, rows: Sequence[Row], over: str, bottom: float) -> None:
             below.append(name)
     _axis(axes)
     axes.set_yscale("log", base=2)
-    axes.set_ylim(bottom=bottom)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.set_xlabel("message size")
     if below:

@@ -73,7 +73,7 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
     """The default launch of an algorithm: one tile a program as long as the GPU holds them all at once.
 
     Small messages: programs of one warp, 128 words each, whose polls need no shared memory. From 512 KiB a rank's share
-    on, tiles of 512 words and 4 warps (figures: docs/design).
+    on, tiles of 512 words and 4 warps (figures: docs/algorithms.md).
     """
     place = problem.topology
     if algorithm == "vendor":

@@ -27,7 +27,7 @@ class LinkCost:
 
 
 NVLINK4 = LinkCost(fixed_us=1.3, step_us=1.2, bw_gbps=370.0)
-"""Hopper, 18 links: an empty kernel in a graph 1.3 us; the rest from prototypes on 4 H200 (docs/design)."""
+"""Hopper, 18 links: an empty kernel in a graph 1.3 us; the rest from prototypes on 4 H200 (docs/algorithms.md)."""
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=0.6, bw_gbps=6.0)
 """Processes of one host; only the ratio between algorithms is meant."""
 
