@@ -89,7 +89,7 @@ class RankFailed(ShotcastError):
     def __init__(self, rank: int, detail: str):
         self.rank = rank
         self.detail = detail
-        super().__init__(f"rank {rank} failed; the other ranks were ended\n{detail}")
+        super().__init__(f"rank {rank} failed\n{detail}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.detail)

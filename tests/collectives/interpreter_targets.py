@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from workers import check, failing_call, inputs, shifted, straggle, warm
@@ -36,26 +37,51 @@ def run_cases(cases: list[Case]) -> int:
     return 2 * len(cases)
 
 
+def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``, with random pauses before programs of a kernel, and so between header and data of a call.
+
+    The interpreter runs a grid's programs one after the other, headers first: without this, all ranks push at once.
+    """
+    from shotcast.kernels import sync
+
+    dice = random.Random(int(os.environ["RANK"]))
+
+    def pause(pdl: Any) -> None:
+        if dice.random() < 0.2:
+            time.sleep(dice.random() * 0.02)
+
+    sync.await_prior_kernel = pause  # what every program does first, and for the interpreter nothing
+    return fn(*args)
+
+
+def long_messages(count: int) -> int:
+    """Messages of many chunks a lane, both ways. Returns how many arrived here."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        for number, dtype in enumerate((torch.bfloat16, torch.uint8)):
+            xs = made(count, dtype, 2, number)
+            check(*message(comm, xs, number, ""), (dtype, count))
+        comm.check()
+    return 2
+
+
 def run_case(comm: shotcast.Communicator, case: Case, seed: int) -> None:
-    dtype = getattr(torch, case.dtype)
-    if dtype.is_floating_point:
-        xs = inputs(case.count, dtype, comm.world_size, seed, "cpu")
-    else:
-        xs = integers(case.count, dtype, comm.world_size, seed)
+    xs = made(case.count, getattr(torch, case.dtype), comm.world_size, seed)
     kind, _, algorithm = case.operation.partition("/")
     got, wanted = OPERATIONS[kind](comm, xs, case.shift, algorithm or "one_shot")
     check(got, wanted, case)
 
 
-def integers(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
-    """Every rank's bits, the same on all ranks; a quarter of the words are the sentinel."""
-    made = []
+def made(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
+    """Every rank's tensor, the same on all ranks. Of integers, the first quarter are words of the sentinel."""
+    if dtype.is_floating_point:
+        return inputs(count, dtype, world_size, seed, "cpu")
+    tensors = []
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(seed * 1000 + rank)
         x = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
         x[: len(x) // 4] = 0xFF
-        made.append(x.view(dtype))
-    return made
+        tensors.append(x.view(dtype))
+    return tensors
 
 
 Outcome = tuple[torch.Tensor, torch.Tensor]

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from interpreter_targets import OPERATIONS, Case, norm, replayed, run_cases, sentinels
+from interpreter_targets import (
+    OPERATIONS,
+    Case,
+    long_messages,
+    norm,
+    replayed,
+    run_cases,
+    sentinels,
+    with_late_programs,
+)
 from workers import SIGNALS, across_epochs, changing_sizes, killed, late_then_reset, matrix, mismatched, numerics
 
 import shotcast
@@ -90,7 +99,7 @@ def test_cases_cover_every_pair() -> None:
 def test_pairwise(world_size: int) -> None:
     """The cases of one world size, twice each, with random stragglers."""
     cases = [case for case in pairwise() if case.world_size == world_size]
-    assert interpreted(run_cases, world_size, cases) == [2 * len(cases)] * world_size
+    assert interpreted(with_late_programs, world_size, run_cases, cases) == [2 * len(cases)] * world_size
 
 
 @pytest.mark.full
@@ -110,7 +119,8 @@ def test_matrix(world_size: int, dtype: str, shift: int) -> None:
 )
 def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int) -> None:
     """Sizes that change from call to call leave words of longer calls behind, in three generations, to be cleared."""
-    interpreted(changing_sizes, world_size, "cpu", calls, 3000, 3, timeout_s=900 if calls > 100 else 100)
+    limit_s = 900 if calls > 100 else 100
+    interpreted(with_late_programs, world_size, changing_sizes, "cpu", calls, 3000, 3, timeout_s=limit_s)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -128,6 +138,11 @@ def test_bits_are_equal_on_all_ranks_and_runs(world_size: int) -> None:
 def test_sentinels_arrive_as_nan(world_size: int) -> None:
     """A tensor of words that mean "not arrived" does not keep anybody waiting."""
     assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
+
+
+def test_long_messages() -> None:
+    """Five and three chunks a lane, of which two are under way: the sender must wait to be given credit."""
+    assert interpreted(with_late_programs, 2, long_messages, 150_001) == [2, 2]
 
 
 def test_norm() -> None:

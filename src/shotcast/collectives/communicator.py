@@ -84,6 +84,10 @@ class Communicator:
     from two threads at once are refused. Results have the same bits on all ranks and on every run
     (``docs/numerics.md``).
 
+    A replay of a captured graph is a call too: order it with other uses of the communicator, or give it one of its own
+    (:meth:`split`). Kernels wait on the GPU for their peers, so grids of communicators used at once must fit on it
+    together.
+
     Args:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done.

@@ -28,8 +28,9 @@ class LinkCost:
 
 NVLINK4 = LinkCost(fixed_us=1.3, step_us=1.2, bw_gbps=370.0)
 """Hopper, 18 links: an empty kernel in a graph 1.3 us; the rest from prototypes on 4 H200 (docs/algorithms.md)."""
-SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=0.6, bw_gbps=6.0)
-"""Processes of one host; only the ratio between algorithms is meant."""
+SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0)
+"""Processes of one host. Only the order of the algorithms is meant: with 4 ranks on 2 cores two-shot overtakes one-shot
+between 16 and 64 KiB (benchmarks/data/cpu)."""
 
 
 def collective_us(op: str, algorithm: str, nbytes: int, world_size: int, link: LinkCost) -> float:

@@ -1,0 +1,45 @@
+"""Where own kernels cannot run, the vendor library serves, and it is said why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shotcast
+from shotcast.collectives import communicator
+from shotcast.collectives.problem import CollectiveProblem, Topology
+from shotcast.collectives.select import choose
+from shotcast.wire import Op
+
+
+def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: {mine, other} != {0, 2})
+    assert communicator._peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
+    obstacle = communicator._peer_obstacle(torch.device("cuda", 0), [0, 1, 2])
+    assert obstacle == "GPU 0 has no peer access to GPU 2"
+    place = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20)
+    choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", place), "auto", "auto", ())
+    assert choice.candidate.algorithm == "vendor"
+    assert "GPU 0 has no peer access to GPU 2" in choice.reason
+    with pytest.raises(shotcast.ConfigError, match="GPU 0 has no peer access to GPU 2"):
+        choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", place), "two_shot", "auto", ())
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    assert "several ranks use one GPU" in communicator._peer_obstacle(torch.device("cuda", 0), [0, 0])
+
+
+def nine() -> tuple[list[float], str]:
+    with shotcast.Communicator(device="cpu") as comm:
+        x = torch.full([3], float(comm.rank))
+        comm.barrier()
+        total = comm.all_reduce(x)
+        comm.reset()
+        assert torch.equal(comm.all_gather(x), torch.arange(9.0).repeat_interleave(3))
+        return total.tolist(), comm.explain(x).reason
+
+
+def test_more_ranks_than_own_kernels_serve() -> None:
+    for total, reason in shotcast.spawn(nine, 9, timeout_s=60):
+        assert total == [36.0] * 3
+        assert "up to 8 ranks, not 9" in reason

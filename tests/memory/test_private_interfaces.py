@@ -1,0 +1,38 @@
+"""Private interfaces of PyTorch and Triton that the package leans on are where it looks for them."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.distributed as dist
+
+
+def test_symmetric_memory() -> None:
+    from shotcast.memory import cuda
+
+    assert callable(cuda.symmetric_memory.empty)
+    assert {"tensor", "group"} <= set(inspect.signature(cuda.symmetric_memory.rendezvous).parameters)
+
+
+def test_the_store_of_the_job() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        from shotcast.memory.host_group import StoreGroup
+
+        group = StoreGroup(dist.group.WORLD, 5.0, [0])
+        assert group.all_gather({"a": 1}) == [{"a": 1}]
+        assert any("shotcast/" in key for key in store.list_keys())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_streams_have_capture_state() -> None:
+    assert callable(torch.cuda.is_current_stream_capturing)
+
+
+def test_a_compiled_kernel_can_be_loaded_before_its_launch() -> None:
+    from triton.compiler import CompiledKernel
+
+    assert callable(CompiledKernel._init_handles)
