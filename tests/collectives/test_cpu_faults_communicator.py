@@ -70,7 +70,7 @@ class TestKilled:
             expect_timeout(said, victim, TIMEOUT_S)
             assert isinstance(said["again"], CollectiveTimeout)
             assert (said["again"].missing, said["again"].epoch) == ((victim,), 3)
-            assert said["again_s"] < 0.1
+            assert said["again_s"] < 0.5
 
     @pytest.mark.parametrize(
         "op",
@@ -90,9 +90,8 @@ class TestKilled:
             assert isinstance(said, dict), said
             assert said["error"].missing == (1,)
             kinds.append(said["error"].op)
-            # a message's first use leaves its partner half of the timeout to come
-            assert 0.5 < said["took"] < 0.8 + 1
-            assert said["after"] < 0.1
+            assert 0.7 < said["took"] < 0.8 + 1
+            assert said["after"] < 0.5
             assert said["nan"]
         assert kinds == [op, op]
 
