@@ -26,15 +26,14 @@ class Case(NamedTuple):
 
 
 def run_cases(cases: list[Case]) -> int:
-    """Each case twice in a row, on changed data, with random stragglers. Returns the number of calls."""
+    """One case after the other, with random stragglers. Returns how many were right."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=60) as comm:
         dice = random.Random(comm.rank)
         for number, case in enumerate(cases):
-            for repeat in range(2):
-                straggle(comm, dice)
-                run_case(comm, case, seed=2 * number + repeat)
+            straggle(comm, dice)
+            run_case(comm, case, seed=number)
         comm.check()
-    return 2 * len(cases)
+    return len(cases)
 
 
 def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
