@@ -109,3 +109,16 @@ def test_sentinel_is_a_nan_in_every_dtype_and_its_stand_in_too() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert bits.view(dtype).isnan().all()
     assert wire.SENTINEL != wire.SENTINEL_STAND_IN
+
+
+def test_headers_read_as_calls() -> None:
+    def said(**fields: object) -> str:
+        plain = {"op": Op.ALL_REDUCE, "algorithm": "one_shot", "dtype": "float32", "nbytes": 2048}
+        return str(Header.decode(CallPlan(**plain | fields).header))
+
+    assert said() == "all_reduce(float32, 2 KiB, one_shot)"
+    assert said(root=1, algorithm="vendor") == "all_reduce(float32, 2 KiB, vendor, reduction 1)"
+    assert said(op=Op.BROADCAST, root=3) == "broadcast(float32, 2 KiB, one_shot, root 3)"
+    assert said(op=Op.SEND, root=2) == "send(float32, 2 KiB, one_shot, from rank 2)"
+    uneven = said(op=Op.ALL_GATHER, root=wire.UNEVEN, sizes=(3, 4))
+    assert uneven == f"all_gather(float32, uneven sizes #{wire.sizes_digest((3, 4)):08x}, one_shot)"

@@ -154,10 +154,19 @@ class Header:
         )
 
     def __str__(self) -> str:
-        return f"{self.op}({self.dtype}, {format_size(self.nbytes)}, {self.algorithm}, root {self.root})"
+        size, end = format_size(self.nbytes), ""
+        if self.op in ("broadcast", "send"):
+            end = f", {'root' if self.op == 'broadcast' else 'from rank'} {self.root}"
+        elif self.op == "all_gather" and self.root == UNEVEN:
+            size = f"uneven sizes #{self.nbytes:08x}"
+        elif self.root:
+            end = f", reduction {self.root}"
+        return f"{self.op}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
 TIMEOUT, MISMATCH = 1, 2
+UNEVEN = 1
+"""In the root field of an all_gather: the size field holds the digest of per-rank sizes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ def disagree_on_device() -> str:
     """Rank 0 takes itself for one with a GPU."""
     if os.environ["RANK"] == "0":
         dist.init_process_group("gloo")
-        communicator._device = lambda device: torch.device("cuda", 0)
+        communicator.device_of = lambda device: torch.device("cuda", 0)
         torch.cuda.get_device_name = lambda device: "some GPU"
     with pytest.raises(ConfigError) as caught:
         shotcast.Communicator()

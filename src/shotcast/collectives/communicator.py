@@ -6,63 +6,45 @@ import contextlib
 import hashlib
 import logging
 import math
-import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shotcast import env, wire
 from shotcast.collectives import autograd, rms_norm
+from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
 from shotcast.collectives.candidates import candidates
 from shotcast.collectives.first_use import FirstUse, Form
+from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
 from shotcast.collectives.table import Table, load, packaged
+from shotcast.collectives.trouble import error_of
 from shotcast.collectives.vendor import REDUCTIONS, Vendor
 from shotcast.errors import (
     ClosedError,
-    CollectiveMismatch,
-    CollectiveTimeout,
     ConfigError,
     ShotcastError,
     UnsupportedError,
 )
 from shotcast.memory.host_group import StoreGroup
 from shotcast.units import format_size
-from shotcast.wire import CallPlan, Fault, Header, Op
+from shotcast.wire import UNEVEN, CallPlan, Fault, Op
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
-SETUP_TIMEOUT_S = 120.0
 _MAX_WORKSPACE_MESSAGE = 512 << 20
 _KEPT_CALLS = 4096
 _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
-
-
-class Executor(Protocol):
-    """Runs call plans: ``kernels.executor.TritonExecutor`` or ``cpu.executor.CpuExecutor``."""
-
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None: ...
-    def prepare(self, plan: CallPlan) -> bool: ...
-    def fault(self) -> Fault | None: ...
-    def headers(self, epoch: int) -> list[int | None]: ...
-    @property
-    def epoch(self) -> int: ...
-    def set_epoch(self, epoch: int, /) -> None: ...
-    def set_timeout(self, timeout_s: float, /) -> None: ...
-    def drain(self) -> None: ...
-    def clear(self, epoch: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class _Call(NamedTuple):
@@ -120,8 +102,8 @@ class Communicator:
     ) -> None:
         if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
             raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
-        self.device = _device(device)
-        self._group = _process_group(group, self.device)
+        self.device = device_of(device)
+        self._group = process_group_of(group, self.device)
         self._timeout_s = float(timeout_s)
         order = list(range(dist.get_world_size(self._group))) if order is None else list(order)
         self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order)
@@ -138,11 +120,12 @@ class Communicator:
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._vendor = Vendor(self._group, order)
         self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
-        self._executor: Executor | None = None
         self._environment = env.algorithm()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         self._tables = self._agree(part)
-        kernels, obstacle, multicast = self._build_executor()
+        self._executor, kernels, obstacle, multicast = executor_for(
+            self._group, self._host, self.device, self.max_bytes, self._timeout_s
+        )
         self._topology = Topology(self.world_size, self.device.type, part, kernels, obstacle, multicast, self.max_bytes)
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -176,41 +159,6 @@ class Communicator:
                 raise ConfigError(f"the ranks do not agree on {name}: {said}")
         return tuple(tables)
 
-    def _build_executor(self) -> tuple[str, str, bool]:
-        """(who runs own kernels, why nobody does, whether by multicast)."""
-        if self.world_size > wire.MAX_WORLD_SIZE:
-            return "", f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {self.world_size}", False
-        host = (os.uname().nodename, _boot_id())
-        places = self._host.all_gather((host, self.device.index), what="construction")
-        if any(place[0] != host for place in places):
-            return "", "the ranks are on several hosts, and own kernels share memory of one", False
-        if self.device.type == "cpu":
-            if env.cpu_kernels() == "compiled":
-                from shotcast.cpu.executor import CpuExecutor
-
-                self._executor = CpuExecutor(self._host, self.max_bytes, self._timeout_s)
-                return "compiled", "", False
-            from shotcast.kernels.executor import TritonExecutor
-            from shotcast.kernels.layout import Layout
-            from shotcast.memory.shm import ShmBuffer
-
-            shared = ShmBuffer(self._host, Layout.of(self.max_bytes).nbytes)
-            self._executor = TritonExecutor(shared, self._host, self.max_bytes, self._timeout_s, self.device)
-            return "interpreter", "", False
-        indices = [place[1] for place in places]
-        obstacle = _peer_obstacle(self.device, indices)
-        for rank, text in enumerate(self._host.all_gather(obstacle, what="construction")):
-            if text:
-                logger.warning("rank %d: %s; the vendor library serves all calls", rank, text)
-                return "", f"rank {rank}: {text}", False
-        from shotcast.kernels.executor import TritonExecutor
-        from shotcast.kernels.layout import Layout
-        from shotcast.memory.cuda import CudaBuffer
-
-        buffer = CudaBuffer(self._group, Layout.of(self.max_bytes).nbytes, self.device, self._host.order)
-        self._executor = TritonExecutor(buffer, self._host, self.max_bytes, self._timeout_s, self.device)
-        return "triton", "", bool(buffer.multicast_address)
-
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_reduce(
@@ -227,10 +175,10 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
-        self._valid(x, "x")
+        valid(x, "x", self.device)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.AllReduce.apply(x, self, algorithm)
-        out = self._out(x, out, x.shape)
+        out = output(x, out, x.shape)
         self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
         return out
 
@@ -248,11 +196,11 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
-        self._valid(x, "x")
+        valid(x, "x", self.device)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.ReduceScatter.apply(x, self, algorithm)
-        rows = self._divided(x, "reduce_scatter")
-        out = self._out(x, out, (rows, *x.shape[1:]))
+        rows = rows_per_rank(x, self.world_size, "reduce_scatter")
+        out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction)
         return out
 
@@ -274,7 +222,7 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None.
         """
-        self._valid(x, "x")
+        valid(x, "x", self.device)
         if out is None and x.requires_grad and torch.is_grad_enabled():
             parts = None if sizes is None else tuple(sizes)
             return autograd.AllGather.apply(x, self, parts, algorithm)
@@ -293,7 +241,7 @@ class Communicator:
             rows = sum(sizes)
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
-        out = self._out(x, out, (rows, *x.shape[1:]))
+        out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
         return out
 
@@ -302,9 +250,9 @@ class Communicator:
 
         ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``.
         """
-        self._valid(x, "x")
-        self._divided(x, "all_to_all")
-        out = self._out(x, out, x.shape)
+        valid(x, "x", self.device)
+        rows_per_rank(x, self.world_size, "all_to_all")
+        out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
         self._run(Op.ALL_TO_ALL, x, out, algorithm=algorithm)
@@ -312,21 +260,21 @@ class Communicator:
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
         """``x = x_root`` on every rank, in place. Returns ``x``."""
-        self._valid(x, "x")
-        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=self._peer(root, "root"))
+        valid(x, "x", self.device)
+        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=rank_in(root, self.world_size, "root"))
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype."""
-        self._valid(x, "x")
-        if self._peer(dst, "dst") == self.rank:
+        valid(x, "x", self.device)
+        if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
         self._run(Op.SEND, x, None, root=dst)
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
         """Receive into ``x`` what rank ``src`` sends. Returns ``x``."""
-        self._valid(x, "x")
-        if self._peer(src, "src") == self.rank:
+        valid(x, "x", self.device)
+        if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
         self._run(Op.RECV, None, x, root=src)
         return x
@@ -356,9 +304,9 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``, new tensors like ``x``; not differentiable.
         """
-        self._valid(x, "x")
-        self._valid(residual, "residual")
-        self._valid(weight, "weight")
+        valid(x, "x", self.device)
+        valid(residual, "residual", self.device)
+        valid(weight, "weight", self.device)
         if _DTYPE_NAMES.get(x.dtype) not in wire.REDUCIBLE or residual.dtype != x.dtype:
             raise UnsupportedError(
                 f"all_reduce_rms_norm takes x and residual of one dtype of {', '.join(wire.REDUCIBLE)}; "
@@ -393,9 +341,9 @@ class Communicator:
                 raise ClosedError(f"{op.label}: this communicator was closed")
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             if x is not None:
-                self._valid(x, "x")
+                valid(x, "x", self.device)
             elif out is not None:
-                self._valid(out, "x")
+                valid(out, "x", self.device)
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
             key = (op, count, dtype, algorithm, reduction, root, sizes)
             call = self._calls.get(key)
@@ -468,8 +416,12 @@ class Communicator:
         problem = self._problem(op, tensor, reduction, root, sizes)
         choice = choose(problem, algorithm, self._environment, self._tables)
         candidate = choice.candidate
-        # a reduction other than sum has no field in the header; the root's is free
-        code = list(REDUCTIONS).index(reduction) if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) else root
+        # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
+        code = root
+        if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            code = list(REDUCTIONS).index(reduction)
+        elif sizes:
+            code = UNEVEN
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch)
         shape = candidate.launch
         rest = f"/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}"
@@ -479,59 +431,23 @@ class Communicator:
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         return _Call(plan, choice, reduction, form, label)
 
-    # -- arguments ----------------------------------------------------------------------------------------------------
-
-    def _valid(self, x: torch.Tensor, name: str) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise ConfigError(f"{name} is a torch.Tensor, not {type(x).__name__}")
-        if x.device != self.device:
-            raise ConfigError(f"{name} lies on {x.device}; this communicator serves {self.device}")
-        if x.layout != torch.strided or not x.is_contiguous():
-            how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
-            instead = "contiguous" if x.layout == torch.strided else "to_dense"
-            raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
-        if x.is_conj() or x.is_neg():
-            # the memory holds other values than the tensor shows
-            raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
-
-    def _out(self, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-        if out is None:
-            return x.new_empty(shape)
-        self._valid(out, "out")
-        if out.dtype != x.dtype or out.shape != torch.Size(shape):
-            raise ConfigError(f"out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
-        if out.requires_grad and torch.is_grad_enabled():
-            raise ConfigError("out requires grad, and what is written to it has no derivative; pass out.detach()")
-        return out
-
-    def _divided(self, x: torch.Tensor, name: str) -> int:
-        if x.dim() == 0 or x.shape[0] % self.world_size:
-            raise ConfigError(
-                f"{name}: the first dimension of x is divided among {self.world_size} ranks; its shape is "
-                f"{list(x.shape)}"
-            )
-        return x.shape[0] // self.world_size
-
-    def _peer(self, rank: int, name: str) -> int:
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ConfigError(f"{name} is a rank in 0..{self.world_size - 1}, not {rank!r}")
-        return rank
-
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    def explain(self, x: torch.Tensor, op: str = "all_reduce", algorithm: str = "auto") -> Explanation:
+    def explain(
+        self, x: torch.Tensor, op: str = "all_reduce", algorithm: str = "auto", reduction: str = "sum"
+    ) -> Explanation:
         """Which algorithm and launch a call would take, who decided, and why. Communicates nothing.
 
         ``x`` is the tensor that defines the call's size: the input, or for an all_gather the output.
         """
-        operation = _operation(op)
+        asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
-        problem = self._problem(operation, None if operation is Op.BARRIER else x, "sum", 0, ())
+        problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, ())
         choice = choose(problem, algorithm, self._environment, self._tables)
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         return Explanation(
-            operation.label,
+            asked.label,
             problem.nbytes,
             problem.dtype,
             choice.candidate.algorithm,
@@ -569,39 +485,7 @@ class Communicator:
 
     def _error(self, fault: Fault) -> ShotcastError:
         assert self._executor is not None
-        now = self._executor.epoch
-        # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
-        epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
-        point_to_point = fault.op in (Op.SEND.label, Op.RECV.label)
-        if point_to_point:
-            epoch = fault.epoch32
-        if fault.kind == wire.TIMEOUT:
-            return CollectiveTimeout(self.rank, fault.ranks, fault.op, epoch, self._timeout_s)
-        headers = self._headers(epoch) if not point_to_point or self._topology.kernels == "compiled" else []
-        known = {rank: Header.decode(word) for rank, word in enumerate(headers) if word is not None}
-        fields = [
-            name
-            for name in ("op", "dtype", "algorithm", "root", "nbytes")
-            if len({getattr(header, name) for header in known.values()}) > 1
-        ]
-        differing = fault.ranks
-        if known:
-            said = list(known.values())
-            # the largest group of equal calls is taken to be right; of equally large ones, the one of the lowest rank
-            usual = max(said, key=said.count)
-            differing = tuple(rank for rank, header in known.items() if header != usual)
-        calls = {rank: str(header) for rank, header in known.items()}
-        return CollectiveMismatch(self.rank, calls, differing, fields, epoch)
-
-    def _headers(self, epoch: int) -> list[int | None]:
-        """Every rank's header of a call; those who are about to send theirs get a moment."""
-        assert self._executor is not None
-        until = time.monotonic() + min(0.2, self._timeout_s / 2)
-        headers = self._executor.headers(epoch)
-        while None in headers and time.monotonic() < until:
-            time.sleep(0.002)
-            headers = self._executor.headers(epoch)
-        return headers
+        return error_of(fault, self._executor, self.rank, self._timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls, replays of captured ones included. Each rank for itself."""
@@ -685,74 +569,3 @@ class Communicator:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._topology.kernels or "vendor"
         return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"
-
-
-def _operation(op: str) -> Op:
-    try:
-        return Op[op.upper()]
-    except KeyError:
-        raise ConfigError(f"unknown operation {op!r}; there are {', '.join(o.label for o in Op)}") from None
-
-
-def _boot_id() -> str:
-    """Tells hosts of equal name apart, and containers of one host not."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    job = env.job()
-    if device is None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is cpu or cuda, not {device!r}") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is cpu or cuda, not {chosen}")
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device {chosen} was asked for, and PyTorch {torch.__version__} sees no GPU")
-    index: int | None = chosen.index
-    if index is None:
-        index = job.local_rank if job and "LOCAL_RANK" in os.environ else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device cuda:{index} was asked for; there are {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
-
-
-def _process_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        if group is not None:
-            raise ConfigError("a process group was given, and torch.distributed is not initialised")
-        if env.job() is None:
-            raise ConfigError(
-                "RANK and WORLD_SIZE are not set; start with torchrun, or with shotcast.spawn(fn, world_size)"
-            )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=SETUP_TIMEOUT_S))
-    group = group or dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
-        raise ConfigError("this rank is not a member of the process group")
-    return group
-
-
-def _peer_obstacle(device: torch.device, indices: Sequence[int]) -> str:
-    """Why own kernels cannot run between these GPUs of this host; empty if they can."""
-    if len(set(indices)) != len(indices):
-        return f"several ranks use one GPU (indices {list(indices)})"
-    for index in indices:
-        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
-            return f"GPU {device.index} has no peer access to GPU {index}"
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"Triton is not installed ({error})"
-    return ""

@@ -1,0 +1,61 @@
+"""Checks of what callers pass, with errors that say what was wrong and what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+
+def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
+    """Raise ConfigError unless ``x`` is a contiguous tensor on ``device``."""
+    if not isinstance(x, torch.Tensor):
+        raise ConfigError(f"{name} is a torch.Tensor, not {type(x).__name__}")
+    if x.device != device:
+        raise ConfigError(f"{name} lies on {x.device}; this communicator serves {device}")
+    if x.layout != torch.strided or not x.is_contiguous():
+        how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
+        instead = "contiguous" if x.layout == torch.strided else "to_dense"
+        raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
+    if x.is_conj() or x.is_neg():
+        # the memory holds other values than the tensor shows
+        raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
+
+
+def output(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+    """``out``, checked against ``shape`` and ``x``; a new tensor for None."""
+    if out is None:
+        return x.new_empty(shape)
+    valid(out, "out", x.device)
+    if out.dtype != x.dtype or out.shape != torch.Size(shape):
+        raise ConfigError(f"out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ConfigError("out requires grad, and what is written to it has no derivative; pass out.detach()")
+    return out
+
+
+def rows_per_rank(x: torch.Tensor, world_size: int, name: str) -> int:
+    """The first dimension of ``x`` over the ranks."""
+    if x.dim() == 0 or x.shape[0] % world_size:
+        raise ConfigError(
+            f"{name}: the first dimension of x is divided among {world_size} ranks; its shape is {list(x.shape)}"
+        )
+    return x.shape[0] // world_size
+
+
+def rank_in(rank: int, world_size: int, name: str) -> int:
+    """``rank``, if it is one."""
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ConfigError(f"{name} is a rank in 0..{world_size - 1}, not {rank!r}")
+    return rank
+
+
+def operation(op: str) -> Op:
+    """The operation called ``op``."""
+    try:
+        return Op[op.upper()]
+    except (KeyError, AttributeError):
+        raise ConfigError(f"unknown operation {op!r}; there are {', '.join(o.label for o in Op)}") from None

@@ -1,0 +1,48 @@
+"""From what stopped a communicator to the error that says so."""
+
+from __future__ import annotations
+
+import time
+
+from shotcast import wire
+from shotcast.collectives.placement import Executor
+from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
+from shotcast.wire import Fault, Header, Op
+
+_FIELDS = ("op", "dtype", "algorithm", "root", "nbytes")
+_PATIENCE_S = 0.2
+
+
+def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float) -> ShotcastError:
+    """The error for a fault as ``rank`` sees it. Synchronises with the device."""
+    if fault.op in (Op.SEND.label, Op.RECV.label):
+        epoch = fault.epoch32
+    else:
+        now = executor.epoch
+        # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
+        epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
+    if fault.kind == wire.TIMEOUT:
+        return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s)
+    headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
+    known = {r: Header.decode(word) for r, word in enumerate(headers) if word is not None}
+    fields = [name for name in _FIELDS if len({getattr(header, name) for header in known.values()}) > 1]
+    differing = fault.ranks
+    if known:
+        said = list(known.values())
+        # the largest group of equal calls is taken to be right; of equally large ones, the one of the lowest rank
+        usual = max(said, key=said.count)
+        differing = tuple(r for r, header in known.items() if header != usual)
+    return CollectiveMismatch(rank, {r: str(header) for r, header in known.items()}, differing, fields, epoch)
+
+
+def _headers(executor: Executor, fault: Fault, epoch: int, patience_s: float) -> list[int | None]:
+    """Every rank's header of the call; for a collective, those who are about to send theirs get a moment."""
+    headers = executor.headers(epoch)
+    if fault.op in (Op.SEND.label, Op.RECV.label):
+        # a message's two headers, where the executor keeps them; never those of a collective of that number
+        return headers if any(word is not None and Header.decode(word).op == Op.SEND.label for word in headers) else []
+    until = time.monotonic() + patience_s
+    while None in headers and time.monotonic() < until:
+        time.sleep(0.002)
+        headers = executor.headers(epoch)
+    return headers
