@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from workers import check, failing_call, inputs, shifted, straggle, warm
 
@@ -23,6 +24,12 @@ class Case(NamedTuple):
     world_size: int
     count: int
     shift: int
+
+
+def quietly(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``, with no warning of overflow and NaN, which are among the data."""
+    np.seterr(all="ignore")
+    return fn(*args)
 
 
 def run_cases(cases: list[Case]) -> int:

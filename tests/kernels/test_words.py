@@ -15,9 +15,8 @@ FLOATS = ["float32", *HALVES]
 
 
 def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
-    """Run ``fn`` in a process that interprets kernels, and warns neither of overflow nor of NaN."""
-    env = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    return shotcast.spawn(fn, 1, *args, timeout_s=60, env=env)[0]
+    """Run ``fn`` in a process that interprets kernels."""
+    return shotcast.spawn(targets.quietly, 1, fn, *args, timeout_s=60, env={"TRITON_INTERPRET": "1"})[0]
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -6,6 +6,9 @@ A module of its own, since Triton decides at import whether it interprets.
 # ruff: noqa: N803, RUF005 (Triton: compile-time arguments are upper case, and tuples are joined by +)
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -62,6 +65,12 @@ def guard_kernel(words, sent, stopped, DTYPE: tl.constexpr, SIZE: tl.constexpr):
     live = tl.load(words) * 0
     tl.store(sent + offs, nan_unless(live + 1, value, DTYPE))
     tl.store(stopped + offs, nan_unless(live, value, DTYPE))
+
+
+def quietly(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``, with no warning of overflow and NaN, which are among the data."""
+    np.seterr(all="ignore")
+    return fn(*args)
 
 
 def random_words(count: int, seed: int) -> torch.Tensor:

@@ -131,7 +131,6 @@ class TritonExecutor:
         if plan.op in (Op.SEND, Op.RECV):
             chunks = math.ceil(plan.nbytes / (4 * layout.MAIL_WORDS))
             sending = plan.op is Op.SEND
-
             return (
                 mail,
                 1 + min(max(chunks, 1), layout.MAIL_LANES),
