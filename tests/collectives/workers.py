@@ -13,6 +13,7 @@ import torch
 
 import shotcast
 from shotcast.collectives import reference
+from shotcast.wire import CallPlan, LaunchShape, Op
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 65504.0, 1e-8, 3.4e38)
@@ -180,6 +181,24 @@ def across_epochs(device: str) -> list[int]:
     return ends
 
 
+def launches(comm: shotcast.Communicator) -> list[LaunchShape]:
+    """Launch shapes that no default takes."""
+    if comm.topology.kernels == "compiled":
+        return [LaunchShape(chunk_bytes=size) for size in (64, 704, 8192)]
+    return [LaunchShape(1, 1024), LaunchShape(3, 64), LaunchShape(7, 256, 2 if comm.device.type == "cuda" else 1)]
+
+
+def launched(comm: shotcast.Communicator, x: torch.Tensor, algorithm: str, launch: LaunchShape) -> torch.Tensor:
+    """An all_reduce launched as said, past the choice."""
+    nbytes = x.numel() * x.element_size()
+    plan = CallPlan(Op.ALL_REDUCE, algorithm, str(x.dtype).removeprefix("torch."), nbytes, launch=launch)
+    comm._executor.prepare(plan)
+    comm._host.barrier()
+    out = torch.full_like(x, 7.0)
+    comm._executor.run(plan, x, out)
+    return out
+
+
 def numerics(device: str) -> list[bytes]:
     """Bits of the same sum by each algorithm, three times, and by other launch shapes."""
     results = []
@@ -191,6 +210,9 @@ def numerics(device: str) -> list[bytes]:
             for algorithm in ("one_shot", "two_shot", *(["ring"] if comm.world_size == 2 else [])) * 3:
                 got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
                 check(got, wanted, (dtype, algorithm))
+            for algorithm, launch in itertools.product(("one_shot", "two_shot"), launches(comm)):
+                got = launched(comm, xs[comm.rank], algorithm, launch)
+                check(got, wanted, (dtype, algorithm, launch))
             # a piece of a message has the bits it has in the whole: batch size does not change the answer
             check(comm.all_reduce(shifted(xs[comm.rank][:77], 1)), wanted[:77], (dtype, "piece"))
             results.append(bytes(torch.nan_to_num(got.float()).cpu().numpy()))
