@@ -25,7 +25,7 @@ class Finding:
     text: str
 
 
-SHM_PER_RANK_BYTES = 11 << 20
+SHM_PER_RANK_BYTES = 17 << 18
 """What a CPU rank asks of the tmpfs at most; a test compares it with what one takes."""
 
 
