@@ -145,8 +145,8 @@ class TestAdvice:
         assert "There is no NVIDIA driver." in self.texts(facts, Level.NOTE)
 
     def test_small_shm(self, host: HostFacts) -> None:
-        facts = dataclasses.replace(host, shm_bytes=64 << 20, shm_free_bytes=64 << 20)
-        assert "has 64 MiB free; 8 CPU ranks ask for up to 88 MiB" in self.texts(facts, Level.PROBLEM)
+        facts = dataclasses.replace(host, shm_bytes=32 << 20, shm_free_bytes=32 << 20)
+        assert "has 32 MiB free; 8 CPU ranks ask for up to 34 MiB" in self.texts(facts, Level.PROBLEM)
 
     def test_no_shm(self, host: HostFacts) -> None:
         facts = dataclasses.replace(host, shm_bytes=0, shm_free_bytes=0)
