@@ -39,7 +39,9 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
     if problem.sizes and algorithm == "ring":
         return "the ring takes equal parts only"
     if place.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
-        return "" if problem.nbytes < 1 << 32 else "one call carries less than 4 GiB"
+        # GPU kernels count bytes in 32 bits with a sign, and round them up to 16
+        limit = (1 << 32) if place.kernels == "compiled" else (1 << 31) - 16
+        return "" if problem.nbytes < limit else f"one call carries less than {format_size(limit)}"
     return _beyond_workspace(problem, algorithm)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -261,6 +260,7 @@ class Communicator:
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
         """``x = x_root`` on every rank, in place. Returns ``x``."""
         valid(x, "x", self.device)
+        valid(x, "x", self.device)
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=rank_in(root, self.world_size, "root"))
         return x
 
@@ -269,6 +269,7 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
+        valid(x, "x", self.device)
         self._run(Op.SEND, x, None, root=dst)
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
@@ -276,6 +277,7 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
+        valid(x, "x", self.device)
         self._run(Op.RECV, None, x, root=src)
         return x
 
@@ -340,10 +342,6 @@ class Communicator:
             if self._closed:
                 raise ClosedError(f"{op.label}: this communicator was closed")
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
-            if x is not None:
-                valid(x, "x", self.device)
-            elif out is not None:
-                valid(out, "x", self.device)
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
             key = (op, count, dtype, algorithm, reduction, root, sizes)
             call = self._calls.get(key)
@@ -372,24 +370,23 @@ class Communicator:
                         f"{plan.op.label} ({call.label}) would be compiled inside a graph capture; call it once before"
                     )
                 self._first_use(call.form, lambda: executor.prepare(plan), min(0.5, self._timeout_s / 2))
-        with self._range(call.label):
-            if executor is not None:
-                executor.run(plan, x, out)
-                if self._chain is None and (fault := executor.fault()):
-                    raise self._error(fault)
-            if plan.algorithm == "vendor":
-                self._vendor.run(plan, x, out, call.reduction)
-
-    @contextlib.contextmanager
-    def _range(self, label: str) -> Iterator[None]:
         if not self._nvtx:
-            yield
+            self._launch(call, x, out)
             return
-        torch.cuda.nvtx.range_push(label)
+        torch.cuda.nvtx.range_push(call.label)
         try:
-            yield
+            self._launch(call, x, out)
         finally:
             torch.cuda.nvtx.range_pop()
+
+    def _launch(self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        executor = self._executor
+        if executor is not None:
+            executor.run(call.plan, x, out)
+            if self._chain is None and (fault := executor.fault()):
+                raise self._error(fault)
+        if call.plan.algorithm == "vendor":
+            self._vendor.run(call.plan, x, out, call.reduction)
 
     def _problem(
         self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...]
