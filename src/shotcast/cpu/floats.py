@@ -11,7 +11,7 @@ addition the compiler puts first.
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, Protocol
 
 import llvmlite.binding
 from llvmlite import ir
@@ -38,16 +38,14 @@ def _constant(element: Any, lanes: int, value: float) -> Any:
     return ir.Constant(element, value) if lanes == 1 else ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
 
 
-class _Format:
+class _Format(Protocol):
     """How a dtype widens to float32 and rounds back; ``lanes`` is 1 for a scalar."""
 
     stored: Any
 
-    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
-        raise NotImplementedError
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any: ...
 
-    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
-        raise NotImplementedError
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any: ...
 
 
 class _Float32(_Format):
