@@ -1,0 +1,31 @@
+"""What the numerics contract asks of the choice: sums left to ``auto`` have the bits of one-shot."""
+
+from __future__ import annotations
+
+import pytest
+
+from shotcast.collectives.problem import CollectiveProblem, Topology
+from shotcast.collectives.select import choose
+from shotcast.collectives.table import packaged
+from shotcast.wire import Op
+
+SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", range(3, 9))
+def test_auto_never_takes_the_ring_for_a_sum_of_more_than_two(device: str, world_size: int) -> None:
+    kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
+    place = Topology(world_size, device, part, kernels, "", False, 512 << 20)
+    table = packaged(part, world_size)
+    for tables in ((), (("packaged table", table),) if table else ()):
+        for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            for dtype in ("float32", "float16", "bfloat16"):
+                for nbytes in SIZES:
+                    choice = choose(CollectiveProblem(op, nbytes, dtype, place), "auto", "auto", tables)
+                    assert choice.candidate.algorithm in ("one_shot", "two_shot", "vendor"), (op, dtype, nbytes, choice)
+
+
+def test_the_packaged_tables_that_this_is_about_exist() -> None:
+    assert packaged("NVIDIA H200", 2)
+    assert packaged("NVIDIA H200", 4)
