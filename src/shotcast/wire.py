@@ -34,13 +34,16 @@ class Op(enum.IntEnum):
     SEND = 6
     RECV = 7
     BARRIER = 8
+    ALL_REDUCE_RMS_NORM = 9
+    REDUCE_SCATTER_RMS_NORM = 10
+    REDUCE_SCATTER_RMS_NORM_ALL_GATHER = 11
 
     @property
     def label(self) -> str:
         return self.name.lower()
 
 
-ALGORITHMS = ("ring", "one_shot", "two_shot", "vendor")
+ALGORITHMS = ("ring", "one_shot", "two_shot", "two_shot_fp8", "multimem", "vendor")
 """Names of algorithms; the header carries the position."""
 
 DTYPES = {
@@ -87,13 +90,38 @@ class LaunchShape:
     chunk_bytes: int = 0
 
 
+QUANTIZATIONS = ("", "static", "dynamic")
+"""What becomes of a normed row: nothing more; FP8 by one scale a tensor, which the caller gives; by one scale a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What follows the sum in a fused call, row by row.
+
+    Attributes:
+        hidden: elements of a row.
+        quantize: one of :data:`QUANTIZATIONS`.
+        keeps_normed: the norm is (also) given in the dtype of the call.
+    """
+
+    hidden: int
+    quantize: str = ""
+    keeps_normed: bool = True
+
+    @property
+    def code(self) -> int:
+        """What ranks compare of it, in the header's root field."""
+        return QUANTIZATIONS.index(self.quantize) + (0 if self.keeps_normed else 4)
+
+
 @dataclass(frozen=True, slots=True)
 class CallPlan:
     """One call as an executor runs it: what, how, and the header that says so to the peers.
 
     ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce_scatter (whole), all_to_all,
     broadcast and send, the output of all_gather (whole) and recv. ``root`` is the root of a broadcast, or the peer of
-    send and recv. ``sizes`` are elements by rank of an uneven all_gather, otherwise empty.
+    send and recv. ``sizes`` are elements by rank of an uneven all_gather, otherwise empty. ``norm`` belongs to the
+    fused operations; their ``nbytes`` counts ``x``.
     """
 
     op: Op
@@ -103,6 +131,7 @@ class CallPlan:
     root: int = 0
     sizes: tuple[int, ...] = ()
     launch: LaunchShape = LaunchShape()
+    norm: Norm | None = None
 
     @property
     def header(self) -> int:

@@ -179,14 +179,28 @@ def store_to_all(call, quads, offs, words, mask, CELLS: tl.constexpr, MULTICAST:
 
 
 @triton.jit
-def load_parts(call, quads, stride, offs, span, step, total, CELLS: tl.constexpr, COUNT: tl.constexpr):
+def load_parts(
+    call,
+    quads,
+    stride,
+    offs,
+    span,
+    step,
+    total,
+    CELLS: tl.constexpr,
+    COUNT: tl.constexpr,
+    OTHERS: tl.constexpr = False,
+):
     """COUNT tiles of this rank's region, ``stride`` quads apart; all loads are under way before one is used.
 
-    Tile r counts up to word ``min(span, total - r * step)``; beyond it, it reads as arrived.
+    Tile r counts up to word ``min(span, total - r * step)``; beyond it, it reads as arrived. So does, with OTHERS, the
+    tile of this rank, which then sends nothing to itself.
     """
     parts = ()
     for r in tl.static_range(COUNT):
         mask = (offs < span) & (offs + r * step < total)
+        if OTHERS:
+            mask = mask & (call.rank != r)
         if CELLS:
             base = tl.multiple_of(call.own, 16) + (quads + r * stride) * 2
             part = tl.load(base + offs, mask=mask, other=0, volatile=True)
@@ -229,19 +243,20 @@ def await_words(
     CELLS: tl.constexpr,
     COUNT: tl.constexpr,
     WORLD: tl.constexpr,
+    OTHERS: tl.constexpr = False,
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
 
     What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0.
     """
-    parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT)
+    parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
     waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         relax()
-        parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT)
+        parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
         waiting = any_absent(parts, call.epoch, CELLS, COUNT)
         polls += 1
         if polls % POLLS_PER_LOOK == 0:
