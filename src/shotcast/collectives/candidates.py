@@ -72,10 +72,12 @@ def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
 
 
 def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
-    """The default launch of an algorithm: one tile a program as long as the GPU holds them all at once.
+    """The default launch of an algorithm: one tile a program.
 
     Small messages: programs of one warp, 128 words each, whose polls need no shared memory. From 512 KiB a rank's share
-    on, tiles of 512 words and 4 warps (figures: docs/algorithms.md).
+    on, larger tiles. A grid may be larger than the GPU holds at once: programs start in the order of their numbers, and
+    wait for peers' programs of their own number, so the grid passes over the message like a window, and what crosses
+    the slots stays in the cache (figures: docs/design/all_reduce.md).
     """
     place = problem.topology
     if algorithm == "vendor":
@@ -91,4 +93,6 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
     if share < 512 << 10:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
-    return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
+    if share < 1 << 20 or algorithm == "ring":
+        return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
+    return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)

@@ -60,6 +60,7 @@ class TritonExecutor:
         table = list(buffer.addresses) + [0] * (wire.MAX_WORLD_SIZE - self._world) + [buffer.multicast_address]
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
         self._own_address, self._peers_address = buffer.addresses[self._rank], self._peers.data_ptr()
+        self.many_bytes = layout.MANY_BYTES
         self._multicast = bool(buffer.multicast_address)
         self._prepared: set[tuple[object, ...]] = set()
         self._timeout_s = timeout_s
@@ -156,14 +157,16 @@ class TritonExecutor:
             sizes = {"nbytes": plan.nbytes, "slice_nbytes": slice_nbytes}
             return ring, programs, warps, common | sizes | {"REDUCE": plan.op is not Op.ALL_GATHER, "GATHER": gathers}
         if plan.algorithm == "two_shot":
-            return two_shot_all_reduce, programs, warps, common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast}
+            return (
+                two_shot_all_reduce,
+                programs,
+                warps,
+                common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast, "CLEARS": plan.nbytes > self.many_bytes},
+            )
         scatter = plan.op is Op.REDUCE_SCATTER
-        return (
-            one_shot_reduce,
-            programs,
-            warps,
-            common | {"nbytes": part if scatter else plan.nbytes, "SCATTER": scatter},
-        )
+        nbytes = part if scatter else plan.nbytes
+        clears = nbytes > self.many_bytes
+        return one_shot_reduce, programs, warps, common | {"nbytes": nbytes, "SCATTER": scatter, "CLEARS": clears}
 
     def _copy_arguments(self, plan: CallPlan, part: int) -> dict[str, Any]:
         item = wire.DTYPES[plan.dtype]
@@ -184,6 +187,7 @@ class TritonExecutor:
             "cells_quads": self._layout.cells_quads,
             "KIND": _COPIES[plan.op],
             "CELLS": plan.dtype not in _DTYPES,
+            "CLEARS": plan.dtype in _DTYPES and part > self.many_bytes,
             "MULTICAST": self._multicast and plan.dtype in _DTYPES,
         }
 

@@ -98,6 +98,15 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def with_own(parts, own, rank, COUNT: tl.constexpr):
+    """``parts`` by rank, with this rank's replaced by ``own``, which took no way through memory."""
+    whole = ()
+    for r in tl.static_range(COUNT):
+        whole = whole + (tl.where(rank == r, own, parts[r]),)
+    return whole
+
+
+@triton.jit
 def nan_unless(live, words, DTYPE: tl.constexpr):
     """``words``, or NaN in every value when the call was stopped. Words of other dtypes have no NaN and pass."""
     if DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16:
