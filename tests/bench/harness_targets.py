@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -23,9 +24,9 @@ def one_element_off(plan: harness.BenchPlan, by: float, rank: int) -> list[Row]:
         def run() -> None:
             call.run()
             if torch.distributed.get_rank() == rank:
-                call.result[-1] += by
+                call.results[0][-1] += by
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     return _with(contender, plan)
 
@@ -40,7 +41,7 @@ def wrong_after_a_while(plan: harness.BenchPlan) -> list[Row]:
             if calls < 4:
                 call.run()  # later calls leave the result as it was
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     return _with(contender, plan)
 
@@ -59,7 +60,7 @@ def one_rank_sleeps(plan: harness.BenchPlan, seconds: float) -> list[Row]:
             elif torch.distributed.get_rank() == 1:
                 time.sleep(seconds)
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     return _with(contender, plan)
 
@@ -73,7 +74,7 @@ def counts_calls(plan: harness.BenchPlan) -> list[int]:
             made += 1
             call.run()
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     _with(contender, plan)
     return [made]

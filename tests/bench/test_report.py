@@ -89,13 +89,14 @@ def test_table_shows_what_was_not_compared_or_timed() -> None:
 def test_json_round_trip(tmp_path: Path) -> None:
     rows = [row(), row("gloo", errors=None)]
     path = tmp_path / "new" / "result.json"
-    report.write_json(path, rows, environment={"cores": 2}, command="shotcast bench all-reduce")
-    assert report.read_json(path) == rows
+    result = report.Result.now(rows, environment={"cores": 2}, command="shotcast bench all-reduce")
+    report.write(path, result)
+    assert report.read(path) == result
     document = json.loads(path.read_text())
     assert list(document) == ["environment", "command", "date", "rows"]
     assert list(document["rows"][0]) == [
         "op", "device", "world_size", "dtype", "algorithm", "nbytes", "time_us", "p99_us", "skew_us", "algbw_gbps",
-        "busbw_gbps", "errors",
+        "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations",
     ]  # fmt: skip
 
 
@@ -104,15 +105,15 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"other\.json"):
-        report.read_json(path)
+        report.read(path)
 
 
 def test_unknown_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    report.write_json(path, [row()], environment={}, command="")
+    report.write(path, report.Result.now([row()], environment={}, command=""))
     path.write_text(path.read_text().replace('"skew_us"', '"skew_ms"'))
     with pytest.raises(ConfigError, match="skew_ms, skew_us"):
-        report.read_json(path)
+        report.read(path)
 
 
 def test_headline_compares_equal_sizes_alone() -> None:
