@@ -78,3 +78,86 @@ def counts_calls(plan: harness.BenchPlan) -> list[int]:
 
     _with(contender, plan)
     return [made]
+
+
+class SlowWork:
+    """In place of the matrix product: takes 5 ms, and writes what no rank's input holds."""
+
+    name = "sleep"
+
+    def __init__(self, *sizes: object, **more: object) -> None:
+        pass
+
+    def __call__(self, out: torch.Tensor) -> None:
+        time.sleep(0.005)
+        out.fill_(7.0)
+
+
+def with_slow_work(plan: harness.BenchPlan, algorithm: str) -> tuple[list[Row], set[float]]:
+    """A call that takes 10 ms; also what it was called on."""
+    harness.Gemm = SlowWork  # type: ignore[assignment, misc]
+    seen = set()
+
+    def slowed(call: baselines.Call) -> baselines.Call:
+        def run() -> None:
+            seen.add(float(call.source.view(-1)[0]))
+            time.sleep(0.010)
+            call.run()
+
+        return dataclasses.replace(call, run=run)
+
+    own, library = baselines.own, baselines.library
+    baselines.own = lambda *args: slowed(own(*args))  # type: ignore[assignment]
+    baselines.library = lambda *args: slowed(library(*args))  # type: ignore[assignment]
+    return harness.measure(plan, (algorithm,)), seen
+
+
+def values_in_place(plan: harness.BenchPlan) -> list[float]:
+    """The largest value that each timed call back to back began with."""
+    seen = []
+
+    def contender(call: baselines.Call) -> baselines.Call:
+        def run() -> None:
+            seen.append(float(call.source.abs().max()))
+            call.run()
+
+        return dataclasses.replace(call, run=run)
+
+    _with(contender, plan)
+    return seen
+
+
+def allocates(plan: harness.BenchPlan, bursts_each: int) -> list[Row]:
+    """Host time on ranks that seem to allocate ``bursts_each`` times between two looks."""
+    count = 0
+
+    def allocations(device: torch.device) -> int:
+        nonlocal count
+        count += bursts_each
+        return count
+
+    harness.timers.allocations = allocations  # type: ignore[assignment]
+    return harness.measure(plan, ("one_shot",))
+
+
+def wrong_in_one_value(plan: harness.BenchPlan, name: str, value: str) -> list[Row]:
+    """A fused contender of which one element of one result is off on rank 1."""
+    from shotcast.bench.fused_case import FusedCase
+
+    calls = FusedCase.calls
+
+    def spoiled(case: FusedCase, names: object) -> list[baselines.Call]:
+        made = []
+        for call in calls(case, names):  # type: ignore[arg-type]
+
+            def values(call: baselines.Call = call) -> dict[str, torch.Tensor]:
+                output = {key: tensor.clone() for key, tensor in call.output.items()}
+                if torch.distributed.get_rank() == 1:
+                    output[value].view(-1)[3] += 1.0
+                return output
+
+            made.append(dataclasses.replace(call, values=values))
+        return made
+
+    FusedCase.calls = spoiled  # type: ignore[assignment, method-assign]
+    return harness.measure(plan, (name,))

@@ -169,9 +169,12 @@ def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
 
 def _between(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     one(rows, "world_size", "hidden")
-    one([row for row in rows if row.measure == "between"], "op")
+    worked = [row for row in rows if row.measure == "between"]
+    if not worked:
+        raise ConfigError("there are no rows with work between calls")
+    one(worked, "work")
     name = "Gloo" if rows[0].device == "cpu" else "NCCL"
-    head = ["", "tokens", "work", "back to back: shotcast", name, "saved"]
+    head = ["", "tokens", f"{worked[0].work} alone", "back to back: shotcast", name, "saved"]
     head += ["with work between: shotcast", name, "saved", "kept"]
     cells = []
     for nbytes in _sizes(rows):
@@ -186,7 +189,7 @@ def _between(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
             line += [_us(own), _us(theirs), "" if saved is None else f"{saved:.1f}"]
         back, between = savings
         kept = f"{between / back:.0%}" if back is not None and between is not None and back > 0 else ""
-        works = [row for row in rows if row.nbytes == nbytes and row.work_us is not None]
+        works = [row for row in worked if row.nbytes == nbytes and row.work_us is not None]
         alone = _microseconds(works[0].work_us) if works else ""
         cells.append([size_name(nbytes), str(works[0].tokens) if works else "", alone, *line, kept])
     return head, cells
