@@ -125,3 +125,13 @@ def test_nothing_is_clamped_by_the_static_scale() -> None:
     case = made(torch.float32)
     largest = case.norm(case.reference()["new_residual"][0]).abs().max() / case.static_scale.double()
     assert 0.95 * E4M3_MAX < largest <= E4M3_MAX
+
+
+def test_fused_kernels_are_right() -> None:
+    """The Triton kernels, interpreted."""
+    names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")
+    plan = dataclasses.replace(PLAN, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
+    environment = {"TRITON_INTERPRET": "1", "SHOTCAST_CPU_KERNELS": "interpreter"}
+    rows = shotcast.spawn(harness.measure, 2, plan, names, timeout_s=110, env=environment)[0]
+    assert [(row.algorithm, row.errors) for row in rows] == [(name, 0) for name in names]
+    assert [row.time_us for row in rows if row.time_us is None] == []
