@@ -81,7 +81,7 @@ def counts_calls(plan: harness.BenchPlan) -> list[int]:
 
 
 class SlowWork:
-    """In place of the matrix product: takes 5 ms, and writes what no rank's input holds."""
+    """In place of the matrix product: takes 40 ms, and writes what no rank's input holds."""
 
     name = "sleep"
 
@@ -89,7 +89,7 @@ class SlowWork:
         pass
 
     def __call__(self, out: torch.Tensor) -> None:
-        time.sleep(0.005)
+        time.sleep(0.040)
         out.fill_(7.0)
 
 

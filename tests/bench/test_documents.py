@@ -15,7 +15,7 @@ from shotcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
-PICTURE = re.compile(r"shotcast (bench plot (?:[^\n`\\]|\\\n)+)")
+PICTURE = re.compile(r"shotcast (bench plot \S+\.png (?:[^\n`\\]|\\\n)+)")
 
 TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
 

@@ -116,20 +116,20 @@ def test_between_takes_the_work_off(algorithm: str) -> None:
     back_to_back, between = rows
     assert (back_to_back.errors, between.errors) == (0, 0)
     assert between.work_us is not None
-    assert 5_000 <= between.work_us < 9_000
+    assert between.work_us >= 40_000
     for row in rows:
         assert row.time_us is not None
-        assert 9_000 <= row.time_us < 14_000, "a call takes 10 ms, the work 5"
+        assert 9_000 <= row.time_us < 30_000, "a call takes 10 ms, the work 40"
     assert 7.0 in seen, "the work did not write the tensor that the call reads"
 
 
 def test_calls_in_place_are_timed_on_zeros() -> None:
     """Also after work between calls wrote their tensor; or values would double with each call until they overflow."""
-    plan = dataclasses.replace(PLAN, sizes=(64,))
+    plan = dataclasses.replace(PLAN, sizes=(64,), budget_s=100.0)
     for chosen in (plan, dataclasses.replace(plan, between="gemm", hidden=16)):
         seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=90)[0]
         assert max(seen) <= 16.0, "the product of 8 numbers up to 1 by up to 1, or an input"
-        assert seen.count(0.0) >= chosen.warmup_iters + 12
+        assert seen.count(0.0) == chosen.warmup_iters + chosen.iters
 
 
 def test_the_default_product_is_divided_among_the_ranks() -> None:
