@@ -105,7 +105,7 @@ class TestDisagreement:
 
     def test_table(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        path.write_text(json.dumps({"format": 1, "part": "cpu", "world_size": 3, "entries": {}}))
+        path.write_text(json.dumps({"format": 2, "kernels": KERNELS, "part": "cpu", "world_size": 3, "entries": {}}))
         said = self.told({1: {"SHOTCAST_TABLE": str(path)}})
         assert said.startswith("the ranks do not agree on tables (SHOTCAST_TABLE): rank 0: ")
 
@@ -115,7 +115,7 @@ class TestDisagreement:
 
     def test_table_of_other_hardware(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        path.write_text(json.dumps({"format": 1, "part": "NVIDIA H200", "world_size": 4, "entries": {}}))
+        path.write_text(json.dumps({"format": 2, "kernels": KERNELS, "part": "NVIDIA H200", "world_size": 4, "entries": {}}))
         said = self.told({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
         assert f"{path} was made for 4 x NVIDIA H200; this is 3 x cpu" in said
 

@@ -103,7 +103,7 @@ class TestBits:
                 path = tmp_path / f"{algorithm}{chunk_bytes}.json"
                 row = [None, algorithm, {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": chunk_bytes}]
                 entries = {"all_reduce": {"bfloat16": [row]}}
-                path.write_text(json.dumps({"format": 1, "part": "cpu", "world_size": 3, "entries": entries}))
+                path.write_text(json.dumps({"format": 2, "kernels": KERNELS, "part": "cpu", "world_size": 3, "entries": entries}))
                 env = {"SHOTCAST_TABLE": str(path)}
                 for found, said in shotcast.spawn(targets.sums_with_chunks, 3, [algorithm], env=env, timeout_s=60):
                     assert f"{algorithm} (chunks of {chunk_bytes} bytes), by user table: {path}" in said

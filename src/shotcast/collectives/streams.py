@@ -35,10 +35,15 @@ class StreamChain:
         self._last: torch.cuda.Stream | None = None
         self._capture = 0
 
+    @staticmethod
+    def capturing() -> bool:
+        """Whether a call made now, on the current stream, would be captured in a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def enter(self, device: torch.device) -> bool:
         """Order a call about to be made on the current stream; True while that stream is being captured."""
         stream = torch.cuda.current_stream(device)
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = self.capturing()
         capture = _capture_id(stream) if capturing else 0
         if self._last is not None and stream != self._last and capture == self._capture:
             stream.wait_stream(self._last)
