@@ -300,7 +300,7 @@ def tune(
     file = output or Path(table.file_name(part, world_sizes[0]))
     merging = merge and file.exists()
     if merging:
-        tuning.compatible(file, part, world_sizes[0])
+        tuning.mergeable(file.read_text(), str(file), part, world_sizes[0])  # before time is spent
     measured, points = tuning.run_under_torchrun(plan) if job else tuning.run(plan, world_sizes[0])
     if job is not None and job.rank != 0:
         return

@@ -145,6 +145,8 @@ class TestRefused:
             ({"world_size": 0}, "world_size is a whole number from 1 up, not 0"),
             ({"world_size": True}, "world_size is a whole number from 1 up, not True"),
             ({"entries": "absent"}, "lacks entries"),
+            ({"provenance": [1]}, r"provenance: an object is meant, not \[1\]"),
+            ({"measurements": {}}, "measurements: a list is meant, not {}"),
             ({"entries": []}, r"entries: an object is meant, not \[\]"),
             ({"entries": {"all_reduce": {}}}, "entries for 'all_reduce'; calls are graph or eager"),
             ({"entries": {"graph": 3}}, "graph: an object is meant, not 3"),

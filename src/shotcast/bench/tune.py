@@ -23,7 +23,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -273,12 +272,11 @@ class _Tuner(harness._Rank):
             for nbytes in wanted:
                 found[nbytes] = Point(mode, op, dtype, nbytes, self._choice(op, dtype, mode, nbytes, known.get(nbytes)))
             wanted = [
-                middle
+                align_up(low << round(math.log2(high / low) / 2), unit)
                 for low, high in itertools.pairwise(sorted(found))
-                if high > 2 * low
-                and found[low].choice.best.algorithm != found[high].choice.best.algorithm
-                and (middle := align_up(math.isqrt(low * high), unit)) not in found
+                if high > 2 * low and found[low].choice.best.algorithm != found[high].choice.best.algorithm
             ]
+            wanted = [nbytes for nbytes in wanted if nbytes not in found]
         return [found[nbytes] for nbytes in sorted(found)]
 
     def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
@@ -410,21 +408,38 @@ def _measurement(point: Point) -> dict[str, Any]:
     }
 
 
+def mergeable(old: str, name: str, part: str, world_size: int) -> table.Table:
+    """The table ``old`` as read. Raises ConfigError if it cannot be one with a table of this hardware."""
+    before = table.parse(old, name)
+    if (before.part, before.world_size) != (part, world_size):
+        raise ConfigError(
+            f"{name} is a table of {before.world_size} x {before.part}, and this is {world_size} x {part}; "
+            "write to another file"
+        )
+    return before
+
+
 def merged(old: str, new: str, name: str) -> str:
     """The table ``new``, with what only ``old`` has. Raises ConfigError if they cannot be one table."""
-    before, after = table.parse(old, name), table.parse(new, "just measured")
-    if (before.part, before.world_size) != (after.part, after.world_size):
-        raise ConfigError(
-            f"{name} is a table of {before.world_size} x {before.part}, and this is {after.world_size} x {after.part}"
-        )
+    after = table.parse(new, "just measured")
+    before = mergeable(old, name, after.part, after.world_size)
     stays = before.rows.keys() - after.rows.keys()
+    names = {"/".join(key) for key in stays}
     kept, came = json.loads(old), json.loads(new)
-    provenance = {
-        date: run
-        for date, run in kept.get("provenance", {}).items()
-        if not isinstance(run, dict) or "entries" not in run or stays & {tuple(e.split("/")) for e in run["entries"]}
-    }
-    measurements = [m for m in kept.get("measurements", []) if (m["mode"], m["op"], m["dtype"]) in stays]
+
+    def still(run: Any) -> bool:
+        return (
+            not isinstance(run, dict)
+            or not isinstance(run.get("entries"), list)
+            or not names.isdisjoint(run["entries"])
+        )
+
+    provenance = {date: run for date, run in kept.get("provenance", {}).items() if still(run)}
+    measurements = [
+        one
+        for one in kept.get("measurements", [])
+        if isinstance(one, dict) and (one.get("mode"), one.get("op"), one.get("dtype")) in stays
+    ]
     return table.render(
         after.part,
         after.world_size,
@@ -466,10 +481,3 @@ def wrong(points: Iterable[Point]) -> list[str]:
         for point in points
         for c in point.choice.wrong
     ]
-
-
-def compatible(path: Path, part: str, world_size: int) -> None:
-    """Raise ConfigError where results could not be merged into ``path``, before time is spent on them."""
-    before = table.parse(path.read_text(), str(path))
-    if (before.part, before.world_size) != (part, world_size):
-        raise ConfigError(f"{path} is a table of {before.world_size} x {before.part}; this is {world_size} x {part}")

@@ -102,6 +102,9 @@ def parse(text: str, name: str) -> Table:
         raise ConfigError(f"table {name}: part is the name of a GPU or processor, not {data['part']!r}")
     if not _whole(data["world_size"]) or data["world_size"] < 1:
         raise ConfigError(f"table {name}: world_size is a whole number from 1 up, not {data['world_size']!r}")
+    _items(data.get("provenance", {}), f"table {name}, provenance")
+    if not isinstance(data.get("measurements", []), list):
+        raise ConfigError(f"table {name}, measurements: a list is meant, not {data['measurements']!r}")
     rows: dict[Key, tuple[Row, ...]] = {}
     for mode, by_op in _items(data["entries"], f"table {name}, entries"):
         if mode not in MODES:

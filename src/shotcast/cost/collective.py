@@ -8,7 +8,7 @@ which a rank takes in what has arrived (reads it, uses it, clears it):
     ring       T = f + (2N-2) (a + M / (N b)) + M / m        2N-2 steps of one slice each
 
 The all-gather and the reduce-scatter of M bytes in all take half of two-shot's, or ring's, steps and bytes sent, and
-take in M. (Two-shot and ring take in M twice; that one pass is hidden under the other's transfers is what was measured.)
+take in M. (Two-shot and ring take in M twice. As measured, one pass hides under the transfers of the other.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LinkCost:
 
 NVLINK4 = LinkCost(fixed_us=1.27, step_us=0.885, bw_gbps=455.0, local_gbps=1030.0)
 """Hopper, 18 links: :func:`shotcast.cost.calibration.fit` of benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json.
-Off by 12% in the mean square. A choice by it costs at most 5% more than the fastest measured, sizes of 1 KiB to 256 MiB."""
+Off by 12% in the mean square; a choice by it costs at most 5% more than the fastest measured, 1 KiB to 256 MiB."""
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0)
 """Processes of one host. Only the order of the algorithms is meant: with 4 ranks on 2 cores two-shot overtakes one-shot
 between 16 and 64 KiB (benchmarks/data/cpu)."""
