@@ -136,7 +136,7 @@ def _command(op: str) -> None:
             device=where,
             dtype=dtype or ("float32" if where == "cpu" else "bfloat16"),
             sizes=sizes,
-            algorithms=_names(algorithms),
+            algorithms=tuple(name.strip() for name in algorithms.split(",") if name.strip()),
             iters=iters,
             warmup_iters=warmup_iters,
             check=bool(check),
