@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,13 @@ from shotcast.collectives.problem import Candidate
 
 def _with(change: Callable[[Candidate, baselines.Call], Callable[[], Any]], plan: tune.TunePlan) -> list[tune.Point]:
     """Tune with ``change(candidate, call)`` in the place of each candidate's call."""
-    made = tune._Tuner._call
+    made = tune._Case.call
 
-    def call(self: Any, name: str, candidate: Candidate, x: torch.Tensor, out: torch.Tensor) -> baselines.Call:
-        right = made(self, name, candidate, x, out)
-        return baselines.Call(name, change(candidate, right), right.load, right.result)
+    def call(self: Any, name: str, candidate: Candidate) -> baselines.Call:
+        right = made(self, name, candidate)
+        return dataclasses.replace(right, run=change(candidate, right))
 
-    tune._Tuner._call = call  # type: ignore[method-assign]
+    tune._Case.call = call  # type: ignore[method-assign]
     return tune.measure(plan)[1]
 
 
@@ -40,7 +41,7 @@ def one_is_wrong(plan: tune.TunePlan, rank: int) -> list[tune.Point]:
             if _slow(candidate):
                 time.sleep(0.003)
             elif dist.get_rank() == rank:
-                call.result[-1] += 1.0
+                call.results[0][-1] += 1.0
 
         return run
 
@@ -56,7 +57,7 @@ def one_launch_is_wrong(plan: tune.TunePlan) -> list[tune.Point]:
             if candidate.algorithm != "two_shot":
                 time.sleep(0.01)
             elif candidate.launch.chunk_bytes:
-                call.result[0] = float("nan")
+                call.results[0][0] = float("nan")
             else:
                 time.sleep(0.01)
 
@@ -67,7 +68,7 @@ def one_launch_is_wrong(plan: tune.TunePlan) -> list[tune.Point]:
 
 def nothing_is_right(plan: tune.TunePlan) -> str:
     def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
-        return lambda: call.result.zero_()
+        return lambda: call.results[0].zero_()
 
     try:
         _with(change, plan)

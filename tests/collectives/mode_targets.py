@@ -43,9 +43,9 @@ def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
     comm._tables = (("user table", parse(text, "t.json")),)
     run = comm._executor.run
 
-    def recorded(plan: CallPlan, x: Any, out: Any) -> None:
+    def recorded(plan: CallPlan, *tensors: Any) -> None:
         plans.append(plan)
-        run(plan, x, out)
+        run(plan, *tensors)
 
     comm._executor.run = recorded
     return chain, plans

@@ -24,7 +24,7 @@ from shotcast.collectives.select import choose
 from shotcast.collectives.table import KERNELS, MODES, Table, parse
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
 from shotcast.errors import ConfigError
-from shotcast.wire import ALGORITHMS, LaunchShape, Op
+from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
 
 
 def ground(kernels: str = "compiled", world_size: int = 4, max_bytes: int = 1 << 20, obstacle: str = "") -> Topology:
@@ -340,6 +340,13 @@ class TestLaunch:
         tiles = {(shape.block_words, shape.num_warps) for shape in shapes}
         assert tiles == {(128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8)}
         assert {shape.programs for shape in shapes} == {128, 256, 512, 1024}
+
+    def test_fused_kernels_have_their_default_alone(self) -> None:
+        fused = dataclasses.replace(
+            problem(Op.ALL_REDUCE_RMS_NORM, nbytes=1 << 20, topology=ground("triton")), norm=Norm(4096)
+        )
+        for algorithm in ("one_shot", "two_shot"):
+            assert launch_shapes(fused, algorithm) == (launch_shape(fused, algorithm),)
 
     def test_chunks_up_to_the_message(self) -> None:
         chunks = [shape.chunk_bytes for shape in launch_shapes(problem(nbytes=100_000), "one_shot")]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import itertools
 import json
 import math
@@ -30,7 +31,9 @@ import torch.distributed as dist
 from rich.table import Table as View
 
 from shotcast import env, wire
-from shotcast.bench import baselines, harness
+from shotcast.bench import harness
+from shotcast.bench.baselines import Call
+from shotcast.bench.cases import Case, Reference
 from shotcast.collectives import table
 from shotcast.collectives.candidates import candidates, keeps_bits, launch_shapes
 from shotcast.collectives.communicator import Communicator
@@ -197,7 +200,7 @@ def search(
             if launch != c.launch
         ]
         brief = right(shapes, _SHARES[1])
-        for algorithm in {c.algorithm for c in near}:
+        for algorithm in dict.fromkeys(c.algorithm for c in near):
             fastest = sorted((c for c in brief if c.algorithm == algorithm), key=lambda c: brief[c])
             finalists += fastest[:FINALISTS]
         finalists.sort(key=lambda c: list(defaults).index(c.algorithm))
@@ -248,9 +251,10 @@ class _Tuner(harness._Rank):
         self.tuned = plan
         bench = harness.BenchPlan(plan.ops[0], plan.device, plan.dtypes[0], plan.sizes)
         super().__init__(bench, (), comm.device, group, control)
-        self.comm: Communicator = comm
+        self.place = dataclasses.replace(self.place, comm=comm)
+        self.comm = comm
         self._asked: list[Candidate] = []
-        self._kept: tuple[object, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._kept: _Case | None = None
 
     def points(self) -> list[Point]:
         plan = self.tuned
@@ -280,7 +284,8 @@ class _Tuner(harness._Rank):
         return [found[nbytes] for nbytes in sorted(found)]
 
     def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
-        self.dtype = getattr(torch, dtype)
+        self.place = dataclasses.replace(self.place, dtype=getattr(torch, dtype))
+        self._kept = None  # before the next is made, as both may not fit
         self.plan = dataclasses.replace(
             self.plan, op=op, dtype=dtype, sizes=(nbytes,), eager=mode == "eager", warmup_iters=3
         )
@@ -300,24 +305,33 @@ class _Tuner(harness._Rank):
         rows = list(self._size(self.plan.sizes[0], seed=0))
         return {asked[int(row.algorithm)]: row.time_us for row in rows}
 
-    def _calls(self, nbytes: int, x: torch.Tensor, out: torch.Tensor) -> list[baselines.Call]:
-        return [self._call(str(number), c, x, torch.empty_like(out)) for number, c in enumerate(self._asked)]
+    def _case(self, nbytes: int, seed: int) -> Case:
+        if self._kept is None:
+            self._kept = _Case(self.place, self.plan.op, nbytes, seed)
+        self._kept.asked = self._asked
+        return self._kept
 
-    def _call(self, name: str, candidate: Candidate, x: torch.Tensor, out: torch.Tensor) -> baselines.Call:
-        op, algorithm = Op[self.plan.op.upper()], candidate.algorithm
-        launch = None if algorithm == "vendor" else candidate.launch
 
-        def run() -> None:
-            self.comm._run(op, x, out, algorithm=algorithm, launch=launch)
+class _Case(Case):
+    """One size, for all stages of its search: calls of the candidates asked for, and one reference."""
 
-        return baselines.Call(name, run, lambda: None, out)
+    asked: Sequence[Candidate] = ()
+    _known: Reference | None = None
 
-    def _reference(self, nbytes: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        what = (self.plan.op, self.plan.dtype, nbytes, seed)
-        if self._kept is None or self._kept[0] != what:
-            self._kept = None  # before the next is made, as both may not fit
-            self._kept = (what, super()._reference(nbytes, seed))
-        return self._kept[1]
+    def calls(self, names: Sequence[str]) -> list[Call]:
+        return [self.call(str(number), candidate) for number, candidate in enumerate(self.asked)]
+
+    def call(self, name: str, candidate: Candidate) -> Call:
+        comm, op, out = self.place.comm, Op[self.op.upper()], self._new()
+        assert comm is not None
+        launch = None if candidate.algorithm == "vendor" else candidate.launch
+        run = functools.partial(comm._run, op, self.x, out, algorithm=candidate.algorithm, launch=launch)
+        return Call(name, run, lambda: None, self.x, (out,))
+
+    def reference(self) -> Reference:
+        if self._known is None:
+            self._known = super().reference()
+        return self._known
 
 
 def measure(plan: TunePlan) -> tuple[str, list[Point]]:

@@ -18,8 +18,16 @@ import torch.distributed as dist
 from shotcast import env, wire
 from shotcast.collectives import autograd, rms_norm
 from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
-from shotcast.collectives.candidates import candidates
+from shotcast.collectives.candidates import PLAIN, candidates
 from shotcast.collectives.first_use import FirstUse, Form
+from shotcast.collectives.norm_operands import (
+    Fp8Normed,
+    aligned,
+    copy_back,
+    fp8_operands,
+    is_aligned,
+    norm_operands,
+)
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.select import choose
@@ -35,8 +43,9 @@ from shotcast.errors import (
 )
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.operands import NormTensors
 from shotcast.units import format_size
-from shotcast.wire import UNEVEN, CallPlan, Fault, LaunchShape, Op
+from shotcast.wire import UNEVEN, CallPlan, Fault, LaunchShape, Norm, Op
 
 logger = logging.getLogger(__name__)
 
@@ -306,37 +315,147 @@ class Communicator:
         weight: torch.Tensor,
         eps: float = 1e-6,
         algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduce, residual add and RMSNorm, as between the blocks of a transformer.
+        """All-reduce, residual add and RMSNorm in one kernel, as between the blocks of a transformer.
 
         ``new_residual = all_reduce(x) + residual``; ``normed = new_residual / rms(new_residual) * weight``, in float32
-        with ``new_residual`` as rounded.
+        with ``new_residual`` as rounded. Where no fused kernel serves (:meth:`explain` says why), the sum is a call of
+        its own and the norm follows it, with the same bits.
 
         Args:
             x, residual: contiguous [..., hidden], float32, float16 or bfloat16.
-            weight: [hidden].
+            weight: [hidden], of the same dtype.
             eps: added to the mean square.
+            algorithm: ``auto``, ``one_shot`` or ``two_shot``; ``vendor`` for the vendor library's sum, not fused.
+            out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be ``residual``,
+                and normed may be ``x``. None for new tensors.
 
         Returns:
-            ``(normed, new_residual)``, new tensors like ``x``; not differentiable.
+            ``(normed, new_residual)``; not differentiable.
         """
-        valid(x, "x", self.device)
-        valid(residual, "residual", self.device)
-        valid(weight, "weight", self.device)
-        if _DTYPE_NAMES.get(x.dtype) not in wire.REDUCIBLE or residual.dtype != x.dtype:
-            raise UnsupportedError(
-                f"all_reduce_rms_norm takes x and residual of one dtype of {', '.join(wire.REDUCIBLE)}; "
-                f"they are {x.dtype} and {residual.dtype}"
-            )
-        if x.dim() == 0 or residual.shape != x.shape or weight.shape != x.shape[-1:]:
-            raise ConfigError(
-                f"all_reduce_rms_norm takes x and residual [..., hidden] and weight [hidden]; shapes are "
-                f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
-            )
-        total = self.all_reduce(x.detach(), algorithm=algorithm)
+        name = Op.ALL_REDUCE_RMS_NORM.label
+        norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
+        self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
+        assert tensors.normed is not None
+        return tensors.normed, tensors.new_residual
+
+    def all_reduce_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """:meth:`all_reduce_rms_norm`, and the norm in FP8 for the matrix product that follows.
+
+        ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))`` of ``normed`` as rounded to the dtype; so
+        ``normed`` is about ``quantized * scale``. NaN stays NaN.
+
+        Args:
+            x, residual, weight, eps, algorithm: as in :meth:`all_reduce_rms_norm`.
+            scale: one float32 on the device; None for one a row: max |normed| / 448, at least 2^-126 (a row of zeros).
+            with_normed: also give ``normed``.
+            out: tensors for the results; its scale is written only if ``scale`` is None. None for new tensors.
+
+        Returns:
+            ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
+        """
+        op, device = Op.ALL_REDUCE_RMS_NORM, self.device
+        norm, tensors = fp8_operands(
+            f"{op.label}_fp8", device, x, residual, weight, eps, 1, False, scale, with_normed, out
+        )
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.quantized is not None
+        assert tensors.scale is not None
+        return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+
+    def reduce_scatter_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduce-scatter of rows, residual add and RMSNorm of this rank's, in one kernel: sequence parallelism.
+
+        ``new_residual = reduce_scatter(x) + residual``, normed as in :meth:`all_reduce_rms_norm`.
+
+        Args:
+            x: contiguous [N * k, ..., hidden], float32, float16 or bfloat16.
+            residual: [k, ..., hidden], this rank's.
+            weight, eps: as in :meth:`all_reduce_rms_norm`.
+            gather: give every rank the normed rows of all, in the same kernel.
+            algorithm: ``auto``; ``one_shot``, with ``gather`` ``two_shot``; or ``vendor``.
+            out: (normed, new_residual); None for new tensors.
+
+        Returns:
+            ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
+        """
+        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
+        name, shards = "reduce_scatter_rms_norm", self.world_size
+        norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.normed is not None
+        return tensors.normed, tensors.new_residual
+
+    def reduce_scatter_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """:meth:`reduce_scatter_rms_norm`, and the norm in FP8, as in :meth:`all_reduce_rms_norm_fp8`.
+
+        With ``gather``, what travels in the second step is FP8 and scales alone, unless ``with_normed``.
+        """
+        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
+        name, shards = "reduce_scatter_rms_norm_fp8", self.world_size
+        norm, tensors = fp8_operands(
+            name, self.device, x, residual, weight, eps, shards, gather, scale, with_normed, out
+        )
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.quantized is not None
+        assert tensors.scale is not None
+        return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+
+    def _run_norm(self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str) -> None:
+        """Run a fused call, or what it is made of."""
         by_kernel = self.device.type == "cuda" or self._topology.kernels == "interpreter"
+        if by_kernel and not is_aligned(x, tensors):
+            moved, inside = aligned(x, tensors)
+            self._run_norm(op, moved, norm, inside, algorithm)
+            with torch.no_grad():
+                copy_back(inside, tensors)
+            return
+        call = self._run(op, x, None, algorithm=algorithm, norm=norm, tensors=tensors)
+        if self.world_size > 1 and call.plan.algorithm != "vendor":
+            return
+        plain = "vendor" if algorithm == "vendor" else "auto"
+        gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+        own = rms_norm.share(tensors, norm, self.rank, self.world_size) if gather else tensors
+        # the sum goes where the new residual will be, unless the old one is there
+        room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
         with torch.no_grad():
-            return rms_norm.add_rms_norm(total, residual, weight, eps, by_kernel)
+            reduce = self.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else self.reduce_scatter
+            total = reduce(x, out=room, algorithm=plain)
+            rms_norm.add_rms_norm(total, own, norm, by_kernel)
+            if gather:
+                for mine, whole in zip(rms_norm.gathered(own, norm), rms_norm.gathered(tensors, norm), strict=True):
+                    self.all_gather(mine, out=whole, algorithm=plain)
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
@@ -349,8 +468,10 @@ class Communicator:
         reduction: str = "sum",
         root: int = 0,
         sizes: tuple[int, ...] = (),
+        norm: Norm | None = None,
+        tensors: NormTensors | None = None,
         launch: LaunchShape | None = None,
-    ) -> None:
+    ) -> _Call:
         """Make a call. ``launch`` goes past the choice: with it the call is launched as said, for measuring."""
         if not self._lock.acquire(blocking=False):
             raise ShotcastError(_TWO_THREADS)
@@ -360,20 +481,43 @@ class Communicator:
             capturing = self._chain.enter(self.device) if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
-            key = (op, count, dtype, algorithm, reduction, root, sizes, capturing, launch)
+            key = (op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch)
             call = self._calls.get(key)
             if call is None:
-                problem = self._problem(op, whole, reduction, root, sizes)
+                problem = self._problem(op, whole, reduction, root, sizes, norm)
                 call = self._resolve(problem, algorithm, capturing, launch)
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
-            self._execute(call, x, out, capturing)
+            if norm is None or call.plan.algorithm != "vendor":
+                self._execute(call, x, out, capturing, tensors)
+            elif not capturing:
+                self._compile(call, capturing)  # the same call captured may take an own kernel
+            return call
         finally:
             self._lock.release()
 
-    def _execute(self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, capturing: bool) -> None:
-        plan, executor = call.plan, self._executor
+    def _compile(self, call: _Call, capturing: bool) -> None:
+        executor = self._executor
+        if executor is None or self.world_size == 1:
+            return
+        for form, needed in call.needs:
+            if form not in self._first_use.known:
+                if capturing:
+                    told = f"{needed.op.label} ({call.label})"
+                    raise ConfigError(f"{told} would be compiled inside a graph capture; call it once before")
+                compile_it = functools.partial(executor.prepare, needed)
+                self._first_use(form, compile_it, min(0.5, self._timeout_s / 2))
+
+    def _execute(
+        self,
+        call: _Call,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        capturing: bool,
+        tensors: NormTensors | None,
+    ) -> None:
+        executor = self._executor
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
                 out.view(-1).copy_(x.detach().view(-1))
@@ -381,35 +525,35 @@ class Communicator:
         if executor is not None:
             if fault := executor.fault():
                 raise self._error(fault)
-            for form, needed in call.needs:
-                if form not in self._first_use.known:
-                    if capturing:
-                        raise ConfigError(
-                            f"{plan.op.label} ({call.label}) would be compiled inside a graph capture; call it once "
-                            "before"
-                        )
-                    compile_it = functools.partial(executor.prepare, needed)
-                    self._first_use(form, compile_it, min(0.5, self._timeout_s / 2))
+            self._compile(call, capturing)
         if not self._nvtx:
-            self._launch(call, x, out)
+            self._launch(call, x, out, tensors)
             return
         torch.cuda.nvtx.range_push(call.label)
         try:
-            self._launch(call, x, out)
+            self._launch(call, x, out, tensors)
         finally:
             torch.cuda.nvtx.range_pop()
 
-    def _launch(self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+    def _launch(
+        self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+    ) -> None:
         executor = self._executor
         if executor is not None:
-            executor.run(call.plan, x, out)
+            executor.run(call.plan, x, out, tensors)
             if self._chain is None and (fault := executor.fault()):
                 raise self._error(fault)
         if call.plan.algorithm == "vendor":
             self._vendor.run(call.plan, x, out, call.reduction)
 
     def _problem(
-        self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...]
+        self,
+        op: Op,
+        tensor: torch.Tensor | None,
+        reduction: str,
+        root: int,
+        sizes: tuple[int, ...],
+        norm: Norm | None = None,
     ) -> CollectiveProblem:
         if reduction not in REDUCTIONS:
             raise ConfigError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
@@ -419,12 +563,12 @@ class Communicator:
         if dtype is None:
             raise UnsupportedError(f"{op.label}: dtype {tensor.dtype} is not served; {', '.join(wire.DTYPES)} are")
         nbytes = tensor.numel() * tensor.element_size()
-        return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction)
+        return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction, norm)
 
     def _resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> _Call:
-        op, sizes = problem.op, problem.sizes
+        op, sizes, norm = problem.op, problem.sizes, problem.norm
         choice = choose(problem, algorithm, self._environment, self._tables, "graph" if capturing else "eager")
         candidate = choice.candidate
         # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
@@ -433,9 +577,13 @@ class Communicator:
             code = list(REDUCTIONS).index(problem.reduction)
         elif sizes:
             code = UNEVEN
+        elif norm is not None:
+            code = norm.code
         shape = candidate.launch if launch is None else launch
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape)
+        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
         rest = f"/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}"
+        if norm is not None:
+            rest += f"/{norm.hidden}/{norm.code}"
         form = Form(op.label + rest)
         if op in (Op.SEND, Op.RECV):
             form = Form(op.label + rest, problem.root, (Op.RECV if op is Op.SEND else Op.SEND).label + rest)
@@ -467,7 +615,8 @@ class Communicator:
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
-        problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, ())
+        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
+        problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
         if mode is None:
             mode = "graph" if self._chain is not None and self._chain.capturing() else "eager"
         if mode not in (MODES if self._chain is not None else ("eager",)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shotcast.collectives.candidates import candidates, keeps_bits, obstacle
+from shotcast.collectives.candidates import PLAIN, candidates, keeps_bits, obstacle
 from shotcast.collectives.problem import Candidate, Choice, CollectiveProblem
 from shotcast.collectives.table import Table
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
@@ -51,14 +51,18 @@ def choose(
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
     for source, table in tables:
         row = table.lookup(problem.op.label, problem.dtype, problem.nbytes, mode)
+        tuned = row.launch if row else None
+        if row is None and problem.op in PLAIN:
+            # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
+            row = table.lookup(PLAIN[problem.op].label, problem.dtype, problem.nbytes, mode)
         if row is None:
             continue
         if row.algorithm not in legal:
             passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
             continue
         candidate = legal[row.algorithm]
-        if row.launch is not None and row.algorithm != "vendor":
-            candidate = Candidate(row.algorithm, row.launch)
+        if tuned is not None and row.algorithm != "vendor":
+            candidate = Candidate(row.algorithm, tuned)
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
         of = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
         return Choice(candidate, source, "; ".join((f"{table.name}: {row.algorithm} for {limit}{of}", *passed)))
@@ -69,7 +73,8 @@ def choose(
 def _why_vendor(problem: CollectiveProblem) -> str:
     names = [name for name in ALGORITHMS if name != "vendor"]
     why = dict.fromkeys(obstacle(problem, name) for name in names)
-    return "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+    said = "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+    return f"{said}; so the sum is a call of its own, and the norm follows it" if problem.op in PLAIN else said
 
 
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
@@ -78,7 +83,8 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     own = [name for name in legal if keeps_bits(problem, name) and name != "vendor"]
     if not own:
         return Choice(legal["vendor"], "legality", _why_vendor(problem))
-    times = {name: collective_us(problem.op.label, name, problem.nbytes, place.world_size, link) for name in own}
+    op = PLAIN.get(problem.op, problem.op)
+    times = {name: collective_us(op.label, name, problem.nbytes, place.world_size, link) for name in own}
     best = min(own, key=times.__getitem__)
     figures = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
     return Choice(legal[best], "cost model", f"predicted us: {figures}")

@@ -19,6 +19,7 @@ from shotcast.cpu.compilation import Schedule
 from shotcast.cpu.floats import SUMS
 from shotcast.cpu.waiting import ABORTED, DONE, MISMATCHED, TIMED_OUT
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
+from shotcast.memory.operands import NormTensors
 from shotcast.memory.shm import ShmBuffer
 from shotcast.memory.symmetric import HostGroup
 from shotcast.wire import CallPlan, Fault, Op
@@ -104,7 +105,9 @@ class CpuExecutor:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+    def run(
+        self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None
+    ) -> None:
         """Makes the call ``plan`` on contiguous CPU tensors; blocks until it is done or has failed (:meth:`fault`).
 
         ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
