@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -32,7 +33,7 @@ from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
-from shotcast.collectives.table import Table, load, packaged
+from shotcast.collectives.table import MODES, Table, fit_for, load, packaged
 from shotcast.collectives.trouble import error_of
 from shotcast.collectives.vendor import REDUCTIONS, Vendor
 from shotcast.errors import (
@@ -41,10 +42,11 @@ from shotcast.errors import (
     ShotcastError,
     UnsupportedError,
 )
+from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.units import format_size
-from shotcast.wire import UNEVEN, CallPlan, Fault, Norm, Op
+from shotcast.wire import UNEVEN, CallPlan, Fault, LaunchShape, Norm, Op
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +59,16 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(to
 
 
 class _Call(NamedTuple):
-    """A call resolved: kept, so that the same call again costs a look-up."""
+    """A call resolved: kept, so that the same call again costs a look-up.
+
+    ``needs`` is what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
+    nothing can be compiled and tables may choose another form.
+    """
 
     plan: CallPlan
     choice: Choice
     reduction: str
-    form: Form
+    needs: tuple[tuple[Form, CallPlan], ...]
     label: str
 
 
@@ -141,14 +147,22 @@ class Communicator:
 
     def _agree(self, part: str) -> tuple[tuple[str, Table], ...]:
         """The tables to ask, once it is certain that they and all else a choice depends on is the same on all ranks."""
-        tables, trouble = [], ""
+        tables, trouble, self._stale = [], "", ""
+        on_cpu = self.device.type == "cpu"
+        kernels = env.cpu_kernels() if on_cpu else "triton"
+        if path := env.table_path():
+            try:
+                table = load(path, cpu_model() if on_cpu else part, self.world_size, self.device.type)
+                tables.append(("user table", fit_for(table, kernels)))
+            except ConfigError as error:
+                trouble = str(error)
         try:
-            if path := env.table_path():
-                tables.append(("user table", load(path, part, self.world_size)))
-            if table := packaged(part, self.world_size):
-                tables.append(("packaged table", table))
+            if found := packaged(part, self.world_size):
+                tables.append(("packaged table", fit_for(found, kernels)))
         except ConfigError as error:
-            trouble = str(error)
+            # nobody asked for it by name, and without it calls are right and may be slower
+            self._stale = str(error)
+            logger.warning("%s", error)
         texts = "\0".join(table.text for _, table in tables)
         mine = {
             "device": self.device.type,
@@ -457,45 +471,62 @@ class Communicator:
         sizes: tuple[int, ...] = (),
         norm: Norm | None = None,
         tensors: NormTensors | None = None,
+        launch: LaunchShape | None = None,
     ) -> _Call:
+        """Make a call. ``launch`` goes past the choice: with it the call is launched as said, for measuring."""
         if not self._lock.acquire(blocking=False):
             raise ShotcastError(_TWO_THREADS)
         try:
             if self._closed:
                 raise ClosedError(f"{op.label}: this communicator was closed")
+            capturing = self._chain.enter(self.device) if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
-            key = (op, count, dtype, algorithm, reduction, root, sizes, norm)
+            key = (op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch)
             call = self._calls.get(key)
             if call is None:
-                call = self._resolve(op, whole, algorithm, reduction, root, sizes, norm)
+                problem = self._problem(op, whole, reduction, root, sizes, norm)
+                call = self._resolve(problem, algorithm, capturing, launch)
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
             if norm is None or call.plan.algorithm != "vendor":
-                self._execute(call, x, out, tensors)
+                self._execute(call, x, out, capturing, tensors)
+            elif not capturing:
+                self._compile(call, capturing)  # the same call captured may take an own kernel
             return call
         finally:
             self._lock.release()
 
+    def _compile(self, call: _Call, capturing: bool) -> None:
+        executor = self._executor
+        if executor is None or self.world_size == 1:
+            return
+        for form, needed in call.needs:
+            if form not in self._first_use.known:
+                if capturing:
+                    told = f"{needed.op.label} ({call.label})"
+                    raise ConfigError(f"{told} would be compiled inside a graph capture; call it once before")
+                compile_it = functools.partial(executor.prepare, needed)
+                self._first_use(form, compile_it, min(0.5, self._timeout_s / 2))
+
     def _execute(
-        self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+        self,
+        call: _Call,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        capturing: bool,
+        tensors: NormTensors | None,
     ) -> None:
-        plan, executor = call.plan, self._executor
+        executor = self._executor
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
                 out.view(-1).copy_(x.detach().view(-1))
             return
-        capturing = self._chain.enter(self.device) if self._chain is not None else False
         if executor is not None:
             if fault := executor.fault():
                 raise self._error(fault)
-            if call.form not in self._first_use.known:
-                if capturing:
-                    raise ConfigError(
-                        f"{plan.op.label} ({call.label}) would be compiled inside a graph capture; call it once before"
-                    )
-                self._first_use(call.form, lambda: executor.prepare(plan), min(0.5, self._timeout_s / 2))
+            self._compile(call, capturing)
         if not self._nvtx:
             self._launch(call, x, out, tensors)
             return
@@ -536,51 +567,66 @@ class Communicator:
         return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction, norm)
 
     def _resolve(
-        self,
-        op: Op,
-        tensor: torch.Tensor | None,
-        algorithm: str,
-        reduction: str,
-        root: int,
-        sizes: tuple[int, ...],
-        norm: Norm | None,
+        self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> _Call:
-        problem = self._problem(op, tensor, reduction, root, sizes, norm)
-        choice = choose(problem, algorithm, self._environment, self._tables)
+        op, sizes, norm = problem.op, problem.sizes, problem.norm
+        choice = choose(problem, algorithm, self._environment, self._tables, "graph" if capturing else "eager")
         candidate = choice.candidate
         # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
-        code = root
+        code = problem.root
         if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            code = list(REDUCTIONS).index(reduction)
+            code = list(REDUCTIONS).index(problem.reduction)
         elif sizes:
             code = UNEVEN
         elif norm is not None:
             code = norm.code
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch, norm)
+        shape = candidate.launch if launch is None else launch
+        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
         form = Form("")
         if self._executor is not None:
             form = Form(self._executor.form(plan))
             if op in (Op.SEND, Op.RECV):
                 other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
-                form = Form(self._executor.form(plan), root, self._executor.form(other))
+                form = Form(self._executor.form(plan), problem.root, self._executor.form(other))
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
-        return _Call(plan, choice, reduction, form, label)
+        needs: tuple[tuple[Form, CallPlan], ...] = ((form, plan),)
+        if self._chain is not None and not capturing and launch is None:
+            needs = tuple(dict([*needs, *self._resolve(problem, algorithm, True).needs]).items())
+        return _Call(plan, choice, problem.reduction, needs, label)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def explain(
-        self, x: torch.Tensor, op: str = "all_reduce", algorithm: str = "auto", reduction: str = "sum"
+        self,
+        x: torch.Tensor,
+        op: str = "all_reduce",
+        algorithm: str = "auto",
+        reduction: str = "sum",
+        mode: str | None = None,
     ) -> Explanation:
         """Which algorithm and launch a call would take, who decided, and why. Communicates nothing.
 
-        ``x`` is the tensor that defines the call's size: the input, or for an all_gather the output.
+        Args:
+            x: the tensor that defines the call's size: the input, or for an all_gather the output.
+            op: name of the operation.
+            algorithm, reduction: as in the call.
+            mode: ``graph`` for a call captured in a CUDA graph, or ``eager``; tables may treat them differently. None
+                for what a call made now would be.
         """
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
         norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
         problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
-        choice = choose(problem, algorithm, self._environment, self._tables)
+        if mode is None:
+            mode = "graph" if self._chain is not None and self._chain.capturing() else "eager"
+        if mode not in (MODES if self._chain is not None else ("eager",)):
+            known = " or ".join(MODES) if self._chain is not None else "eager, as CPU ranks have no graphs"
+            raise ConfigError(f"mode is {known}, not {mode!r}")
+        choice = choose(problem, algorithm, self._environment, self._tables, mode)
+        reason = choice.reason
+        if self._stale and choice.source == "cost model":
+            reason += f"; {self._stale}"
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         return Explanation(
             asked.label,
@@ -589,8 +635,9 @@ class Communicator:
             choice.candidate.algorithm,
             choice.candidate.launch,
             choice.source,
-            choice.reason,
+            reason,
             legal,
+            mode,
         )
 
     def candidates(self, x: torch.Tensor, op: str = "all_reduce") -> list[str]:
