@@ -259,7 +259,8 @@ class CpuExecutor:
         else:
             most, default = room, 256 << 10
         chunk = min(wanted or default, most)
-        if plan.norm is not None and chunk >= (row := plan.norm.hidden * wire.DTYPES[plan.dtype]):
+        row = plan.norm.hidden * wire.DTYPES[plan.dtype] if plan.norm is not None else 0
+        if 0 < row <= chunk:
             # Whole rows, so that each is normed in the step that adds it up.
             return chunk // row * row
         return max(_LINE_BYTES, chunk // _LINE_BYTES * _LINE_BYTES)
