@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shotcast import wire
-from shotcast.cpu import copies, fused, layout, one_shot, point_to_point, ring, two_shot
+from shotcast.cpu import blocks, copies, fused, layout, one_shot, point_to_point, ring, two_shot, two_shot_fp8
 from shotcast.cpu.compilation import Arithmetic, Schedule
 from shotcast.cpu.floats import SUMS
 from shotcast.cpu.norm import ADDS, NORMS
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _SCHEDULES: dict[tuple[Op, str], Schedule] = {
     (Op.ALL_REDUCE, "one_shot"): one_shot.ALL_REDUCE,
     (Op.ALL_REDUCE, "two_shot"): two_shot.ALL_REDUCE,
+    (Op.ALL_REDUCE, "two_shot_fp8"): two_shot_fp8.ALL_REDUCE,
     (Op.ALL_REDUCE, "ring"): ring.ALL_REDUCE,
     (Op.REDUCE_SCATTER, "one_shot"): one_shot.REDUCE_SCATTER,
     (Op.REDUCE_SCATTER, "ring"): ring.REDUCE_SCATTER,
@@ -167,6 +168,12 @@ class CpuExecutor:
         """What the schedule of ``plan`` calls, by word of its record."""
         if not self._adds(plan):
             return {}
+        if plan.algorithm == "two_shot_fp8":
+            return {
+                layout.ARITHMETIC: blocks.SUM,
+                layout.ENCODE: blocks.ENCODE[plan.dtype],
+                layout.DECODE: blocks.DECODE[plan.dtype],
+            }
         found = {layout.ARITHMETIC: SUMS[plan.dtype]}
         if plan.norm is not None:
             found |= {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
@@ -175,9 +182,10 @@ class CpuExecutor:
     def _schedule(self, plan: CallPlan) -> Schedule:
         if plan.algorithm == "vendor" or plan.op is Op.BARRIER:
             return copies.BARRIER
-        # A ring of one rank has no neighbours; what one-shot serves is one-shot with one rank.
-        alone = self._world_size == 1 and (plan.op, "one_shot") in _SCHEDULES and plan.op not in _POINT_TO_POINT
-        schedule = _SCHEDULES.get((plan.op, "one_shot" if alone else plan.algorithm))
+        schedule = _SCHEDULES.get((plan.op, plan.algorithm))
+        if schedule is not None and plan.algorithm == "ring" and self._world_size == 1:
+            # A ring of one rank has no neighbours.
+            schedule = _SCHEDULES[plan.op, "one_shot"]
         if schedule is None or (self._adds(plan) and plan.dtype not in SUMS):
             raise UnsupportedError(f"compiled CPU ranks have no {plan.algorithm} {plan.op.label} of {plan.dtype}")
         return schedule
@@ -252,6 +260,11 @@ class CpuExecutor:
         elif plan.op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM) and plan.algorithm == "two_shot":
             # A chunk and a slice of it, with room for the rounding up of slices.
             most, default = (room - 64) * world_size // (world_size + 1), 256 << 10
+        elif plan.algorithm == "two_shot_fp8":
+            # Of a slice: blocks of this piece of all slices, and of the sums of one.
+            block = blocks.BLOCK * wire.DTYPES[plan.dtype]
+            most = room // ((world_size + 1) * blocks.BLOCK_BYTES) * block
+            return max(1, min(wanted or (256 << 10) // world_size, most) // block) * block
         elif plan.op is Op.ALL_TO_ALL or (plan.op in _TO_BLOCKS and plan.algorithm != "ring"):
             most, default = room // world_size, (512 << 10) // world_size
         elif plan.op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM):

@@ -15,7 +15,6 @@ LLVM vectors, as in :mod:`shotcast.cpu.floats`. Outputs may be the inputs they s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -48,6 +47,7 @@ from shotcast.cpu.layout import (
     START,
     WEIGHT,
 )
+from shotcast.cpu.vectors import every, folded, for_all, load_at, number, store_at
 
 assert SQUARES_LANES == LANES
 _INFINITY = 0x7F800000
@@ -58,50 +58,6 @@ TAKE_AS_IT_IS = -(1 << 31)
 """What a sum starts at, as float32 bits: +0.0 by the contract; or -0.0, which leaves alone what has been summed."""
 
 
-def _number(value: int) -> Any:
-    return ir.Constant(WORD, value)
-
-
-def _load(builder: Any, kind: Any, address: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
-
-
-def _every(builder: Any, value: Any, lanes: int) -> Any:
-    """A scalar in every lane."""
-    if lanes == 1:
-        return value
-    none = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    one = builder.insert_element(none, value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, none, splat(I32, lanes, 0))
-
-
-def _folded(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """All lanes as one: the upper half onto the lower half, until one is left."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        halves = [
-            builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(I32, width), list(range(low, low + width))))
-            for low in (0, width)
-        ]
-        lanes = combine(*halves)
-    return builder.extract_element(lanes, ir.Constant(I32, 0))
-
-
-def _for_all(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
-    """``body(index, lanes)`` for ``count`` elements: vectors, then scalars."""
-    blocks = builder.udiv(count, _number(LANES))
-    with cgutils.for_range(builder, blocks) as block:
-        body(builder.mul(block.index, _number(LANES)), LANES)
-    done = builder.mul(blocks, _number(LANES))
-    with cgutils.for_range(builder, builder.sub(count, done)) as item:
-        body(builder.add(done, item.index), 1)
-
-
 class _Fields:
     """The words of a row record, and elements behind the addresses that it holds."""
 
@@ -110,20 +66,20 @@ class _Fields:
         self._itemsize = 4 if stored is F32 else 2
 
     def word(self, offset: int) -> Any:
-        return _load(self._builder, WORD, self._builder.add(self._row, _number(offset)))
+        return load_at(self._builder, WORD, self._builder.add(self._row, number(offset)))
 
     def float32(self, offset: int) -> Any:
-        return _load(self._builder, F32, self._builder.add(self._row, _number(offset)))
+        return load_at(self._builder, F32, self._builder.add(self._row, number(offset)))
 
     def squares(self, index: Any) -> Any:
-        place = self._builder.add(self._row, _number(SQUARES))
-        return self._builder.add(place, self._builder.mul(index, _number(4)))
+        place = self._builder.add(self._row, number(SQUARES))
+        return self._builder.add(place, self._builder.mul(index, number(4)))
 
     def item(self, address: Any, index: Any) -> Any:
-        return self._builder.add(address, self._builder.mul(index, _number(self._itemsize)))
+        return self._builder.add(address, self._builder.mul(index, number(self._itemsize)))
 
     def read(self, address: Any, index: Any, lanes: int) -> Any:
-        return _load(self._builder, vector(self._stored, lanes), self.item(address, index))
+        return load_at(self._builder, vector(self._stored, lanes), self.item(address, index))
 
 
 @intrinsic(prefer_literal=True)
@@ -138,37 +94,37 @@ def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, cou
 
         def squares_of(index: Any, lanes: int) -> Any:
             total = cgutils.alloca_once(builder, vector(F32, lanes))
-            builder.store(_every(builder, start, lanes), total)
+            builder.store(every(builder, start, lanes), total)
             with cgutils.for_range(builder, world_size) as rank:
-                where = builder.add(sources, builder.mul(rank.index, _number(8)))
-                item = form.widen(builder, fields.read(_load(builder, WORD, where), index, lanes), lanes)
+                where = builder.add(sources, builder.mul(rank.index, number(8)))
+                item = form.widen(builder, fields.read(load_at(builder, WORD, where), index, lanes), lanes)
                 builder.store(builder.fadd(builder.load(total), item), total)
             rounded = form.widen(builder, form.narrow(builder, builder.load(total), lanes), lanes)
             added = builder.fadd(rounded, form.widen(builder, fields.read(residual, index, lanes), lanes))
             result = form.narrow(builder, added, lanes)
-            _store(builder, result, fields.item(new_residual, index))
+            store_at(builder, result, fields.item(new_residual, index))
             value = form.widen(builder, result, lanes)
             return builder.fmul(value, value)
 
         def one(first: Any, count: Any) -> None:
             with cgutils.for_range(builder, count) as item:
                 index = builder.add(first, item.index)
-                place = fields.squares(builder.urem(builder.add(column, index), _number(LANES)))
-                _store(builder, builder.fadd(_load(builder, F32, place), squares_of(index, 1)), place)
+                place = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
+                store_at(builder, builder.fadd(load_at(builder, F32, place), squares_of(index, 1)), place)
 
         # Single elements up to a multiple of LANES columns, so that vectors put every square where it belongs.
-        before = builder.urem(builder.sub(_number(0), column), _number(LANES))
+        before = builder.urem(builder.sub(number(0), column), number(LANES))
         before = builder.select(builder.icmp_unsigned("<", before, count), before, count)
-        one(_number(0), before)
-        blocks = builder.udiv(builder.sub(count, before), _number(LANES))
+        one(number(0), before)
+        blocks = builder.udiv(builder.sub(count, before), number(LANES))
         wide = vector(F32, LANES)
         lanes = cgutils.alloca_once(builder, wide)
-        builder.store(_load(builder, wide, fields.squares(_number(0))), lanes)
+        builder.store(load_at(builder, wide, fields.squares(number(0))), lanes)
         with cgutils.for_range(builder, blocks) as block:
-            index = builder.add(before, builder.mul(block.index, _number(LANES)))
+            index = builder.add(before, builder.mul(block.index, number(LANES)))
             builder.store(builder.fadd(builder.load(lanes), squares_of(index, LANES)), lanes)
-        _store(builder, builder.load(lanes), fields.squares(_number(0)))
-        done = builder.add(before, builder.mul(blocks, _number(LANES)))
+        store_at(builder, builder.load(lanes), fields.squares(number(0)))
+        done = builder.add(before, builder.mul(blocks, number(LANES)))
         one(done, builder.sub(count, done))
         return target.get_dummy_value()
 
@@ -183,14 +139,14 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
         _, row, values, hidden = arguments
         fields = _Fields(builder, row, form.stored)
         weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
-        none = _number(0)
+        none = number(0)
         keeps = builder.icmp_unsigned("!=", normed, none)
         quantizes = builder.icmp_unsigned("!=", quantized, none)
         dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
 
         wide = vector(F32, LANES)
-        total = _folded(builder, _load(builder, wide, fields.squares(none)), builder.fadd)
-        _store(builder, splat(F32, LANES, 0.0), fields.squares(none))
+        total = folded(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
+        store_at(builder, splat(F32, LANES, 0.0), fields.squares(none))
         mean = builder.fdiv(total, builder.sitofp(hidden, F32))
         root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
         root = builder.call(root, [builder.fadd(mean, fields.float32(EPS))])
@@ -199,13 +155,13 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
 
         def normed_at(index: Any, lanes: int) -> Any:
             value = form.widen(builder, fields.read(values, index, lanes), lanes)
-            value = builder.fmul(value, _every(builder, factor, lanes))
+            value = builder.fmul(value, every(builder, factor, lanes))
             value = builder.fmul(value, form.widen(builder, fields.read(weight, index, lanes), lanes))
             return form.narrow(builder, value, lanes)
 
         def quantize(result: Any, index: Any, lanes: int, inverse: Any) -> None:
-            value = builder.fmul(form.widen(builder, result, lanes), _every(builder, inverse, lanes))
-            _store(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
+            value = builder.fmul(form.widen(builder, result, lanes), every(builder, inverse, lanes))
+            store_at(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
 
         # Magnitudes compare as integers; those above infinity are NaN.
         largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
@@ -221,35 +177,35 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
                 def look(index: Any, lanes: int) -> None:
                     result = normed_at(index, lanes)
                     with builder.if_then(keeps):
-                        _store(builder, result, fields.item(normed, index))
+                        store_at(builder, result, fields.item(normed, index))
                     bits = builder.bitcast(form.widen(builder, result, lanes), vector(I32, lanes))
                     bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
-                    number = builder.icmp_unsigned("<=", bits, splat(I32, lanes, _INFINITY))
-                    bits = builder.select(number, bits, splat(I32, lanes, 0))
+                    counts = builder.icmp_unsigned("<=", bits, splat(I32, lanes, _INFINITY))
+                    bits = builder.select(counts, bits, splat(I32, lanes, 0))
                     builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
 
-                _for_all(builder, hidden, look)
-                bits = larger(_folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+                for_all(builder, hidden, look)
+                bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
                 scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX))
                 least = ir.Constant(F32, _SMALLEST_SCALE)
                 scale = builder.select(builder.fcmp_ordered("<", scale, least), least, scale)
-                _store(builder, scale, fields.word(SCALE))
+                store_at(builder, scale, fields.word(SCALE))
                 inverse = builder.fdiv(one, scale)
                 # Once more from what is in the cache: bits of the norm do not depend on whether it is kept.
-                _for_all(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
+                for_all(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
             with otherwise:
                 given = cgutils.alloca_once_value(builder, one)
                 with builder.if_then(quantizes):
-                    builder.store(builder.fdiv(one, _load(builder, F32, fields.word(SCALE))), given)
+                    builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given)
 
                 def write(index: Any, lanes: int) -> None:
                     result = normed_at(index, lanes)
                     with builder.if_then(keeps):
-                        _store(builder, result, fields.item(normed, index))
+                        store_at(builder, result, fields.item(normed, index))
                     with builder.if_then(quantizes):
                         quantize(result, index, lanes, builder.load(given))
 
-                _for_all(builder, hidden, write)
+                for_all(builder, hidden, write)
         return target.get_dummy_value()
 
     return signature(types.void, dtype, *(types.int64,) * 3), generate
