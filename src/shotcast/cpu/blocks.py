@@ -1,9 +1,9 @@
 """Blocks of FP8 values, each with a scale: how messages travel with ``two_shot_fp8``.
 
-    scale = max |x| / 448,   q = e4m3(x / scale),   and x is about q * scale
+    a = max |x|, at least 2^-100,   scale = a / 448,   q = e4m3(x * (448 / a)),   and x is about q * scale
 
-for each 128 consecutive elements, the last block being what is left; in float32, with exact divisions. A block of zeros
-(or of values so small that their scale is zero) is zeros, with the scale 0; one with an infinity or a NaN is all NaN.
+for each 128 consecutive elements, the last block being what is left; in float32, with exact divisions: the formats and
+the bits of ``kernels/two_shot_fp8.py``. An infinity or a NaN makes the scale NaN, and so all of its block.
 
 A block is its scale, float32, and then its bytes. LLVM vectors, as in :mod:`shotcast.cpu.floats`.
 """
@@ -28,6 +28,7 @@ BLOCK = 128
 """Elements."""
 SCALE_BYTES = 4
 BLOCK_BYTES = SCALE_BYTES + BLOCK
+_LEAST = 0x0D800000  # 2^-100 as float32: the least largest value of a block, so that divisions stay finite
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
@@ -50,8 +51,8 @@ def _for_blocks(builder: Any, count: Any, body: Callable[[Any, Any], None]) -> N
 def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
     """Writes to ``place`` the block of ``length`` values ``value_at(index, lanes)``, float32, read twice."""
     largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
-    for lanes, maximum in largest.items():
-        builder.store(splat(I32, lanes, 0), maximum)
+    for lanes, start in largest.items():
+        builder.store(splat(I32, lanes, _LEAST), start)
 
     def larger(left: Any, right: Any) -> Any:
         return builder.select(builder.icmp_unsigned(">", left, right), left, right)
@@ -65,15 +66,13 @@ def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, i
     # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
     bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
     finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, _INFINITY))
-    nan = builder.bitcast(ir.Constant(I32, _NAN), F32)
-    scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX))
-    scale = builder.select(finite, scale, nan)
+    maximum, most = builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX)
+    scale = builder.select(finite, builder.fdiv(maximum, most), builder.bitcast(ir.Constant(I32, _NAN), F32))
     store_at(builder, scale, place)
-    zero = builder.fcmp_ordered("==", scale, ir.Constant(F32, 0.0))
+    inverse = builder.fdiv(most, maximum)
 
     def quantize(index: Any, lanes: int) -> None:
-        byte = to_e4m3(builder, builder.fdiv(value_at(index, lanes), every(builder, scale, lanes)), lanes)
-        byte = builder.select(every(builder, zero, lanes), splat(BYTE, lanes, 0), byte)
+        byte = to_e4m3(builder, builder.fmul(value_at(index, lanes), every(builder, inverse, lanes)), lanes)
         store_at(builder, byte, builder.add(place, builder.add(number(SCALE_BYTES), index)))
 
     for_all(builder, length, quantize)
