@@ -114,6 +114,14 @@ class Norm:
         return QUANTIZATIONS.index(self.quantize) + (0 if self.keeps_normed else 4)
 
 
+_NORM_CODES = {
+    Norm(0, quantize, keeps).code: f", {quantize} FP8{' and the norm' if keeps else ''}"
+    for quantize in QUANTIZATIONS[1:]
+    for keeps in (True, False)
+}
+"""What a header's root field says of a fused call, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallPlan:
     """One call as an executor runs it: what, how, and the header that says so to the peers.
@@ -188,6 +196,8 @@ class Header:
             end = f", {'root' if self.op == 'broadcast' else 'from rank'} {self.root}"
         elif self.op == "all_gather" and self.root == UNEVEN:
             size = f"uneven sizes #{self.nbytes:08x}"
+        elif self.op.endswith(("_rms_norm", "_rms_norm_all_gather")):
+            end = _NORM_CODES.get(self.root, "")
         elif self.root:
             end = f", reduction {self.root}"
         return f"{self.op}({self.dtype}, {size}, {self.algorithm}{end})"

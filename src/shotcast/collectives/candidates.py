@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shotcast import wire
 from shotcast.collectives.problem import Candidate, CollectiveProblem
+from shotcast.kernels.layout import MAX_ROW_WORDS, QUAD, gathered_row_quads, row_tile
 from shotcast.units import align_up, format_size
-from shotcast.wire import LaunchShape, Op
+from shotcast.wire import LaunchShape, Norm, Op
 
 _OFFERED: dict[Op, tuple[str, ...]] = {
     Op.ALL_REDUCE: ("one_shot", "two_shot", "ring"),
@@ -16,8 +17,17 @@ _OFFERED: dict[Op, tuple[str, ...]] = {
     Op.SEND: ("one_shot",),
     Op.RECV: ("one_shot",),
     Op.BARRIER: ("one_shot",),
+    Op.ALL_REDUCE_RMS_NORM: ("one_shot", "two_shot"),
+    Op.REDUCE_SCATTER_RMS_NORM: ("one_shot",),
+    Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: ("two_shot",),
 }
-_REDUCES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+PLAIN = {
+    Op.ALL_REDUCE_RMS_NORM: Op.ALL_REDUCE,
+    Op.REDUCE_SCATTER_RMS_NORM: Op.REDUCE_SCATTER,
+    Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: Op.ALL_REDUCE,
+}
+"""Fused operations, and the plain ones that move as much in as many steps."""
+_REDUCES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *PLAIN)
 
 
 def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
@@ -38,11 +48,26 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
         return f"dtype {problem.dtype} has no code of its own"
     if problem.sizes and algorithm == "ring":
         return "the ring takes equal parts only"
+    if op in PLAIN:
+        if place.kernels == "compiled":
+            return "compiled CPU ranks have no fused operations"
+        if why := _rows_do_not_fit(problem):
+            return why
     if place.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
         # GPU kernels count bytes in 32 bits with a sign, and round them up to 16
         limit = (1 << 32) if place.kernels == "compiled" else (1 << 31) - 16
         return "" if problem.nbytes < limit else f"one call carries less than {format_size(limit)}"
     return _beyond_workspace(problem, algorithm)
+
+
+def _rows_do_not_fit(problem: CollectiveProblem) -> str:
+    """Why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they can."""
+    row = (problem.norm or Norm(0)).hidden * wire.DTYPES[problem.dtype]
+    if row == 0 or row % QUAD:
+        return f"fused kernels take rows of a multiple of {QUAD} bytes, and these have {row}"
+    if row > 4 * MAX_ROW_WORDS:
+        return f"fused kernels take rows of up to {format_size(4 * MAX_ROW_WORDS)}, and these have {format_size(row)}"
+    return ""
 
 
 def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
@@ -51,7 +76,12 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
     cells = problem.dtype not in wire.REDUCIBLE
     if cells and algorithm == "ring":
         return f"the ring moves {', '.join(wire.REDUCIBLE)} only, and this is {problem.dtype}"
-    if problem.op is Op.ALL_REDUCE and algorithm == "one_shot":
+    if problem.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:
+        assert problem.norm is not None
+        rows = problem.nbytes // (problem.norm.hidden * wire.DTYPES[problem.dtype])
+        needed = problem.nbytes + rows * gathered_row_quads(problem.norm, problem.dtype) * QUAD
+        room = 2 * place.max_bytes
+    elif PLAIN.get(problem.op, problem.op) is Op.ALL_REDUCE and algorithm == "one_shot":
         needed, room = problem.nbytes * world_size, 2 * place.max_bytes
     elif problem.sizes:
         needed = align_up(max(problem.sizes) * wire.DTYPES[problem.dtype], 16) * world_size
@@ -82,6 +112,8 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=0, block_words=0, num_warps=0)
     if place.kernels == "compiled":
         return LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
+    if problem.op in PLAIN:
+        return _fused_launch_shape(problem, algorithm)
     share = problem.nbytes
     if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring"):
         share = -(-problem.nbytes // place.world_size)
@@ -92,3 +124,29 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
     if share < 512 << 10:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
     return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
+
+
+def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
+    """Programs that push (and reduce) tiles of ``block_words``, and as many or fewer that norm rows.
+
+    Rows decide the warps (see :func:`row_tile`), so all programs of the grid have as many, and a tile is 16 bytes a
+    thread: with less, threads would poll the same words and see them arrive at different times. 16 warps a
+    multiprocessor are the bound, of 132: so a grid is resident at once with up to 128 registers a thread.
+    """
+    place, norm = problem.topology, problem.norm or Norm(0)
+    row_words = norm.hidden * wire.DTYPES[problem.dtype] // 4
+    rows = problem.nbytes // (4 * row_words) if row_words else 0
+    words = problem.nbytes // 4
+    if problem.op is not Op.ALL_REDUCE_RMS_NORM:
+        rows //= place.world_size
+    if problem.op is not Op.ALL_REDUCE_RMS_NORM or algorithm == "two_shot":
+        words = -(-words // place.world_size)
+    if place.kernels == "interpreter":
+        block = 1 << max(4, min(11, (words // 2).bit_length()))
+        return LaunchShape(programs=4, block_words=block, num_warps=1)
+    _, warps = row_tile(max(row_words, 1))
+    most = min(512, 66 * (16 // warps)) - 1
+    block = 128 * warps
+    normers = max(1, min(rows, most))
+    pushers = max(normers, min(-(-words // block), most))
+    return LaunchShape(programs=pushers + normers, block_words=block, num_warps=warps)

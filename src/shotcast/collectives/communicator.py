@@ -17,8 +17,16 @@ import torch.distributed as dist
 from shotcast import env, wire
 from shotcast.collectives import autograd, rms_norm
 from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
-from shotcast.collectives.candidates import candidates
+from shotcast.collectives.candidates import PLAIN, candidates
 from shotcast.collectives.first_use import FirstUse, Form
+from shotcast.collectives.norm_operands import (
+    Fp8Normed,
+    aligned,
+    copy_back,
+    fp8_operands,
+    is_aligned,
+    norm_operands,
+)
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.select import choose
@@ -33,8 +41,9 @@ from shotcast.errors import (
     UnsupportedError,
 )
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.operands import NormTensors
 from shotcast.units import format_size
-from shotcast.wire import UNEVEN, CallPlan, Fault, Op
+from shotcast.wire import UNEVEN, CallPlan, Fault, Norm, Op
 
 logger = logging.getLogger(__name__)
 
@@ -292,37 +301,147 @@ class Communicator:
         weight: torch.Tensor,
         eps: float = 1e-6,
         algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduce, residual add and RMSNorm, as between the blocks of a transformer.
+        """All-reduce, residual add and RMSNorm in one kernel, as between the blocks of a transformer.
 
         ``new_residual = all_reduce(x) + residual``; ``normed = new_residual / rms(new_residual) * weight``, in float32
-        with ``new_residual`` as rounded.
+        with ``new_residual`` as rounded. Where no fused kernel serves (:meth:`explain` says why), the sum is a call of
+        its own and the norm follows it, with the same bits.
 
         Args:
             x, residual: contiguous [..., hidden], float32, float16 or bfloat16.
-            weight: [hidden].
+            weight: [hidden], of the same dtype.
             eps: added to the mean square.
+            algorithm: ``auto``, ``one_shot`` or ``two_shot``; ``vendor`` for the vendor library's sum, not fused.
+            out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be ``residual``,
+                and normed may be ``x``. None for new tensors.
 
         Returns:
-            ``(normed, new_residual)``, new tensors like ``x``; not differentiable.
+            ``(normed, new_residual)``; not differentiable.
         """
-        valid(x, "x", self.device)
-        valid(residual, "residual", self.device)
-        valid(weight, "weight", self.device)
-        if _DTYPE_NAMES.get(x.dtype) not in wire.REDUCIBLE or residual.dtype != x.dtype:
-            raise UnsupportedError(
-                f"all_reduce_rms_norm takes x and residual of one dtype of {', '.join(wire.REDUCIBLE)}; "
-                f"they are {x.dtype} and {residual.dtype}"
-            )
-        if x.dim() == 0 or residual.shape != x.shape or weight.shape != x.shape[-1:]:
-            raise ConfigError(
-                f"all_reduce_rms_norm takes x and residual [..., hidden] and weight [hidden]; shapes are "
-                f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
-            )
-        total = self.all_reduce(x.detach(), algorithm=algorithm)
+        name = Op.ALL_REDUCE_RMS_NORM.label
+        norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
+        self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
+        assert tensors.normed is not None
+        return tensors.normed, tensors.new_residual
+
+    def all_reduce_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """:meth:`all_reduce_rms_norm`, and the norm in FP8 for the matrix product that follows.
+
+        ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))`` of ``normed`` as rounded to the dtype; so
+        ``normed`` is about ``quantized * scale``. NaN stays NaN.
+
+        Args:
+            x, residual, weight, eps, algorithm: as in :meth:`all_reduce_rms_norm`.
+            scale: one float32 on the device; None for one a row: max |normed| / 448, at least 2^-126 (a row of zeros).
+            with_normed: also give ``normed``.
+            out: tensors for the results; its scale is written only if ``scale`` is None. None for new tensors.
+
+        Returns:
+            ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
+        """
+        op, device = Op.ALL_REDUCE_RMS_NORM, self.device
+        norm, tensors = fp8_operands(
+            f"{op.label}_fp8", device, x, residual, weight, eps, 1, False, scale, with_normed, out
+        )
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.quantized is not None
+        assert tensors.scale is not None
+        return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+
+    def reduce_scatter_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduce-scatter of rows, residual add and RMSNorm of this rank's, in one kernel: sequence parallelism.
+
+        ``new_residual = reduce_scatter(x) + residual``, normed as in :meth:`all_reduce_rms_norm`.
+
+        Args:
+            x: contiguous [N * k, ..., hidden], float32, float16 or bfloat16.
+            residual: [k, ..., hidden], this rank's.
+            weight, eps: as in :meth:`all_reduce_rms_norm`.
+            gather: give every rank the normed rows of all, in the same kernel.
+            algorithm: ``auto``; ``one_shot``, with ``gather`` ``two_shot``; or ``vendor``.
+            out: (normed, new_residual); None for new tensors.
+
+        Returns:
+            ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
+        """
+        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
+        name, shards = "reduce_scatter_rms_norm", self.world_size
+        norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.normed is not None
+        return tensors.normed, tensors.new_residual
+
+    def reduce_scatter_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """:meth:`reduce_scatter_rms_norm`, and the norm in FP8, as in :meth:`all_reduce_rms_norm_fp8`.
+
+        With ``gather``, what travels in the second step is FP8 and scales alone, unless ``with_normed``.
+        """
+        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
+        name, shards = "reduce_scatter_rms_norm_fp8", self.world_size
+        norm, tensors = fp8_operands(
+            name, self.device, x, residual, weight, eps, shards, gather, scale, with_normed, out
+        )
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.quantized is not None
+        assert tensors.scale is not None
+        return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+
+    def _run_norm(self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str) -> None:
+        """Run a fused call, or what it is made of."""
         by_kernel = self.device.type == "cuda" or self._topology.kernels == "interpreter"
+        if by_kernel and not is_aligned(x, tensors):
+            moved, inside = aligned(x, tensors)
+            self._run_norm(op, moved, norm, inside, algorithm)
+            with torch.no_grad():
+                copy_back(inside, tensors)
+            return
+        call = self._run(op, x, None, algorithm=algorithm, norm=norm, tensors=tensors)
+        if self.world_size > 1 and call.plan.algorithm != "vendor":
+            return
+        plain = "vendor" if algorithm == "vendor" else "auto"
+        gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+        own = rms_norm.share(tensors, norm, self.rank, self.world_size) if gather else tensors
+        # the sum goes where the new residual will be, unless the old one is there
+        room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
         with torch.no_grad():
-            return rms_norm.add_rms_norm(total, residual, weight, eps, by_kernel)
+            reduce = self.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else self.reduce_scatter
+            total = reduce(x, out=room, algorithm=plain)
+            rms_norm.add_rms_norm(total, own, norm, by_kernel)
+            if gather:
+                for mine, whole in zip(rms_norm.gathered(own, norm), rms_norm.gathered(tensors, norm), strict=True):
+                    self.all_gather(mine, out=whole, algorithm=plain)
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
@@ -335,7 +454,9 @@ class Communicator:
         reduction: str = "sum",
         root: int = 0,
         sizes: tuple[int, ...] = (),
-    ) -> None:
+        norm: Norm | None = None,
+        tensors: NormTensors | None = None,
+    ) -> _Call:
         if not self._lock.acquire(blocking=False):
             raise ShotcastError(_TWO_THREADS)
         try:
@@ -343,18 +464,22 @@ class Communicator:
                 raise ClosedError(f"{op.label}: this communicator was closed")
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
-            key = (op, count, dtype, algorithm, reduction, root, sizes)
+            key = (op, count, dtype, algorithm, reduction, root, sizes, norm)
             call = self._calls.get(key)
             if call is None:
-                call = self._resolve(op, whole, algorithm, reduction, root, sizes)
+                call = self._resolve(op, whole, algorithm, reduction, root, sizes, norm)
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
-            self._execute(call, x, out)
+            if norm is None or call.plan.algorithm != "vendor":
+                self._execute(call, x, out, tensors)
+            return call
         finally:
             self._lock.release()
 
-    def _execute(self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+    def _execute(
+        self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+    ) -> None:
         plan, executor = call.plan, self._executor
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
@@ -371,25 +496,33 @@ class Communicator:
                     )
                 self._first_use(call.form, lambda: executor.prepare(plan), min(0.5, self._timeout_s / 2))
         if not self._nvtx:
-            self._launch(call, x, out)
+            self._launch(call, x, out, tensors)
             return
         torch.cuda.nvtx.range_push(call.label)
         try:
-            self._launch(call, x, out)
+            self._launch(call, x, out, tensors)
         finally:
             torch.cuda.nvtx.range_pop()
 
-    def _launch(self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+    def _launch(
+        self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+    ) -> None:
         executor = self._executor
         if executor is not None:
-            executor.run(call.plan, x, out)
+            executor.run(call.plan, x, out, tensors)
             if self._chain is None and (fault := executor.fault()):
                 raise self._error(fault)
         if call.plan.algorithm == "vendor":
             self._vendor.run(call.plan, x, out, call.reduction)
 
     def _problem(
-        self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...]
+        self,
+        op: Op,
+        tensor: torch.Tensor | None,
+        reduction: str,
+        root: int,
+        sizes: tuple[int, ...],
+        norm: Norm | None = None,
     ) -> CollectiveProblem:
         if reduction not in REDUCTIONS:
             raise ConfigError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
@@ -399,7 +532,7 @@ class Communicator:
         if dtype is None:
             raise UnsupportedError(f"{op.label}: dtype {tensor.dtype} is not served; {', '.join(wire.DTYPES)} are")
         nbytes = tensor.numel() * tensor.element_size()
-        return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction)
+        return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction, norm)
 
     def _resolve(
         self,
@@ -409,8 +542,9 @@ class Communicator:
         reduction: str,
         root: int,
         sizes: tuple[int, ...],
+        norm: Norm | None,
     ) -> _Call:
-        problem = self._problem(op, tensor, reduction, root, sizes)
+        problem = self._problem(op, tensor, reduction, root, sizes, norm)
         choice = choose(problem, algorithm, self._environment, self._tables)
         candidate = choice.candidate
         # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
@@ -419,9 +553,13 @@ class Communicator:
             code = list(REDUCTIONS).index(reduction)
         elif sizes:
             code = UNEVEN
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch)
+        elif norm is not None:
+            code = norm.code
+        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch, norm)
         shape = candidate.launch
         rest = f"/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}"
+        if norm is not None:
+            rest += f"/{norm.hidden}/{norm.code}"
         form = Form(op.label + rest)
         if op in (Op.SEND, Op.RECV):
             form = Form(op.label + rest, root, (Op.RECV if op is Op.SEND else Op.SEND).label + rest)
@@ -440,7 +578,8 @@ class Communicator:
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
-        problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, ())
+        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
+        problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
         choice = choose(problem, algorithm, self._environment, self._tables)
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         return Explanation(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shotcast import env, wire
 from shotcast.errors import ConfigError
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.operands import NormTensors
 from shotcast.wire import CallPlan, Fault
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ SETUP_TIMEOUT_S = 120.0
 class Executor(Protocol):
     """Runs call plans: ``kernels.executor.TritonExecutor`` or ``cpu.executor.CpuExecutor``."""
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None: ...
+    def run(
+        self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None
+    ) -> None: ...
     def prepare(self, plan: CallPlan) -> bool: ...
     def fault(self) -> Fault | None: ...
     def headers(self, epoch: int) -> list[int | None]: ...

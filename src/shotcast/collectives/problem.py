@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shotcast.wire import LaunchShape, Op
+from shotcast.wire import LaunchShape, Norm, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveProblem:
-    """One call to be served; ``nbytes``, ``root`` and ``sizes`` as in :class:`shotcast.wire.CallPlan`."""
+    """One call to be served; all but ``reduction`` as in :class:`shotcast.wire.CallPlan`."""
 
     op: Op
     nbytes: int
@@ -41,6 +41,7 @@ class CollectiveProblem:
     root: int = 0
     sizes: tuple[int, ...] = ()
     reduction: str = "sum"
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)

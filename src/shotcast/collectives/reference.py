@@ -8,6 +8,9 @@ import torch
 
 from shotcast import wire
 
+E4M3_MAX = 448.0
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
 
 def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """((+0.0 + x_0) + x_1) + ... in float32, rounded once to the dtype: one-shot and two-shot."""
@@ -41,3 +44,29 @@ def reduce_scatter(xs: Sequence[torch.Tensor], rank: int, algorithm: str) -> tor
     """Rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by ``one_shot`` or ``ring``."""
     parts = [x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs]
     return ring_sum(parts, rank) if algorithm == "ring" else ordered_sum(parts)
+
+
+def add_residual(total: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Sum and residual in float32, rounded once: the new residual of the fused operations."""
+    return (total.float() + residual.float()).to(total.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each row in float32, rounded once. Kernels add squares in orders of their own: last bits differ."""
+    value = x.float()
+    scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    return (value * scale * weight.float()).to(x.dtype)
+
+
+def quantize(normed: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 (float8_e4m3fn) of rows as rounded to their dtype, and the scale: ``normed`` is about ``quantized * scale``.
+
+    ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))``, all in float32, to nearest even; NaN stays NaN.
+    Without ``scale``, each row has one of its own: max |row| / 448 over all that is no NaN, but at least 2^-126, the
+    smallest whose inverse is finite; so a row of zeros is zeros.
+    """
+    value = normed.float()
+    if scale is None:
+        largest = torch.where(value.isnan(), 0.0, value.abs()).amax(-1, keepdim=True)
+        scale = (largest / E4M3_MAX).clamp_min(SMALLEST_SCALE)
+    return (value * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

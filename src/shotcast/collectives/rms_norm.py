@@ -1,41 +1,56 @@
-"""Residual add and RMSNorm after an all-reduce, in its plain form: a kernel of its own (see kernels/norm.py)."""
+"""Residual add and RMSNorm after a sum that was a call of its own: what the fused operations are compared with."""
 
 from __future__ import annotations
 
 import torch
 
+from shotcast.collectives import reference
+from shotcast.kernels import layout
+from shotcast.memory.operands import NormTensors
+from shotcast.wire import Norm
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, with_triton: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(normed, new_residual)`` of contiguous tensors [..., hidden]; weight [hidden]. float32 inside."""
-    if with_triton:
-        import triton
 
-        from shotcast.kernels.norm import add_rms_norm as kernel
-        from shotcast.kernels.target import INTERPRETED
+def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
+    """Norm ``total`` [rows, hidden] into the tensors of as many rows.
 
-        hidden = x.shape[-1]
-        normed, new_residual = torch.empty_like(x), torch.empty_like(x)
-        if x.numel():
-            pdl = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (9, 0)
-            block = min(triton.next_power_of_2(hidden), 4096)
-            kernel[(x.numel() // hidden,)](
-                x,
-                residual,
-                weight,
-                normed,
-                new_residual,
-                eps,
-                HIDDEN=hidden,
-                BLOCK=block,
-                PDL=pdl,
-                num_warps=max(1, min(8, block // 256)),
-                enable_fp_fusion=False,
-                launch_pdl=pdl,
-            )
-        return normed, new_residual
-    new_residual = (x.float() + residual.float()).to(x.dtype)
-    value = new_residual.float()
-    scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    return (value * scale * weight.float()).to(x.dtype), new_residual
+    By a kernel (``kernels/norm.py``; the tensors begin at multiples of 16 bytes), which gives the bits of the fused
+    kernels; by plain torch on compiled CPU ranks, and for rows too long for a kernel.
+    """
+    if total.numel() == 0:
+        return
+    row_bytes = norm.hidden * total.element_size()
+    if by_kernel and row_bytes <= 4 * layout.MAX_ROW_WORDS:
+        from shotcast.kernels.norm import launch_add_rms_norm
+
+        launch_add_rms_norm(total, tensors, norm)
+        return
+    new_residual = reference.add_residual(total, tensors.residual)
+    normed = reference.rms_norm(new_residual, tensors.weight, tensors.eps)
+    if norm.quantize:
+        assert tensors.quantized is not None
+        assert tensors.scale is not None
+        given = tensors.scale if norm.quantize == "static" else None
+        quantized, scale = reference.quantize(normed, given if given is None else given.view(()))
+        tensors.quantized.view(torch.uint8).copy_(quantized.view(torch.uint8))
+        if given is None:
+            tensors.scale.copy_(scale)
+    if tensors.normed is not None:
+        tensors.normed.copy_(normed)
+    tensors.new_residual.copy_(new_residual)
+
+
+def share(tensors: NormTensors, norm: Norm, rank: int, world_size: int) -> NormTensors:
+    """The tensors of this rank's rows, where all rows are gathered into ``tensors``."""
+    mine = {name: getattr(tensors, name).chunk(world_size)[rank] for name in _gathered(norm)}
+    return tensors._replace(**mine)
+
+
+def gathered(tensors: NormTensors, norm: Norm) -> list[torch.Tensor]:
+    """Those of ``tensors`` that hold all ranks' rows."""
+    return [getattr(tensors, name) for name in _gathered(norm)]
+
+
+def _gathered(norm: Norm) -> list[str]:
+    names = ["normed"] if norm.keeps_normed else []
+    names += ["quantized"] if norm.quantize else []
+    return names + (["scale"] if norm.quantize == "dynamic" else [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shotcast.collectives.candidates import candidates, obstacle
+from shotcast.collectives.candidates import PLAIN, candidates, obstacle
 from shotcast.collectives.problem import Candidate, Choice, CollectiveProblem
 from shotcast.collectives.table import Table
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
@@ -41,8 +41,12 @@ def choose(problem: CollectiveProblem, argument: str, environment: str, tables: 
         return Choice(legal["vendor"], "legality", _why_vendor(problem))
     for source, table in tables:
         row = table.lookup(problem.op.label, problem.dtype, problem.nbytes)
+        tuned = row.launch if row else None
+        if row is None and problem.op in PLAIN:
+            # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
+            row = table.lookup(PLAIN[problem.op].label, problem.dtype, problem.nbytes)
         if row and row.algorithm in legal:
-            launch = row.launch or legal[row.algorithm].launch
+            launch = tuned or legal[row.algorithm].launch
             limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
             return Choice(Candidate(row.algorithm, launch), source, f"{table.name}: {row.algorithm} for {limit}")
     return _by_model(problem, legal)
@@ -51,14 +55,16 @@ def choose(problem: CollectiveProblem, argument: str, environment: str, tables: 
 def _why_vendor(problem: CollectiveProblem) -> str:
     names = [name for name in ALGORITHMS if name != "vendor"]
     why = dict.fromkeys(obstacle(problem, name) for name in names)
-    return "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+    said = "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+    return f"{said}; so the sum is a call of its own, and the norm follows it" if problem.op in PLAIN else said
 
 
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
     place = problem.topology
     link = NVLINK4 if place.device == "cuda" else SHARED_MEMORY
     own = [name for name in legal if name != "vendor"]
-    times = {name: collective_us(problem.op.label, name, problem.nbytes, place.world_size, link) for name in own}
+    op = PLAIN.get(problem.op, problem.op)
+    times = {name: collective_us(op.label, name, problem.nbytes, place.world_size, link) for name in own}
     best = min(own, key=times.__getitem__)
     figures = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
     return Choice(legal[best], "cost model", f"predicted us: {figures}")

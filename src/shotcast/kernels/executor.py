@@ -15,12 +15,16 @@ from shotcast.errors import ConfigError
 from shotcast.kernels import layout
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.kernels.fused_one_shot import one_shot_rms_norm
+from shotcast.kernels.fused_two_shot import two_shot_rms_norm
 from shotcast.kernels.layout import Layout
 from shotcast.kernels.mail import mail
+from shotcast.kernels.norm import norm_arguments
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
 from shotcast.kernels.target import INTERPRETED
 from shotcast.kernels.two_shot import two_shot_all_reduce
+from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.wire import CallPlan, Fault, Op
 
@@ -68,9 +72,14 @@ class TritonExecutor:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        """Launch the call's kernel on the current stream. ``x`` and ``out`` are contiguous and of the plan's sizes."""
-        kernel, programs, warps, arguments = self._launch(plan, x, out, self._unit(plan, x, out))
+    def run(
+        self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None
+    ) -> None:
+        """Launch the call's kernel on the current stream. ``x`` and ``out`` are contiguous and of the plan's sizes.
+
+        Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes.
+        """
+        kernel, programs, warps, arguments = self._launch(plan, x, out, self._unit(plan, x, out), norm)
         if not INTERPRETED and torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 kernel[(programs,)](**arguments, **self._options(warps))
@@ -79,11 +88,11 @@ class TritonExecutor:
 
     def prepare(self, plan: CallPlan) -> bool:
         """Compile every form of the kernel that ``plan`` may need on any rank; True if that had not been done."""
-        form = (plan.op, plan.algorithm, plan.dtype, plan.launch.block_words, plan.launch.num_warps)
+        form = (plan.op, plan.algorithm, plan.dtype, plan.launch.block_words, plan.launch.num_warps, plan.norm)
         if INTERPRETED or form in self._prepared:
             return False
         with torch.cuda.device(self._device):
-            for unit in {16, min(wire.DTYPES[plan.dtype], 4)}:
+            for unit in {16, 16 if plan.norm else min(wire.DTYPES[plan.dtype], 4)}:
                 kernel, programs, warps, arguments = self._launch(plan, None, None, unit)
                 compiled = kernel.warmup(**arguments, **self._options(warps), grid=(programs,))
                 compiled._init_handles()  # loads the module, which the first launch would do within its deadline
@@ -106,7 +115,14 @@ class TritonExecutor:
             bits |= plan.nbytes // self._world
         return 16 if bits % 16 == 0 else min(item, 4)
 
-    def _launch(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, unit: int) -> Launch:
+    def _launch(
+        self,
+        plan: CallPlan,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        unit: int,
+        norm: NormTensors | None = None,
+    ) -> Launch:
         shape, where = plan.launch, self._layout
         block, warps = shape.block_words, shape.num_warps
         common = {
@@ -148,6 +164,10 @@ class TritonExecutor:
         common |= tensors | {"slots_at": where.slots_at, "slots_quads": where.slots_quads, "BLOCK": block}
         programs = 1 + shape.programs
         part = plan.nbytes // self._world
+        if plan.norm is not None:
+            kernel, warps, more = self._fused(plan, norm)
+            del common["out"], common["UNIT"]
+            return kernel, programs, warps, common | more
         if plan.op in _COPIES:
             return copy, programs, warps, common | self._copy_arguments(plan, part)
         if plan.algorithm == "ring":
@@ -164,6 +184,28 @@ class TritonExecutor:
             warps,
             common | {"nbytes": part if scatter else plan.nbytes, "SCATTER": scatter},
         )
+
+    def _fused(self, plan: CallPlan, norm: NormTensors | None) -> tuple[Any, int, dict[str, Any]]:
+        """Kernel, warps and arguments of a fused call beside those that all kernels have."""
+        assert plan.norm is not None
+        scatter = plan.op is not Op.ALL_REDUCE_RMS_NORM
+        nbytes = plan.nbytes // self._world if scatter else plan.nbytes
+        row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
+        row_block, warps = layout.row_tile(row_words)
+        arguments = norm_arguments(plan.norm, norm, self._own_address) | {
+            "nbytes": nbytes,
+            "row_programs": max(1, min(nbytes // (4 * row_words), plan.launch.programs // 2)),
+            "MULTICAST": self._multicast,
+            # rows decide the warps, and a thread that polls has words of its own
+            "BLOCK": plan.launch.block_words if INTERPRETED else max(plan.launch.block_words, 128 * warps),
+            "ROW_BLOCK": row_block,
+            "WARPS": 1 if INTERPRETED else warps,
+        }
+        if plan.op is Op.ALL_REDUCE_RMS_NORM and plan.algorithm == "two_shot":
+            return two_shot_rms_norm, warps, arguments
+        gather = plan.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+        at_once = min(self._world, layout.slots_at_once(row_block, warps))
+        return one_shot_rms_norm, warps, arguments | {"SCATTER": scatter, "GATHER": gather, "GROUP": at_once}
 
     def _copy_arguments(self, plan: CallPlan, part: int) -> dict[str, Any]:
         item = wire.DTYPES[plan.dtype]

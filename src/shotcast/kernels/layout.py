@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shotcast.units import align_up
-from shotcast.wire import MAX_WORLD_SIZE
+from shotcast.wire import DTYPES, MAX_WORLD_SIZE, Norm
 
 # Control block, in 64-bit words. Only ABORT, HEADERS, MAIL_HEADERS and CREDITS are written by peers; they have cache
 # lines of their own.
@@ -71,3 +71,30 @@ class Layout:
             slots_quads=slots // QUAD,
             nbytes=slots_at + 3 * slots,
         )
+
+
+MAX_ROW_WORDS = 8192
+"""32-bit words of a row that one program norms: 16 a thread, of 16 warps."""
+
+
+def row_tile(words: int) -> tuple[int, int]:
+    """(words of the tile, warps of the program) that hold a row of ``words`` words.
+
+    They depend on nothing else, and so the order of a row's sum of squares does not: fused or not, in one shot or two,
+    the bits are the same. A thread holds 8 words, of the longest rows 16.
+    """
+    block = max(16, 1 << (words - 1).bit_length())
+    return block, max(1, min(16, block // 256))
+
+
+def slots_at_once(block: int, warps: int) -> int:
+    """Tiles of a row that a program polls at once: 32 words a thread, a quarter of its registers."""
+    return 32 * 32 * warps // block
+
+
+def gathered_row_quads(norm: Norm, dtype: str) -> int:
+    """Quads that a normed row takes on its way to all ranks: what of it was asked for, and a scale of its own."""
+    quads = norm.hidden * DTYPES[dtype] // QUAD if norm.keeps_normed else 0
+    if norm.quantize:
+        quads += -(-norm.hidden // QUAD) + (norm.quantize == "dynamic")
+    return quads

@@ -1,54 +1,219 @@
-"""Residual add and RMSNorm of an all-reduced tensor, one row a program.
+"""Residual add, RMSNorm and FP8 of a row, in a kernel of their own and as the end of the fused ones.
 
     residual' = round(x + residual)
     normed    = round(residual' / sqrt(mean(residual'^2) + eps) * weight)
+    quantized = e4m3(clamp(normed * (1 / scale), -448, 448)),  scale given, or max |normed| / 448 of the row
 
-in float32, with ``residual'`` as rounded. The sum of squares goes over BLOCK partial sums, so its order, and with it
-the last bits of ``normed``, depend on the hidden size alone.
+in float32, with ``residual'`` and ``normed`` as rounded. A program holds a whole row in registers, as 32-bit words. The
+squares add up in an order that only the row's tile and warps decide (``layout.row_tile``, by the row's length alone),
+so every kernel that norms a row gives the same bits.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from shotcast.kernels.target import INTERPRETED, await_prior_kernel, round_to
+from shotcast import wire
+from shotcast.kernels import layout
+from shotcast.kernels.float8 import E4M3_MAX, to_e4m3
+from shotcast.kernels.target import INTERPRETED, await_prior_kernel, kernel
+from shotcast.kernels.words import load_words, nan_unless, pack, store_words, unpack
+from shotcast.memory.operands import NormTensors
+from shotcast.wire import Norm
 
-EXPLICIT_ROUNDING = tl.constexpr(INTERPRETED)
+NONE = tl.constexpr(wire.QUANTIZATIONS.index(""))
+STATIC = tl.constexpr(wire.QUANTIZATIONS.index("static"))
+DYNAMIC = tl.constexpr(wire.QUANTIZATIONS.index("dynamic"))
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def rounded(value, DTYPE: tl.constexpr):
-    """float32 rounded to DTYPE, as float32; the interpreter would truncate to bfloat16."""
-    if EXPLICIT_ROUNDING and DTYPE == tl.bfloat16:
-        result = (round_to(value, DTYPE) << 16).to(tl.float32, bitcast=True)
+def add_norm(total, residual, weight, eps, HIDDEN: tl.constexpr, DTYPE: tl.constexpr):
+    """(new residual, norm) of a row: words of the sum, the residual and the weight; zero beyond the row's end."""
+    low, high = unpack(total, DTYPE)
+    more_low, more_high = unpack(residual, DTYPE)
+    new_residual = pack(low + more_low, high + more_high, DTYPE)
+    low, high = unpack(new_residual, DTYPE)
+    squares = low * low
+    if DTYPE != tl.float32:
+        squares = squares + high * high
+    factor = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + eps)
+    weight_low, weight_high = unpack(weight, DTYPE)
+    return new_residual, pack(low * factor * weight_low, high * factor * weight_high, DTYPE)
+
+
+@triton.jit
+def magnitude(value):
+    """|value| as an integer that orders as it does; 0 for NaN."""
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits > _INFINITY, 0, bits)
+
+
+@triton.jit
+def row_scale(normed, DTYPE: tl.constexpr):
+    """A row's own scale: max |normed| / 448 over all that is no NaN, at least 2^-126, whose inverse is finite."""
+    low, high = unpack(normed, DTYPE)
+    largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=0)
+    return tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), E4M3_MAX), SMALLEST_SCALE)
+
+
+@triton.jit
+def e4m3_byte(value):
+    """The byte of a scaled value; NaN is 0x7F, whatever its sign, so that no word of bytes is the sentinel."""
+    byte = to_e4m3(value)
+    return tl.where((byte & 0x7F) == 0x7F, 0x7F, byte)
+
+
+@triton.jit
+def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """A row in FP8, four values a word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
+    inverse = tl.div_rn(1.0, scale)
+    low, high = unpack(normed, DTYPE)
+    if DTYPE == tl.float32:
+        even, odd = tl.split(tl.reshape(e4m3_byte(low * inverse), [BLOCK // 2, 2]))
+        pairs = even | (odd << 8)
+        first, second = tl.split(tl.reshape(pairs, [BLOCK // 4, 2]))
     else:
-        result = value.to(DTYPE).to(tl.float32)
-    return result
+        pairs = e4m3_byte(low * inverse) | (e4m3_byte(high * inverse) << 8)
+        first, second = tl.split(tl.reshape(pairs, [BLOCK // 2, 2]))
+    return first | (second << 16)
 
 
 @triton.jit
-def add_rms_norm(
-    x, residual, weight, normed, new_residual, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def finish_row(
+    live,
+    row,
+    at,
+    total,
+    before,
+    gain,
+    new_residual,
+    normed,
+    quantized,
+    scale,
+    eps,
+    HIDDEN: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    # x, residual, normed, new_residual: [tokens, HIDDEN]; weight: [HIDDEN]
+    """From the words of a row's sum to all that is written of it: row ``row`` here, ``at`` in what may be gathered.
+
+    ``before`` and ``gain`` are words of the residual and the weight. All is NaN when the call was stopped. Returns
+    words of the norm and of its FP8 (if asked for), and the row's own scale (if it has one).
+    """
+    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4 if HIDDEN % 4 == 0 else 2 if HIDDEN % 2 == 0 else 1
+    FP8_BLOCK: tl.constexpr = BLOCK // (DTYPE.primitive_bitwidth // 8)
+    offs = tl.arange(0, BLOCK)
+    after, norm = add_norm(nan_unless(live, total, DTYPE), before, gain, eps, HIDDEN, DTYPE)
+    store_words(new_residual, row * ROW, offs, after, ROW, UNIT)
+    if KEEPS_NORMED:
+        store_words(normed, at * ROW, offs, norm, ROW, UNIT)
+    packed = norm
+    row_factor = eps
+    if QUANTIZE != NONE:
+        if QUANTIZE == DYNAMIC:
+            row_factor = tl.where(live != 0, row_scale(norm, DTYPE), float("nan"))
+            tl.store(scale.to(tl.pointer_type(tl.float32)) + at, row_factor)
+        else:
+            row_factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
+        packed = quantized_words(norm, row_factor, BLOCK, DTYPE)
+        store_words(quantized, at * HIDDEN, tl.arange(0, FP8_BLOCK), packed, HIDDEN, FP8_UNIT)
+    return norm, packed, row_factor
+
+
+@kernel
+def add_rms_norm(
+    x,
+    residual,
+    weight,
+    new_residual,
+    normed,
+    quantized,
+    scale,
+    eps,
+    HIDDEN: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row a program, of up to ROW_BLOCK words; UNIT as in ``words.load_words``."""
     await_prior_kernel(PDL)
-    dtype = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * HIDDEN
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, HIDDEN, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        mask = offs < HIDDEN
-        value = tl.load(x + row + offs, mask=mask, other=0).to(tl.float32)
-        value += tl.load(residual + row + offs, mask=mask, other=0).to(tl.float32)
-        value = rounded(value, dtype)
-        tl.store(new_residual + row + offs, value.to(dtype), mask=mask)
-        squares += value * value
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + eps)
-    for start in range(0, HIDDEN, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        mask = offs < HIDDEN
-        value = tl.load(x + row + offs, mask=mask, other=0).to(tl.float32)
-        value += tl.load(residual + row + offs, mask=mask, other=0).to(tl.float32)
-        value = rounded(value, dtype) * scale * tl.load(weight + offs, mask=mask, other=0).to(tl.float32)
-        tl.store(normed + row + offs, rounded(value, dtype).to(dtype), mask=mask)
+    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, ROW_BLOCK)
+    start = row * ROW
+    finish_row(
+        tl.program_id(0) * 0 + 1,
+        row,
+        row,
+        load_words(x, start, offs, ROW, UNIT),
+        load_words(residual, start, offs, ROW, UNIT),
+        load_words(weight, 0, offs, ROW, UNIT),
+        new_residual,
+        normed,
+        quantized,
+        scale,
+        eps,
+        HIDDEN,
+        QUANTIZE,
+        KEEPS_NORMED,
+        DTYPE,
+        UNIT,
+        ROW_BLOCK,
+    )
+
+
+DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+
+
+def norm_arguments(norm: Norm, tensors: NormTensors | None, nowhere: int) -> dict[str, Any]:
+    """What every kernel that norms is told of the norm. Tensors that there are none of get the address ``nowhere``."""
+
+    def address(tensor: torch.Tensor | None) -> int:
+        return tensor.data_ptr() if tensor is not None and tensor.numel() else nowhere
+
+    return {
+        "residual": address(tensors and tensors.residual),
+        "weight": address(tensors and tensors.weight),
+        "new_residual": address(tensors and tensors.new_residual),
+        "normed": address(tensors and tensors.normed),
+        "quantized": address(tensors and tensors.quantized),
+        "scale": address(tensors and tensors.scale),
+        "eps": tensors.eps if tensors is not None else 0.0,
+        "HIDDEN": norm.hidden,
+        "QUANTIZE": wire.QUANTIZATIONS.index(norm.quantize),
+        "KEEPS_NORMED": norm.keeps_normed,
+    }
+
+
+def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
+    """Norm the rows of ``x`` [rows, hidden]; all tensors begin at multiples of 16 bytes. ``x`` may be among them."""
+    item = x.element_size()
+    row = norm.hidden * item
+    block, warps = layout.row_tile(-(-row // 4))
+    pdl = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    arguments = norm_arguments(norm, tensors, x.data_ptr()) | {
+        "x": x.data_ptr(),
+        "DTYPE": DTYPES[str(x.dtype).removeprefix("torch.")],
+        "UNIT": 16 if row % 16 == 0 else item,
+        "ROW_BLOCK": block,
+        "PDL": pdl,
+    }
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": pdl}
+    if INTERPRETED or torch.cuda.current_device() == x.device.index:
+        add_rms_norm[(x.numel() // norm.hidden,)](**arguments, **options)
+    else:
+        with torch.cuda.device(x.device):
+            add_rms_norm[(x.numel() // norm.hidden,)](**arguments, **options)

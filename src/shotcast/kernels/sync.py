@@ -244,10 +244,13 @@ def await_words(
     COUNT: tl.constexpr,
     WORLD: tl.constexpr,
     OTHERS: tl.constexpr = False,
+    PATIENT: tl.constexpr = False,
+    SHARED: tl.constexpr = False,
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
 
-    What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0.
+    What tile r holds comes from rank ``(first + r) % WORLD``; with SHARED ``first`` is a mask of ranks, any of which
+    may have sent it. A stopped call returns at once, with ``live`` 0. PATIENT: see :func:`look_at_clock`.
     """
     parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
     waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
@@ -262,10 +265,12 @@ def await_words(
         if polls % POLLS_PER_LOOK == 0:
             silent = call.rank * 0
             for r in tl.static_range(COUNT):
-                silent = silent | (
-                    tl.max(absent(parts[r], call.epoch, CELLS).to(tl.int32), axis=0) << ((first + r) % WORLD)
-                )
-            started, live = look_at_clock(call, started, silent, True, WORLD)
+                lacking = tl.max(absent(parts[r], call.epoch, CELLS).to(tl.int32), axis=0)
+                if SHARED:
+                    silent = silent | lacking * first
+                else:
+                    silent = silent | (lacking << ((first + r) % WORLD))
+            started, live = look_at_clock(call, started, silent, True, WORLD, PATIENT)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
     words = ()
@@ -275,16 +280,19 @@ def await_words(
 
 
 @triton.jit
-def look_at_clock(call, started, silent, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr):
+def look_at_clock(call, started, silent, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr, PATIENT: tl.constexpr = False):
     """One look of a waiting program: has a peer stopped the call, or has the deadline passed? Returns (started, live).
 
     The deadline counts from the first look of the program that waits, over all waits of the call. When it passes, this
     rank stops the call everywhere. It names the ranks whose header is missing or, if all came (or without BY_HEADERS),
-    the ranks in ``silent``, whose data is.
+    the ranks in ``silent``, whose data is. A program that waits for what peers make of others' data is PATIENT: it
+    gives a quarter more, so that whoever lacks those data names the rank that did not send them first.
     """
     tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
     now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
     timeout = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys")
+    if PATIENT:
+        timeout += timeout // 4
     fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
     live = (fault == 0).to(tl.int32)
     if started == 0:

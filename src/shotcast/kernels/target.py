@@ -44,6 +44,14 @@ _NOT_SPECIALIZED = [
     "cells_quads",
     "slots_at",
     "slots_quads",
+    "residual",
+    "weight",
+    "new_residual",
+    "normed",
+    "quantized",
+    "scale",
+    "eps",
+    "row_programs",
 ]
 
 

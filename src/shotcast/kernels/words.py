@@ -98,6 +98,16 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def sum_on(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """A sum of words, as (float32 of the low halves, of the high), with ``parts`` added on in order."""
+    for r in tl.static_range(COUNT):
+        next_low, next_high = unpack(parts[r], DTYPE)
+        low = low + next_low
+        high = high + next_high
+    return low, high
+
+
+@triton.jit
 def nan_unless(live, words, DTYPE: tl.constexpr):
     """``words``, or NaN in every value when the call was stopped. Words of other dtypes have no NaN and pass."""
     if DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16:

@@ -1,0 +1,203 @@
+"""Tensors of the fused operations: checked, made where the caller gives none, and put where kernels take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shotcast import wire
+from shotcast.collectives.arguments import valid
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.memory.operands import NormTensors
+from shotcast.wire import Norm
+
+_SUMMED = tuple(getattr(torch, name) for name in wire.REDUCIBLE)
+_ALIGN = 16
+
+
+class Fp8Normed(NamedTuple):
+    """A normed tensor in FP8: about ``quantized * scale``.
+
+    Attributes:
+        quantized: float8_e4m3fn, shaped like what was normed.
+        scale: float32; the value that the caller gave, or [..., 1], one a row.
+        new_residual: sum + residual, in the dtype of the call.
+        normed: what was quantised, in the dtype of the call; None unless asked for.
+    """
+
+    quantized: torch.Tensor
+    scale: torch.Tensor
+    new_residual: torch.Tensor
+    normed: torch.Tensor | None
+
+
+def norm_operands(
+    name: str,
+    device: torch.device,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    shards: int,
+    gather: bool,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[Norm, NormTensors]:
+    """What a call without FP8 reads and writes. ``shards`` is the number of ranks that the rows are divided among.
+
+    Raises ConfigError or UnsupportedError, saying what was wrong and what is accepted.
+    """
+    rows, all_rows = _inputs(name, device, x, residual, weight, eps, shards)
+    shape = all_rows if gather else rows
+    if out is None:
+        normed, new_residual = x.new_empty(shape), x.new_empty(rows)
+    else:
+        normed, new_residual = _members(name, out, 2, "(normed, new_residual)")
+        _written(name, "normed", normed, shape, x.dtype, device)
+        _written(name, "new_residual", new_residual, rows, x.dtype, device)
+        _apart(name, new_residual, normed)
+    tensors = NormTensors(residual, weight, float(eps), new_residual, normed)
+    return Norm(x.shape[-1]), tensors
+
+
+def fp8_operands(
+    name: str,
+    device: torch.device,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    shards: int,
+    gather: bool,
+    scale: torch.Tensor | None,
+    with_normed: bool,
+    out: Fp8Normed | None,
+) -> tuple[Norm, NormTensors]:
+    """As :func:`norm_operands`, with FP8: by ``scale``, or by one a row that the call finds."""
+    rows, all_rows = _inputs(name, device, x, residual, weight, eps, shards)
+    shape = all_rows if gather else rows
+    scales = torch.Size((*shape[:-1], 1))
+    if scale is not None:
+        valid(scale, "scale", device)
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise ConfigError(
+                f"{name}: scale is one float32, or None for one a row; it is {list(scale.shape)} of {scale.dtype}"
+            )
+    normed: torch.Tensor | None = None
+    if out is None:
+        quantized = x.new_empty(shape, dtype=torch.float8_e4m3fn)
+        new_residual = x.new_empty(rows)
+        normed = x.new_empty(shape) if with_normed else None
+        if scale is None:
+            written = x.new_empty(scales, dtype=torch.float32)
+    else:
+        members = "(quantized, scale, new_residual, normed)"
+        quantized, written, new_residual, normed = _members(name, out, 4, members)
+        _written(name, "quantized", quantized, shape, torch.float8_e4m3fn, device)
+        _written(name, "new_residual", new_residual, rows, x.dtype, device)
+        if scale is None:
+            _written(name, "scale", written, scales, torch.float32, device)
+        if with_normed:
+            _written(name, "normed", normed, shape, x.dtype, device)
+            assert normed is not None
+            _apart(name, new_residual, normed)
+        else:
+            normed = None
+    norm = Norm(x.shape[-1], "dynamic" if scale is None else "static", with_normed)
+    given = written if scale is None else scale
+    return norm, NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given)
+
+
+def _inputs(
+    name: str,
+    device: torch.device,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    shards: int,
+) -> tuple[torch.Size, torch.Size]:
+    """Shapes of this rank's rows, and of all rows."""
+    valid(x, "x", device)
+    valid(residual, "residual", device)
+    valid(weight, "weight", device)
+    if x.dtype not in _SUMMED or residual.dtype != x.dtype or weight.dtype != x.dtype:
+        raise UnsupportedError(
+            f"{name} takes x, residual and weight of one dtype of {', '.join(wire.REDUCIBLE)}; "
+            f"they are {x.dtype}, {residual.dtype} and {weight.dtype}"
+        )
+    if shards > 1 and (x.dim() < 2 or x.shape[0] % shards):
+        raise ConfigError(
+            f"{name}: the first dimension of x, [N * k, ..., hidden], is divided among {shards} ranks; its shape is "
+            f"{list(x.shape)}"
+        )
+    rows = x.shape if shards == 1 else torch.Size((x.shape[0] // shards, *x.shape[1:]))
+    if x.dim() == 0 or residual.shape != rows or weight.shape != x.shape[-1:]:
+        wanted = "x and residual [..., hidden]" if shards == 1 else "x [N * k, ..., hidden], residual [k, ..., hidden]"
+        raise ConfigError(
+            f"{name} takes {wanted} and weight [hidden]; shapes are "
+            f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
+        )
+    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ConfigError(f"{name}: eps is a number from 0 up, not {eps!r}")
+    return rows, x.shape
+
+
+def _members(name: str, out: object, count: int, text: str) -> Sequence[torch.Tensor]:
+    if not isinstance(out, tuple) or len(out) != count:
+        raise ConfigError(f"{name}: out is {text}, not {out if out is None else type(out).__name__}")
+    return out
+
+
+def _written(
+    name: str, member: str, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError unless ``tensor`` can take a result of that shape."""
+    text = f"{name}: {member} of out"
+    if tensor is None:
+        raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is None")
+    valid(tensor, f"{member} of out", device)
+    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
+        raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is {list(tensor.shape)} of {tensor.dtype}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(f"{text} requires grad, and what is written to it has no derivative; pass its detach()")
+
+
+def _apart(name: str, new_residual: torch.Tensor, normed: torch.Tensor) -> None:
+    if normed.numel() and normed.data_ptr() == new_residual.data_ptr():
+        raise ConfigError(f"{name}: normed and new_residual of out are one tensor")
+
+
+def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
+    """Whether kernels can take the tensors where they are: each begins at a multiple of 16 bytes."""
+    bits = x.data_ptr() | tensors.residual.data_ptr() | tensors.weight.data_ptr() | tensors.new_residual.data_ptr()
+    for tensor in (tensors.normed, tensors.quantized):
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return bits % _ALIGN == 0
+
+
+def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTensors]:
+    """Copies of all that do not begin at a multiple of 16 bytes; :func:`copy_back` returns what was written."""
+    inside = tensors._replace(
+        residual=_moved(tensors.residual),
+        weight=_moved(tensors.weight),
+        new_residual=_moved(tensors.new_residual),
+        normed=None if tensors.normed is None else _moved(tensors.normed),
+        quantized=None if tensors.quantized is None else _moved(tensors.quantized),
+    )
+    return _moved(x), inside
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % _ALIGN == 0 else tensor.clone()
+
+
+def copy_back(aligned: NormTensors, tensors: NormTensors) -> None:
+    """Write results to where the caller wants them."""
+    for name in ("new_residual", "normed", "quantized"):
+        source, target = getattr(aligned, name), getattr(tensors, name)
+        if source is not target:
+            target.copy_(source)
