@@ -75,8 +75,6 @@ REDUCIBLE = ("float32", "float16", "bfloat16")
 FP8_BLOCK = 128
 """Elements that share a scale in FP8 transport; ``docs/numerics.md`` has all of it."""
 FP8_LARGEST = 448.0
-FP8_SCALE = 0x3B124925
-"""float32(1 / 448), as bits."""
 FP8_FLOOR = 0x0D800000
 """The least "largest absolute value" of a block, 2^-100, as bits of a float32."""
 
