@@ -8,7 +8,7 @@ import llvmlite.binding as llvm
 import pytest
 from numba import njit, types
 
-from shotcast.cpu import copies, floats, fused, norm, one_shot, point_to_point, ring, two_shot
+from shotcast.cpu import blocks, copies, floats, fused, norm, one_shot, point_to_point, ring, two_shot, two_shot_fp8
 from shotcast.cpu.compilation import Arithmetic, Schedule
 
 TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
@@ -19,6 +19,7 @@ SCHEDULES = {
     "broadcast": copies.BROADCAST,
     "recv": point_to_point.RECV,
     "fused": fused.REDUCE_SCATTER_ALL_GATHER,
+    "fp8": two_shot_fp8.ALL_REDUCE,
 }
 
 
@@ -98,3 +99,24 @@ def test_rows_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
     assert count(vectors["mul"], adds) >= 2
     assert count(vectors["mul"], norms) >= 10
     assert count(narrowed, norms) >= 2, "bytes are not packed from vectors"
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("dtype", blocks.ENCODE)
+def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
+    encoding = code_of(blocks.ENCODE[dtype], triple, monkeypatch)
+    decoding = code_of(blocks.DECODE[dtype], triple, monkeypatch)
+    summing = code_of(blocks.SUM, triple, monkeypatch)
+    if triple.startswith("aarch64"):
+        product, total, narrowed, widened = r"fmul\s+v\d+\.4s", r"fadd\s+v\d+\.4s", r"\bxtn|\buzp1", r"\bushll"
+    else:
+        product, total = r"vmulps\s.*[yz]mm", r"vaddps\s.*[yz]mm"
+        narrowed, widened = r"\bvpmov\w*[dw]b|\bvpackus", r"\bvpmovzxbd"
+    assert count(product, encoding) >= 2
+    assert count(narrowed, encoding) >= 1
+    assert count(product, decoding) >= 2
+    assert count(widened, decoding) >= 2
+    assert count(product, summing) >= 4
+    assert count(total, summing) >= 2
+    assert count(narrowed, summing) >= 1
+    assert count(widened, summing) >= 2

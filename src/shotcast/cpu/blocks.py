@@ -20,15 +20,13 @@ from numba.core.typing import signature
 from numba.extending import intrinsic
 
 from shotcast.cpu.compilation import Arithmetic
-from shotcast.cpu.float8 import BYTE, E4M3_MAX, from_e4m3, to_e4m3
+from shotcast.cpu.float8 import BYTE, from_e4m3, to_e4m3
 from shotcast.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
 from shotcast.cpu.vectors import every, folded, for_all, load_at, number, store_at
+from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST
 
-BLOCK = 128
-"""Elements."""
 SCALE_BYTES = 4
-BLOCK_BYTES = SCALE_BYTES + BLOCK
-_LEAST = 0x0D800000  # 2^-100 as float32: the least largest value of a block, so that divisions stay finite
+BLOCK_BYTES = SCALE_BYTES + FP8_BLOCK
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
@@ -36,23 +34,23 @@ _NAN = 0x7FC00000
 @njit(error_model="numpy")
 def encoded_bytes(count: int) -> int:
     """Room for ``count`` elements."""
-    return (count + BLOCK - 1) // BLOCK * BLOCK_BYTES
+    return (count + FP8_BLOCK - 1) // FP8_BLOCK * BLOCK_BYTES
 
 
 def _for_blocks(builder: Any, count: Any, body: Callable[[Any, Any], None]) -> None:
     """``body(index, length)`` for every block of ``count`` elements."""
-    blocks = builder.udiv(builder.add(count, number(BLOCK - 1)), number(BLOCK))
+    blocks = builder.udiv(builder.add(count, number(FP8_BLOCK - 1)), number(FP8_BLOCK))
     with cgutils.for_range(builder, blocks) as block:
-        left = builder.sub(count, builder.mul(block.index, number(BLOCK)))
-        short = builder.icmp_unsigned("<", left, number(BLOCK))
-        body(block.index, builder.select(short, left, number(BLOCK)))
+        left = builder.sub(count, builder.mul(block.index, number(FP8_BLOCK)))
+        short = builder.icmp_unsigned("<", left, number(FP8_BLOCK))
+        body(block.index, builder.select(short, left, number(FP8_BLOCK)))
 
 
 def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
     """Writes to ``place`` the block of ``length`` values ``value_at(index, lanes)``, float32, read twice."""
     largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
     for lanes, start in largest.items():
-        builder.store(splat(I32, lanes, _LEAST), start)
+        builder.store(splat(I32, lanes, FP8_FLOOR), start)
 
     def larger(left: Any, right: Any) -> Any:
         return builder.select(builder.icmp_unsigned(">", left, right), left, right)
@@ -66,7 +64,7 @@ def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, i
     # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
     bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
     finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, _INFINITY))
-    maximum, most = builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX)
+    maximum, most = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
     scale = builder.select(finite, builder.fdiv(maximum, most), builder.bitcast(ir.Constant(I32, _NAN), F32))
     store_at(builder, scale, place)
     inverse = builder.fdiv(most, maximum)
@@ -98,7 +96,7 @@ def _encode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any
         _, destination, source, count = arguments
 
         def put(block: Any, length: Any) -> None:
-            first = builder.add(source, builder.mul(block, number(BLOCK * itemsize)))
+            first = builder.add(source, builder.mul(block, number(FP8_BLOCK * itemsize)))
 
             def value_at(index: Any, lanes: int) -> Any:
                 item = builder.add(first, builder.mul(index, number(itemsize)))
@@ -121,7 +119,7 @@ def _decode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any
         _, destination, source, count = arguments
 
         def get(block: Any, length: Any) -> None:
-            first = builder.add(destination, builder.mul(block, number(BLOCK * itemsize)))
+            first = builder.add(destination, builder.mul(block, number(FP8_BLOCK * itemsize)))
             place = _block_at(builder, source, block)
 
             def write(index: Any, lanes: int) -> None:
@@ -140,7 +138,7 @@ def _decode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any
 def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         destination, sources, world_size, count = arguments
-        totals = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(F32, BLOCK)), WORD)
+        totals = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(F32, FP8_BLOCK)), WORD)
 
         def add(block: Any, length: Any) -> None:
             def total_of(index: Any, lanes: int) -> None:

@@ -262,7 +262,7 @@ class CpuExecutor:
             most, default = (room - 64) * world_size // (world_size + 1), 256 << 10
         elif plan.algorithm == "two_shot_fp8":
             # Of a slice: blocks of this piece of all slices, and of the sums of one.
-            block = blocks.BLOCK * wire.DTYPES[plan.dtype]
+            block = wire.FP8_BLOCK * wire.DTYPES[plan.dtype]
             most = room // ((world_size + 1) * blocks.BLOCK_BYTES) * block
             return max(1, min(wanted or (256 << 10) // world_size, most) // block) * block
         elif plan.op is Op.ALL_TO_ALL or (plan.op in _TO_BLOCKS and plan.algorithm != "ring"):
