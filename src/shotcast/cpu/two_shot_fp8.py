@@ -1,9 +1,9 @@
 """Two-shot all-reduce whose messages travel in FP8: half the bytes of 16-bit floats, a quarter of float32.
 
-Wins where bytes cost more than arithmetic; loses some accuracy, and says so by its name. Slices are those of the whole
-message, each cut into blocks of its own (:mod:`shotcast.cpu.blocks`), so bits do not depend on the pipeline's pieces.
-Every rank's values are quantised, its own too, added in rank order, quantised again; and every rank, the owner too,
-keeps what that becomes: the same bits on all of them.
+Here for its bits, which are those of ``kernels/two_shot_fp8.py``: between processes of one machine bytes cost less than
+this arithmetic, and two-shot is faster. Slices are those of the whole message, each cut into blocks of its own
+(:mod:`shotcast.cpu.blocks`), so bits do not depend on the pipeline's pieces. Every rank's values are quantised, its own
+too, added in rank order, quantised again; and every rank, the owner too, keeps what that becomes.
 """
 
 from __future__ import annotations
