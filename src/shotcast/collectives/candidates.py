@@ -50,11 +50,8 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
         return f"dtype {problem.dtype} has no code of its own"
     if problem.sizes and algorithm == "ring":
         return "the ring takes equal parts only"
-    if op in PLAIN:
-        if place.kernels == "compiled":
-            return "compiled CPU ranks have no fused operations"
-        if why := _rows_do_not_fit(problem):
-            return why
+    if op in PLAIN and (why := _rows_do_not_fit(problem)):
+        return why
     if place.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
         # GPU kernels count bytes in 32 bits with a sign, and round them up to 16
         limit = (1 << 32) if place.kernels == "compiled" else (1 << 31) - 16
@@ -63,8 +60,13 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
 
 
 def _rows_do_not_fit(problem: CollectiveProblem) -> str:
-    """Why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they can."""
+    """Why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they can.
+
+    Compiled CPU ranks take any rows.
+    """
     row = (problem.norm or Norm(0)).hidden * wire.DTYPES[problem.dtype]
+    if problem.topology.kernels == "compiled":
+        return "" if row else "rows have no elements"
     if row == 0 or row % QUAD:
         return f"fused kernels take rows of a multiple of {QUAD} bytes, and these have {row}"
     if row > 4 * MAX_ROW_WORDS:
