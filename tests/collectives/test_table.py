@@ -306,12 +306,12 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("kernels", "launch", "said"),
         [
-            ("triton", {"programs": 0}, "programs are 1 to 65535, not 0"),
+            ("triton", {"programs": 0}, "programs are 1 to 2147483646, not 0"),
             ("triton", {"block_words": 100}, "block_words is a power of two from 16 to 4096, not 100"),
             ("interpreter", {"block_words": 8}, "block_words is a power of two from 16 to 4096, not 8"),
             ("triton", {"num_warps": 3}, "num_warps is a power of two from 1 to 16, not 3"),
             ("triton", {"num_warps": 0}, "num_warps is a power of two from 1 to 16, not 0"),
-            ("triton", {"programs": 65535, "block_words": 4096, "num_warps": 16}, ""),
+            ("triton", {"programs": (1 << 31) - 2, "block_words": 4096, "num_warps": 16}, ""),
             ("compiled", {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": 640}, ""),
         ],
     )

@@ -173,14 +173,13 @@ def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchSha
 
 _TILES = ((128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8))
 """Words a tile and warps a program that are worth trying: each lane moves 16 or 32 bytes of a slot."""
-_PROGRAMS = (128, 256, 512, 1024)
-"""Most programs of a grid. They need not all fit on the GPU at once: a program waits for peers' programs of equal or
-lower index only, and blocks start in order."""
+_PROGRAMS = (1024,)
+"""Most programs of a grid that goes over its tiles again and again; the other way is a program a tile, in order."""
 _WARPS = 4096
-"""Most warps of a grid that is worth trying."""
+"""Most warps of such a grid that is worth trying."""
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
-_MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = 1 << 20, 4096, 16
+_MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
 
 
 def launch_obstacle(kernels: str, algorithm: str, shape: LaunchShape) -> str:
@@ -209,10 +208,10 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
         for block, warps in _TILES:
             if block == _TILES[0][0] or block <= words:
                 tiles = -(-words // block)
+                grids = [min(most, tiles) for most in _PROGRAMS if most * warps <= _WARPS]
                 shapes += [
-                    dataclasses.replace(default, programs=min(most, tiles), block_words=block, num_warps=warps)
-                    for most in _PROGRAMS
-                    if most * warps <= _WARPS
+                    dataclasses.replace(default, programs=programs, block_words=block, num_warps=warps)
+                    for programs in (*grids, tiles)
                 ]
     return tuple(dict.fromkeys(shapes))
 
