@@ -154,7 +154,7 @@ class TritonExecutor:
         for piece, start in self._pieces(plan):
             kernel, programs, warps, arguments = self._bind(piece, self._unit(piece, aligned))
             options = self._options(warps)
-            if arguments.get("MULTICAST", kernel is multimem_all_reduce):
+            if plan.norm is None and arguments.get("MULTICAST", kernel is multimem_all_reduce):
                 options |= MULTICAST_OPTIONS
             launches.append((Launch(kernel, programs, arguments, names, options), start))
         if len(self._entries) >= _KEPT_PLANS:

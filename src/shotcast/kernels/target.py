@@ -131,7 +131,16 @@ else:
     @triton.jit
     def acquire():
         tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; fence.proxy.alias; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+            """
+            fence.acq_rel.sys;
+            fence.proxy.alias;
+            mov.b32 $0, 0;
+            """,
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
     @triton.jit
