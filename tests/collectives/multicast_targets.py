@@ -20,8 +20,8 @@ import shotcast
 from shotcast.collectives import reference
 from shotcast.memory import shm
 
-NOWHERE = 1 << 52
-"""Beyond what a process can map."""
+NOWHERE = itertools.count(1 << 52, 1 << 40)
+"""Addresses beyond what a process can map, one for each buffer."""
 
 
 class EmulatedBuffer:
@@ -31,8 +31,8 @@ class EmulatedBuffer:
         from shotcast.kernels import multicast
 
         self._shared = _ShmBuffer(group, nbytes)
-        self.multicast_address = NOWHERE
-        self.traffic = multicast.emulate(NOWHERE, self._shared.nbytes, self._shared.addresses)
+        self.multicast_address = next(NOWHERE)
+        self.traffic = multicast.emulate(self.multicast_address, self._shared.nbytes, self._shared.addresses)
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ def slice_quads(nbytes: int, rank: int, world_size: int) -> int:
 
 
 def every_form(counts: list[int], seed: int) -> int:
-    """All that uses multicast, over dtypes and counts, every other tensor unaligned: bits, and which way the words went.
+    """All that uses multicast, over dtypes and counts, every other tensor unaligned: bits, and the way words went.
 
     Returns the number of combinations.
     """
@@ -97,7 +97,9 @@ def every_form(counts: list[int], seed: int) -> int:
                 check(got, reference.ordered_sum(xs), (name, count, shift, algorithm))
                 assert moved(comm) == (before[0] + mine, before[1] + summed), (name, count, shift, algorithm)
             before = moved(comm)
-            check(comm.all_gather(shifted(xs[rank], shift), algorithm="one_shot"), torch.cat(xs), (name, count, "gather"))
+            check(
+                comm.all_gather(shifted(xs[rank], shift), algorithm="one_shot"), torch.cat(xs), (name, count, "gather")
+            )
             assert moved(comm) == (before[0] + quads(nbytes), before[1])
             root = count % size
             got = comm.broadcast(shifted(xs[rank], shift), root)
@@ -143,7 +145,7 @@ def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
 
 
 def sums_of_sentinels(count: int) -> list[bool]:
-    """Words that mean "not arrived", in x and so in the sums: NaN arrives, nobody waits, and staging is read as it is."""
+    """Words that mean "not arrived", in x and so in the sums: NaN arrives, nobody waits, staging is read as it is."""
     nans = []
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
         for dtype in FLOATS.values():

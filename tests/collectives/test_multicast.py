@@ -69,7 +69,8 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("world_size", "how", "algorithm"), [(3, "killed", "multimem"), (2, "stopped", "multimem"), (2, "killed", "two_shot")]
+    ("world_size", "how", "algorithm"),
+    [(3, "killed", "multimem"), (2, "stopped", "multimem"), (2, "killed", "two_shot")],
 )
 def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
     victim, timeout_s = world_size - 1, 3.0

@@ -324,7 +324,10 @@ class TestMultimem:
         assert obstacle(problem(topology=ground("triton")), "multimem") == "the ranks share no multicast address"
         switch = ground("triton", multicast=True)
         for asked, said in (
-            (problem(dtype="int32", topology=switch), "own kernels add up float32, float16, bfloat16, and this is int32"),
+            (
+                problem(dtype="int32", topology=switch),
+                "own kernels add up float32, float16, bfloat16, and this is int32",
+            ),
             (problem(reduction="max", topology=switch), "own kernels only sum, and this is max"),
             (problem(Op.BROADCAST, topology=switch), "there is no multimem broadcast; there is one_shot"),
             (

@@ -3,7 +3,7 @@
 A module of its own, since Triton decides at import whether it interprets.
 """
 
-# ruff: noqa: N803, RUF005 (Triton: compile-time arguments are upper case, and tuples are joined by +)
+# ruff: noqa: N803 (Triton: compile-time arguments are upper case, and tuples are joined by +)
 from __future__ import annotations
 
 import itertools

@@ -148,14 +148,13 @@ def chosen_forms() -> list[Form]:
     made += [form(name, "float32", world_size=2, capability=80) for name in (*some, "barrier", *MAIL)]
     made += [form("one_shot", capability=80)]
     made += [form("multimem", dtype, world_size=n) for dtype, n in zip(REDUCIBLE, (2, 3, 8), strict=True)]
-    for name, dtype in (("two_shot_multicast", "bfloat16"), ("multimem", "bfloat16"), ("multimem", "float32")):
-        made += [form(name, dtype, unit, 8, 512, 4) for unit in (16, narrow(dtype))]
-    made += [form("multimem", "float32", 4, 8), form("multimem", "float16", 2, 8), form("multimem", block=256)]
+    made += [form("multimem", unit=unit, world_size=8, block=512, warps=4) for unit in (16, 2)]
+    made += [form("two_shot_multicast", unit=2, world_size=8, block=512, warps=4), form("multimem", block=256)]
     for capability in (100, 120):
         made += [form("one_shot", world_size=8, capability=capability), form("recv", capability=capability)]
         made += [form("two_shot_multicast", world_size=2, capability=capability)]
         made += [form("gather_multicast", block=512, warps=4, capability=capability)]
-        made += [form("multimem", dtype, world_size=8, capability=capability) for dtype in REDUCIBLE]
+        made += [form("multimem", dtype, world_size=2, capability=capability) for dtype in REDUCIBLE]
         made += [form("exchange_cells", world_size=3, capability=capability)]
     return made
 
@@ -204,7 +203,7 @@ def moves_data_in_16_bytes(form: Form, folder: Path) -> None:
 
 
 def multicasts_where_asked(form: Form, folder: Path) -> None:
-    """One instruction moves 16 bytes; a thread has each of its quads once. The machine code has no other of its kind."""
+    """One instruction moves 16 bytes; a thread has each of its quads once. Machine code has no other of the kind."""
     used = {key: n for key, n in cross.instructions(form.ptx).items() if key.startswith("multimem")}
     asked = {"multimem.st.relaxed.sys.global.v4.f32": form.accesses} if form.name in cross.MULTICASTS else {}
     loads = {}

@@ -31,7 +31,14 @@ def test_a_load_sums_every_rank(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("first_byte", "count", "right"),
-    [(0, 64, True), (16 * 17, 64, True), (16 * 18, 64, False), (16 * 18, 60, True), (-16, 4, False), (1 << 30, 4, False)],
+    [
+        (0, 64, True),
+        (16 * 17, 64, True),
+        (16 * 18, 64, False),
+        (16 * 18, 60, True),
+        (-16, 4, False),
+        (1 << 30, 4, False),
+    ],
 )
 def test_other_addresses_are_errors(first_byte: int, count: int, right: bool) -> None:
     said = interpreted(targets.outside, first_byte, count)

@@ -64,9 +64,7 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
         yield KernelBoundary(number)
 
 
-def multimem(
-    rank: int, ranks: int, epoch: int, call: Call, base: int, clears: Sequence[Store], rules: Rules
-) -> Steps:
+def multimem(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: Sequence[Store], rules: Rules) -> Steps:
     stride = max(call.sizes)
 
     def staging(owner: int, r: int, i: int) -> tuple[int, str, int]:
@@ -105,9 +103,7 @@ def multimem(
     )
 
 
-def one_shot(
-    rank: int, ranks: int, epoch: int, call: Call, base: int, clears: Sequence[Store], rules: Rules
-) -> Steps:
+def one_shot(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: Sequence[Store], rules: Rules) -> Steps:
     """Everybody sends everything to everybody: it finds what multimem left, if that was not cleared."""
     yield from clears
     words = call.words

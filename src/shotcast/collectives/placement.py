@@ -72,7 +72,10 @@ def executor_for(
 
         shared = ShmBuffer(host, Layout.of(max_bytes).nbytes)
         return Placement(
-            TritonExecutor(shared, host, max_bytes, timeout_s, device), "interpreter", "", bool(shared.multicast_address)
+            TritonExecutor(shared, host, max_bytes, timeout_s, device),
+            "interpreter",
+            "",
+            bool(shared.multicast_address),
         )
     indices = [place[1] for place in places]
     obstacle = peer_obstacle(device, indices)

@@ -4,8 +4,8 @@ A store there reaches all ranks, repeated by the switch; a load there is the sum
 switch. Only these operations may touch such an address. They move quads, 16 aligned bytes each, written out as four
 words, so that what lies in one access does not depend on how the compiler spreads a tile over threads.
 
-Compiled, these are ``multimem`` instructions (sm_90 and later; PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red"):
-compiled and inspected, not run on hardware. Under Triton's interpreter they are emulated on addresses given to
+Compiled, these are ``multimem`` instructions (sm_90 and later; PTX ISA, "multimem.ld_reduce, multimem.st,
+multimem.red"): inspected, not run on hardware. Under Triton's interpreter they are emulated on addresses given to
 ``emulate``; any other address is an error.
 """
 
@@ -31,9 +31,6 @@ if INTERPRETED:
         bases: tuple[int, ...]
         stored_quads: int = 0
         summed_quads: int = 0
-
-        def copies(self, address: int) -> list[int]:
-            return [address - self.start + base for base in self.bases]
 
     _emulated: list[Emulated] = []
 
@@ -98,23 +95,21 @@ else:
             pack=1,
         )
 
-    @triton.jit
-    def multicast_sum(address, quads, mask, DTYPE: tl.constexpr):
-        if DTYPE == tl.float32:
-            KIND: tl.constexpr = "add.v4.f32"
-        elif DTYPE == tl.bfloat16:
-            KIND: tl.constexpr = "add.acc::f32.v4.bf16x2"
-        else:
-            KIND: tl.constexpr = "add.acc::f32.v4.f16x2"
-        return tl.inline_asm_elementwise(
-            """{
+    @triton.constexpr_function
+    def _sum_text(dtype):
+        """16-bit floats are added in float32 and rounded once."""
+        kind = {tl.bfloat16: "add.acc::f32.v4.bf16x2", tl.float16: "add.acc::f32.v4.f16x2"}.get(dtype, "add.v4.f32")
+        return f"""{{
             .reg .pred p;
             setp.ne.b32 p, $5, 0;
             mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-            @p multimem.ld_reduce.relaxed.sys.global."""
-            + KIND
-            + """ {$0, $1, $2, $3}, [$4];
-            }""",
+            @p multimem.ld_reduce.relaxed.sys.global.{kind} {{$0, $1, $2, $3}}, [$4];
+            }}"""
+
+    @triton.jit
+    def multicast_sum(address, quads, mask, DTYPE: tl.constexpr):
+        return tl.inline_asm_elementwise(
+            _sum_text(DTYPE),
             "=&r,=&r,=&r,=&r,l,r",
             [address + quads.to(tl.int64) * 16, mask.to(tl.int32)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
