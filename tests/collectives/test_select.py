@@ -27,9 +27,15 @@ from shotcast.errors import ConfigError
 from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
 
 
-def ground(kernels: str = "compiled", world_size: int = 4, max_bytes: int = 1 << 20, obstacle: str = "") -> Topology:
+def ground(
+    kernels: str = "compiled",
+    world_size: int = 4,
+    max_bytes: int = 1 << 20,
+    obstacle: str = "",
+    multicast: bool = False,
+) -> Topology:
     device = "cuda" if kernels == "triton" else "cpu"
-    return Topology(world_size, device, "cpu", kernels, obstacle, False, max_bytes)
+    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes)
 
 
 def problem(
@@ -66,6 +72,7 @@ problems = st.builds(
         kernels=st.sampled_from(["triton", "interpreter", "compiled"]),
         world_size=st.integers(2, 8),
         max_bytes=st.integers(1, 512 << 20),
+        multicast=st.booleans(),
     ),
     reduction=st.sampled_from(["sum", "max", "min", "prod"]),
 )
@@ -307,8 +314,49 @@ class TestLegality:
         assert choice.reason == "several hosts"
 
 
+class TestMultimem:
+    """Sums in the switch: where there is a multicast address, and for those who ask."""
+
+    SWITCHED = problem(nbytes=1 << 20, topology=ground("triton", multicast=True))
+
+    def test_takes_a_multicast_address_and_floats_that_are_summed(self) -> None:
+        assert obstacle(self.SWITCHED, "multimem") == ""
+        assert obstacle(problem(topology=ground("triton")), "multimem") == "the ranks share no multicast address"
+        switch = ground("triton", multicast=True)
+        for asked, said in (
+            (
+                problem(dtype="int32", topology=switch),
+                "own kernels add up float32, float16, bfloat16, and this is int32",
+            ),
+            (problem(reduction="max", topology=switch), "own kernels only sum, and this is max"),
+            (problem(Op.BROADCAST, topology=switch), "there is no multimem broadcast; there is one_shot"),
+            (
+                problem(nbytes=(1 << 20) + 4, topology=switch),
+                "it would take 1048580 B of a workspace that has 1 MiB (max_bytes)",
+            ),
+        ):
+            assert obstacle(asked, "multimem") == said
+
+    @given(st.integers(0, 512 << 20), st.integers(2, 8))
+    def test_the_model_never_takes_it(self, nbytes: int, world_size: int) -> None:
+        asked = problem(nbytes=nbytes, topology=ground("triton", world_size, 512 << 20, multicast=True))
+        assert "multimem" in [candidate.algorithm for candidate in candidates(asked)]
+        assert choose(asked, "auto", "auto", ()).candidate.algorithm != "multimem"
+
+    def test_who_names_it_gets_it(self) -> None:
+        tables = (("user table", table([None, "multimem", None])),)
+        sources = [
+            choose(self.SWITCHED, "multimem", "auto", ()),
+            choose(self.SWITCHED, "auto", "multimem", ()),
+            choose(self.SWITCHED, "auto", "auto", tables),
+        ]
+        assert [choice.source for choice in sources] == ["argument", "environment", "user table"]
+        assert {choice.candidate.algorithm for choice in sources} == {"multimem"}
+        assert choose(problem(), "auto", "multimem", tables).source == "cost model", "no multicast address here"
+
+
 class TestLaunch:
-    @given(problems, st.sampled_from(["one_shot", "two_shot", "ring"]))
+    @given(problems, st.sampled_from(["one_shot", "two_shot", "ring", "multimem"]))
     def test_is_one_a_kernel_can_take(self, asked: CollectiveProblem, algorithm: str) -> None:
         shape = launch_shape(asked, algorithm)
         if asked.topology.kernels == "compiled":

@@ -32,6 +32,7 @@ def test_equations(link: LinkCost, nbytes: int, world_size: int) -> None:
         ("all_reduce", "one_shot"): [others * nbytes],
         ("all_reduce", "two_shot"): [others * share, others * share],
         ("all_reduce", "ring"): [share] * (2 * world_size - 2),
+        ("all_reduce", "multimem"): [0, nbytes, share],
         ("reduce_scatter", "one_shot"): [others * share],
         ("reduce_scatter", "ring"): [share] * others,
         ("all_gather", "one_shot"): [others * share],
@@ -57,7 +58,7 @@ def test_an_all_reduce_is_a_scatter_and_a_gather(link: LinkCost, nbytes: int, wo
 @given(sizes, sizes, st.integers(2, 8))
 def test_larger_takes_longer(a: int, b: int, world_size: int) -> None:
     small, large = sorted((a, b))
-    for algorithm in ("one_shot", "two_shot", "ring"):
+    for algorithm in ("one_shot", "two_shot", "ring", "multimem"):
         for link in (NVLINK4, SHARED_MEMORY):
             first, second = (collective_us("all_reduce", algorithm, n, world_size, link) for n in (small, large))
             assert first <= second
@@ -73,6 +74,16 @@ def test_who_wins_where(link: LinkCost, world_size: int) -> None:
     assert best(1) == "one_shot"
     assert best(1 << 20) == "two_shot"
     assert best(1 << 30) == "two_shot", "two steps send as many bytes as 2N-2 do"
+
+
+def test_sums_in_the_switch_send_less_from_four_ranks_on() -> None:
+    wire = LinkCost(fixed_us=0, step_us=0, bw_gbps=1e-3)  # 1 byte takes 1 us
+
+    def sent(algorithm: str, world_size: int) -> float:
+        return collective_us("all_reduce", algorithm, 24, world_size, wire)
+
+    assert [sent("multimem", n) for n in (2, 3, 4, 8)] == pytest.approx([36, 32, 30, 27])
+    assert [sent("two_shot", n) for n in (2, 3, 4, 8)] == pytest.approx([24, 32, 36, 42])
 
 
 def test_a_transfer_in_microseconds() -> None:

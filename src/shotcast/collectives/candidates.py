@@ -11,7 +11,7 @@ from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape, Norm, Op
 
 _OFFERED: dict[Op, tuple[str, ...]] = {
-    Op.ALL_REDUCE: ("one_shot", "two_shot", "ring"),
+    Op.ALL_REDUCE: ("one_shot", "two_shot", "ring", "multimem"),
     Op.REDUCE_SCATTER: ("one_shot", "ring"),
     Op.ALL_GATHER: ("one_shot", "ring"),
     Op.ALL_TO_ALL: ("one_shot",),
@@ -50,6 +50,8 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
         return f"dtype {problem.dtype} has no code of its own"
     if problem.sizes and algorithm == "ring":
         return "the ring takes equal parts only"
+    if algorithm == "multimem" and not place.multicast:
+        return "the ranks share no multicast address"
     if op in PLAIN and (why := _rows_do_not_fit(problem)):
         return why
     if place.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
@@ -77,7 +79,7 @@ def _rows_do_not_fit(problem: CollectiveProblem) -> str:
 def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
     """Sentinel slots hold 2 max_bytes, flag cells max_bytes at twice the data (see kernels/layout.py)."""
     place, world_size = problem.topology, problem.topology.world_size
-    if problem.op is Op.ALL_REDUCE and algorithm == "two_shot":
+    if problem.op is Op.ALL_REDUCE and algorithm in ("two_shot", "multimem"):
         return ""  # a longer message passes in pieces
     cells = problem.dtype not in wire.REDUCIBLE
     if cells and algorithm == "ring":
@@ -140,7 +142,7 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
     if share < 512 << 10:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
-    if share < 1 << 20 or algorithm == "ring":
+    if share < 1 << 20 or algorithm in ("ring", "multimem"):
         return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
     return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)
 
@@ -218,6 +220,6 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
 
 def _share(problem: CollectiveProblem, algorithm: str) -> int:
     """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it."""
-    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring"):
+    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring", "multimem"):
         return -(-problem.nbytes // problem.topology.world_size)
     return problem.nbytes

@@ -192,7 +192,7 @@ class Communicator:
         Args:
             x: contiguous, any shape, the same on all ranks.
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``ring`` or ``vendor``.
+            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``ring``, ``multimem`` (by name only) or ``vendor``.
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library does.
 
         Returns:
