@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
@@ -20,7 +21,7 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
         how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
         instead = "contiguous" if x.layout == torch.strided else "to_dense"
         raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
-    if x.is_conj() or x.is_neg():
+    if not is_compiling() and (x.is_conj() or x.is_neg()):  # a traced call comes here again when it is made
         # the memory holds other values than the tensor shows
         raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
 

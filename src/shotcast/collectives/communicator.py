@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from shotcast import env, wire
-from shotcast.collectives import autograd, rms_norm
+from shotcast.collectives import ops, rms_norm
 from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
 from shotcast.collectives.candidates import PLAIN, candidates
 from shotcast.collectives.first_use import FirstUse, Form
@@ -31,6 +32,7 @@ from shotcast.collectives.norm_operands import (
 )
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.registry import register
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
 from shotcast.collectives.table import MODES, Table, fit_for, load, packaged
@@ -122,7 +124,7 @@ class Communicator:
         self._timeout_s = float(timeout_s)
         order = list(range(dist.get_world_size(self._group))) if order is None else list(order)
         self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order)
-        self.rank, self.world_size = self._host.rank, self._host.world_size
+        self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         if max_bytes is None:
             max_bytes = DEFAULT_MAX_BYTES[self.device.type]
         if not isinstance(max_bytes, int) or not 0 < max_bytes <= _MAX_WORKSPACE_MESSAGE:
@@ -142,6 +144,7 @@ class Communicator:
             self._group, self._host, self.device, self.max_bytes, self._timeout_s
         )
         self._topology = Topology(self.world_size, self.device.type, part, kernels, obstacle, multicast, self.max_bytes)
+        register(self)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -199,8 +202,8 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
-        if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
-            return autograd.AllReduce.apply(x, self, algorithm)
+        if is_compiling() or (out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum"):
+            return ops.all_reduce(self, x, out, algorithm, reduction)
         out = output(x, out, x.shape)
         self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
         return out
@@ -220,8 +223,8 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
-        if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
-            return autograd.ReduceScatter.apply(x, self, algorithm)
+        if is_compiling() or (out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum"):
+            return ops.reduce_scatter(self, x, out, algorithm, reduction)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
         out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction)
@@ -246,9 +249,6 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None.
         """
         valid(x, "x", self.device)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            parts = None if sizes is None else tuple(sizes)
-            return autograd.AllGather.apply(x, self, parts, algorithm)
         if x.dim() == 0:
             x = x.view(1)
         elements: tuple[int, ...] = ()
@@ -264,6 +264,8 @@ class Communicator:
             rows = sum(sizes)
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
+        if is_compiling() or (out is None and x.requires_grad and torch.is_grad_enabled()):
+            return ops.all_gather(self, x, out, sizes, algorithm)
         out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
         return out
@@ -275,6 +277,8 @@ class Communicator:
         """
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
+        if is_compiling():
+            return ops.all_to_all(self, x, out, algorithm)
         out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
@@ -284,8 +288,10 @@ class Communicator:
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
         """``x = x_root`` on every rank, in place. Returns ``x``."""
         valid(x, "x", self.device)
-        valid(x, "x", self.device)
-        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=rank_in(root, self.world_size, "root"))
+        rank_in(root, self.world_size, "root")
+        if is_compiling():
+            return ops.broadcast(self, x, root, algorithm)
+        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
@@ -293,7 +299,9 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
-        valid(x, "x", self.device)
+        if is_compiling():
+            ops.send(self, x, dst)
+            return
         self._run(Op.SEND, x, None, root=dst)
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
@@ -301,12 +309,16 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
-        valid(x, "x", self.device)
+        if is_compiling():
+            return ops.recv(self, x, src)
         self._run(Op.RECV, None, x, root=src)
         return x
 
     def barrier(self) -> None:
         """Complete (on CUDA: on the current stream) when every rank has called."""
+        if is_compiling():
+            ops.barrier(self)
+            return
         self._run(Op.BARRIER, None, None)
 
     def all_reduce_rms_norm(
