@@ -10,6 +10,8 @@ from torch.compiler import is_compiling
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
+_INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
+
 
 def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
     """Raise ConfigError unless ``x`` is a contiguous tensor on ``device``."""
@@ -21,7 +23,12 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
         how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
         instead = "contiguous" if x.layout == torch.strided else "to_dense"
         raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
-    if not is_compiling() and (x.is_conj() or x.is_neg()):  # a traced call comes here again when it is made
+    if is_compiling():  # a traced call comes here again when it is made
+        return
+    if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        # DTensor, a result of PyTorch's functional collectives, and others have no memory of their own
+        raise ConfigError(f"{name} is a {type(x).__name__}, not a plain tensor; pass the tensor inside ({_INSIDE})")
+    if x.is_conj() or x.is_neg():
         # the memory holds other values than the tensor shows
         raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from shotcast import env, wire
-from shotcast.collectives import ops, rms_norm
+from shotcast.collectives import autograd, ops, rms_norm
 from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
 from shotcast.collectives.candidates import PLAIN, candidates
 from shotcast.collectives.first_use import FirstUse, Form
@@ -202,8 +202,10 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
-        if is_compiling() or (out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum"):
+        if is_compiling():
             return ops.all_reduce(self, x, out, algorithm, reduction)
+        if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
+            return autograd.AllReduce.apply(x, self, algorithm)
         out = output(x, out, x.shape)
         self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
         return out
@@ -223,8 +225,10 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
-        if is_compiling() or (out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum"):
+        if is_compiling():
             return ops.reduce_scatter(self, x, out, algorithm, reduction)
+        if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
+            return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
         out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction)
@@ -264,8 +268,10 @@ class Communicator:
             rows = sum(sizes)
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
-        if is_compiling() or (out is None and x.requires_grad and torch.is_grad_enabled()):
+        if is_compiling():
             return ops.all_gather(self, x, out, sizes, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm)
         out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
         return out
@@ -273,12 +279,14 @@ class Communicator:
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto") -> torch.Tensor:
         """``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
-        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``.
+        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``, as :meth:`all_gather`.
         """
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
         if is_compiling():
             return ops.all_to_all(self, x, out, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllToAll.apply(x, self, algorithm)
         out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")

@@ -1,8 +1,8 @@
 """The collectives as PyTorch operators, ``torch.ops.shotcast.*``: what torch.compile puts in its graphs.
 
-:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced, and when a result needs a
-derivative; all other calls go past them. An operator takes numbers, strings and tensors only, so a communicator goes
-by its name, and what shapes depend on, ``world_size`` and for uneven parts ``rank``, comes with it: compiled code is
+:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced; eager calls go past them, as an
+operator costs the host as much again as the call. It takes numbers, strings and tensors only, so a communicator goes by
+its name, and what shapes depend on, ``world_size`` and for uneven parts ``rank``, comes with it: compiled code is
 cached by what a graph says, and ranks share the cache.
 
 Operators write to new tensors. They are ordered: a compiler runs all calls of a graph, used or not, in the order of
@@ -98,8 +98,7 @@ def _reduce_scatter(
 ) -> torch.Tensor:
     """Not ``strict``: another algorithm is taken where this one cannot serve."""
     x, by = _plain(x), named(comm)
-    if not strict and algorithm not in by.candidates(x, "reduce_scatter"):
-        algorithm = "auto"
+    algorithm = algorithm if strict else autograd.where_legal(by, x, algorithm)
     return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction)
 
 
@@ -146,8 +145,8 @@ def _barrier(comm: str) -> None:
     named(comm).barrier()
 
 
-for _name, (_backward, _setup) in autograd.FORMULAS.items():
-    torch.library.register_autograd(f"shotcast::{_name}", _backward, setup_context=_setup, lib=_library)
+for _name, (_keep, _backward) in autograd.OPERATORS.items():
+    torch.library.register_autograd(f"shotcast::{_name}", _backward, setup_context=_keep, lib=_library)
 
 # -- calls of a communicator ------------------------------------------------------------------------------------------
 
@@ -199,10 +198,10 @@ def all_gather(
 
 def all_to_all(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
     """:meth:`Communicator.all_to_all` by its operator."""
-    if out is not None:
-        output(x, out, x.shape)
-    result = torch.ops.shotcast.all_to_all(x.detach(), comm.name, algorithm)
-    return result if out is None else _written(out, result)
+    if out is None:
+        return torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
+    output(x, out, x.shape)
+    return _written(out, torch.ops.shotcast.all_to_all(x.detach(), comm.name, algorithm))
 
 
 def broadcast(comm: Communicator, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
