@@ -5,8 +5,9 @@ operator costs the host as much again as the call. It takes numbers, strings and
 its name, and what shapes depend on, ``world_size`` and for uneven parts ``rank``, comes with it: compiled code is
 cached by what a graph says, and ranks share the cache.
 
-Operators write to new tensors. They are ordered: a compiler runs all calls of a graph, used or not, in the order of
-the program. Left alone it drops calls and swaps them as sizes suggest, and sizes may differ between ranks.
+Operators write to new tensors. They take any strides, as a compiler may lay out a tensor in its own way. They are
+ordered: a compiler runs all calls of a graph, used or not, in the order of the program. Left alone it drops calls and
+swaps them as sizes suggest, and sizes may differ between ranks.
 """
 
 from __future__ import annotations
@@ -56,11 +57,6 @@ def _operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[...
     return run_by
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """``x`` for an eager call. A compiler may have chosen other strides than the program."""
-    return (x.detach() if x.requires_grad else x).contiguous()
-
-
 # -- operators --------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +82,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @_operator("all_reduce(Tensor x, str comm, str algorithm, str reduction) -> Tensor", _like)
 def _all_reduce(x: torch.Tensor, comm: str, algorithm: str, reduction: str) -> torch.Tensor:
-    return named(comm).all_reduce(_plain(x), algorithm=algorithm, reduction=reduction)
+    return named(comm).all_reduce(x.contiguous(), algorithm=algorithm, reduction=reduction)
 
 
 @_operator(
@@ -97,14 +93,14 @@ def _reduce_scatter(
     x: torch.Tensor, comm: str, world_size: int, algorithm: str, reduction: str, strict: bool = True
 ) -> torch.Tensor:
     """Not ``strict``: another algorithm is taken where this one cannot serve."""
-    x, by = _plain(x), named(comm)
+    x, by = x.contiguous(), named(comm)
     algorithm = algorithm if strict else autograd.where_legal(by, x, algorithm)
     return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction)
 
 
 @_operator("all_gather(Tensor x, str comm, int world_size, str algorithm) -> Tensor", _joined)
 def _all_gather(x: torch.Tensor, comm: str, world_size: int, algorithm: str) -> torch.Tensor:
-    return named(comm).all_gather(_plain(x), algorithm=algorithm)
+    return named(comm).all_gather(x.contiguous(), algorithm=algorithm)
 
 
 @_operator("all_gather_uneven(Tensor x, str comm, SymInt[] sizes, int rank, str algorithm) -> Tensor", _joined_uneven)
@@ -112,12 +108,12 @@ def _all_gather_uneven(x: torch.Tensor, comm: str, sizes: Sequence[int], rank: i
     by = named(comm)
     if rank != by.rank:
         raise ConfigError(f"all_gather_uneven was compiled on rank {rank} and runs on rank {by.rank}")
-    return by.all_gather(_plain(x), sizes=sizes, algorithm=algorithm)
+    return by.all_gather(x.contiguous(), sizes=sizes, algorithm=algorithm)
 
 
 @_operator("all_to_all(Tensor x, str comm, str algorithm) -> Tensor", _like)
 def _all_to_all(x: torch.Tensor, comm: str, algorithm: str) -> torch.Tensor:
-    return named(comm).all_to_all(_plain(x), algorithm=algorithm)
+    return named(comm).all_to_all(x.contiguous(), algorithm=algorithm)
 
 
 @_operator("broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor", _like)
@@ -131,7 +127,7 @@ def _broadcast(x: torch.Tensor, comm: str, root: int, algorithm: str) -> torch.T
 
 @_operator("send(Tensor x, str comm, int dst) -> ()", _nothing)
 def _send(x: torch.Tensor, comm: str, dst: int) -> None:
-    named(comm).send(_plain(x), dst)
+    named(comm).send(x.contiguous(), dst)
 
 
 @_operator("recv(Tensor x, str comm, int src) -> Tensor", _like)
