@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import shotcast
 from shotcast import Communicator
 from shotcast.collectives import ops
+from shotcast.collectives.norm_operands import Fp8Normed
 
 
 def values(comm: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -30,7 +32,8 @@ def same(got: Any, wanted: Any) -> None:
     for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), number
         assert a.requires_grad == b.requires_grad, number
-        assert torch.equal(a.detach().view(torch.uint8), b.detach().view(torch.uint8)), (number, a, b)
+        left, right = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+        assert torch.equal(left, right), (number, a, b)
 
 
 def every_call(comm: Communicator, x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -151,6 +154,8 @@ def opcheck() -> list[str]:
     with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         n, rank, name = comm.world_size, comm.rank, comm.name
         x = values(comm, 2 * n, 3).requires_grad_()
+        normed = values(comm, 2 * n, 16), values(comm, 2 * n, 16, seed=1), values(comm, 16)
+        scattered = values(comm, 2 * n, 16), values(comm, 2, 16, seed=1), values(comm, 16)
         arguments: dict[str, list[tuple[Any, ...]]] = {
             "all_reduce": [(x, name, "auto", "sum"), (x.detach(), name, "vendor", "max")],
             "reduce_scatter": [(x, name, n, "auto", "sum"), (x.detach().double(), name, n, "ring", "sum", False)],
@@ -161,6 +166,16 @@ def opcheck() -> list[str]:
             "send": [(x.detach(), name, n - 1 - rank)],
             "recv": [(x.detach(), name, n - 1 - rank)],
             "barrier": [(name,)],
+            "all_reduce_rms_norm": [(*normed, name, 1e-6, "auto")],
+            "all_reduce_rms_norm_fp8": [
+                (*normed, None, name, 1e-6, False, "auto"),
+                (*normed, torch.ones(()), name, 1e-6, True, "auto"),
+            ],
+            "reduce_scatter_rms_norm": [(*scattered, name, 1e-6, gather, "auto") for gather in (False, True)],
+            "reduce_scatter_rms_norm_fp8": [
+                (*scattered, None, name, 1e-6, True, False, "auto"),
+                (*scattered, torch.ones(()), name, 1e-6, False, True, "auto"),
+            ],
         }
         assert sorted(arguments) == sorted(ops.OPERATORS)
         # what is sent in one place is received in the other, as often
@@ -207,6 +222,55 @@ def model_equals_eager(backend: str) -> int:
         whole = torch.empty(comm.world_size, *grads[0][0].shape)
         comm.all_gather(grads[1][0].detach()[None], out=whole)
         assert all(torch.equal(whole[0], other) for other in whole)
+        return counters["stats"]["unique_graphs"]
+
+
+def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> list[Any]:
+    """Each fused method and each form of it. ``residual`` is changed."""
+    k = x.shape[0] // comm.world_size
+    mine, given = residual[k * comm.rank : k * (comm.rank + 1)].clone(), torch.full((), 0.25, device=x.device)
+    made: list[torch.Tensor] = []
+    made += comm.all_reduce_rms_norm(x, residual, weight)
+    made += comm.all_reduce_rms_norm(x, residual, weight, 1e-3, "two_shot", (torch.empty_like(x), residual))
+    made += comm.all_reduce_rms_norm_fp8(x, residual, weight)[:3]
+    made += comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")
+    for gather in (False, True):
+        made += comm.reduce_scatter_rms_norm(x, mine, weight, gather=gather)
+        result = comm.reduce_scatter_rms_norm_fp8(x, mine, weight, gather=gather, with_normed=gather)
+        assert (result.normed is None) is not gather
+        made += [tensor for tensor in result if tensor is not None]
+        out = Fp8Normed(*(torch.empty_like(tensor) for tensor in made[-4:])) if gather else None
+        made += comm.reduce_scatter_rms_norm_fp8(x, mine, weight, 1e-2, None, gather, gather, "auto", out)[:3]
+        if out is not None:
+            made += out
+    return made
+
+
+def fused_equals_eager(backend: str) -> int:
+    """Returns how many graphs were compiled for two calls."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        call = functools.partial(fused_calls, comm)
+        traced = torch.compile(lambda *operands: call(*operands), fullgraph=True, backend=backend)
+        for seed in range(2):
+            x, residual, weight = (
+                values(comm, *shape, seed=seed + number, dtype=torch.bfloat16)
+                for number, shape in enumerate([(2 * comm.world_size, 3, 40), (2 * comm.world_size, 3, 40), (40,)])
+            )
+            weight.requires_grad_()
+            there = residual.clone()
+            wanted = call(x, residual, weight)
+            assert len(wanted) == 32
+            same([*traced(x, there, weight), there], [*wanted, residual])
+        for text, bad in {
+            "of one dtype": lambda: comm.all_reduce_rms_norm(x, residual, weight.float()),
+            "divided among": lambda: comm.reduce_scatter_rms_norm(x[1:], residual, weight),
+            "shapes are": lambda: comm.all_reduce_rms_norm_fp8(x, residual[1:], weight),
+            "out is (normed, new_residual)": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x,)),
+            "out must be": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x, None)),
+            "must be": lambda: comm.reduce_scatter_rms_norm(x, residual, weight, out=(x[1:], residual)),
+        }.items():
+            with pytest.raises(Exception, match=re.escape(text)):
+                torch.compile(bad, fullgraph=True, backend=backend)()
         return counters["stats"]["unique_graphs"]
 
 

@@ -37,6 +37,12 @@ def test_every_call_of_three() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_fused_calls(backend: str) -> None:
+    graphs = shotcast.spawn(targets.fused_equals_eager, 2, backend, timeout_s=140)
+    assert graphs == [1, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_graph_for_all_sizes(backend: str) -> None:
     assert shotcast.spawn(targets.dynamic_sizes, 2, backend, timeout_s=140) == [1, 1]
 
@@ -48,7 +54,7 @@ def test_gradients(world_size: int) -> None:
 
 def test_operators_are_what_they_say() -> None:
     checked = shotcast.spawn(targets.opcheck, 2, timeout_s=140)[0]
-    assert len(checked) == 9
+    assert len(checked) == 13
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

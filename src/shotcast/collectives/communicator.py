@@ -355,6 +355,8 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``; not differentiable.
         """
+        if is_compiling():
+            return ops.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         name = Op.ALL_REDUCE_RMS_NORM.label
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
         self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
@@ -386,6 +388,8 @@ class Communicator:
         Returns:
             ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
         """
+        if is_compiling():
+            return ops.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
         op, device = Op.ALL_REDUCE_RMS_NORM, self.device
         norm, tensors = fp8_operands(
             f"{op.label}_fp8", device, x, residual, weight, eps, 1, False, scale, with_normed, out
@@ -420,6 +424,8 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
         """
+        if is_compiling():
+            return ops.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm", self.world_size
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
@@ -443,6 +449,9 @@ class Communicator:
 
         With ``gather``, what travels in the second step is FP8 and scales alone, unless ``with_normed``.
         """
+        if is_compiling():
+            operands = x, residual, weight, eps, scale
+            return ops.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm_fp8", self.world_size
         norm, tensors = fp8_operands(

@@ -19,11 +19,15 @@ import torch
 
 from shotcast.collectives import autograd, inductor
 from shotcast.collectives.arguments import output, rows_per_rank
+from shotcast.collectives.norm_operands import Fp8Normed, norm_rows
 from shotcast.collectives.registry import named
 from shotcast.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from shotcast.collectives.communicator import Communicator
+
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""As Fp8Normed. An operator gives all four: empty ones for a scale that was given and for a norm not asked for."""
 
 _library = torch.library.Library("shotcast", "DEF")
 
@@ -74,6 +78,50 @@ def _joined(x: torch.Tensor, comm: str, world_size: int, *_: Any, **__: Any) -> 
 
 def _joined_uneven(x: torch.Tensor, comm: str, sizes: Sequence[int], *_: Any, **__: Any) -> torch.Tensor:
     return x.new_empty((sum(sizes), *x.shape[1:]))
+
+
+def _normed(x: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+def _normed_of_all(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, gather: bool, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape if gather else residual.shape), residual.new_empty(residual.shape)
+
+
+def _quantized(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    algorithm: str,
+) -> Quantized:
+    return _quantized_of_all(x, residual, weight, scale, comm, eps, with_normed, False, algorithm)
+
+
+def _quantized_of_all(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    gather: bool,
+    algorithm: str,
+) -> Quantized:
+    shape = x.shape if gather else residual.shape
+    found = (*shape[:-1], 1) if scale is None else 0
+    return (
+        x.new_empty(shape, dtype=torch.float8_e4m3fn),
+        x.new_empty(found, dtype=torch.float32),
+        residual.new_empty(residual.shape),
+        x.new_empty(shape if with_normed else 0),
+    )
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -139,6 +187,78 @@ def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
 @_operator("barrier(str comm) -> ()", _nothing)
 def _barrier(comm: str) -> None:
     named(comm).barrier()
+
+
+@_operator(
+    "all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, str comm, float eps, str algorithm)"
+    " -> (Tensor, Tensor)",
+    _normed,
+)
+def _all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = named(comm).all_reduce_rms_norm
+    return call(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, algorithm)
+
+
+@_operator(
+    "all_reduce_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? scale, str comm, float eps, "
+    "bool with_normed, str algorithm) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantized,
+)
+def _all_reduce_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    algorithm: str,
+) -> Quantized:
+    call = named(comm).all_reduce_rms_norm_fp8
+    operands = x.contiguous(), residual.contiguous(), weight.contiguous()
+    return _all_four(call(*operands, eps, scale, with_normed, algorithm), scale)
+
+
+@_operator(
+    "reduce_scatter_rms_norm(Tensor x, Tensor residual, Tensor weight, str comm, float eps, bool gather, "
+    "str algorithm) -> (Tensor, Tensor)",
+    _normed_of_all,
+)
+def _reduce_scatter_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, gather: bool, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = named(comm).reduce_scatter_rms_norm
+    return call(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, gather, algorithm)
+
+
+@_operator(
+    "reduce_scatter_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? scale, str comm, float eps, "
+    "bool with_normed, bool gather, str algorithm) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantized_of_all,
+)
+def _reduce_scatter_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    gather: bool,
+    algorithm: str,
+) -> Quantized:
+    call = named(comm).reduce_scatter_rms_norm_fp8
+    operands = x.contiguous(), residual.contiguous(), weight.contiguous()
+    return _all_four(call(*operands, eps, scale, with_normed, gather, algorithm), scale)
+
+
+def _all_four(result: Fp8Normed, scale: torch.Tensor | None) -> Quantized:
+    quantized, found, new_residual, normed = result
+    if scale is not None:
+        found = found.new_empty(0)
+    return quantized, found, new_residual, new_residual.new_empty(0) if normed is None else normed
 
 
 for _name, (_keep, _backward) in autograd.OPERATORS.items():
@@ -220,3 +340,105 @@ def recv(comm: Communicator, x: torch.Tensor, src: int) -> torch.Tensor:
 def barrier(comm: Communicator) -> None:
     """:meth:`Communicator.barrier` by its operator."""
     torch.ops.shotcast.barrier(comm.name)
+
+
+def all_reduce_rms_norm(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    algorithm: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`Communicator.all_reduce_rms_norm` by its operator."""
+    norm_rows("all_reduce_rms_norm", comm.device, x, residual, weight, eps, 1)
+    operands = x.detach(), residual.detach(), weight.detach()
+    normed, new_residual = torch.ops.shotcast.all_reduce_rms_norm(*operands, comm.name, eps, algorithm)
+    return (normed, new_residual) if out is None else _norms_written("all_reduce_rms_norm", out, normed, new_residual)
+
+
+def all_reduce_rms_norm_fp8(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    with_normed: bool,
+    algorithm: str,
+    out: Fp8Normed | None,
+) -> Fp8Normed:
+    """:meth:`Communicator.all_reduce_rms_norm_fp8` by its operator."""
+    norm_rows("all_reduce_rms_norm_fp8", comm.device, x, residual, weight, eps, 1)
+    operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
+    made = torch.ops.shotcast.all_reduce_rms_norm_fp8(*operands, comm.name, eps, with_normed, algorithm)
+    return _fp8_written("all_reduce_rms_norm_fp8", out, made, scale, with_normed)
+
+
+def reduce_scatter_rms_norm(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gather: bool,
+    algorithm: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`Communicator.reduce_scatter_rms_norm` by its operator."""
+    name = "reduce_scatter_rms_norm"
+    norm_rows(name, comm.device, x, residual, weight, eps, comm.world_size)
+    operands = x.detach(), residual.detach(), weight.detach()
+    normed, new_residual = torch.ops.shotcast.reduce_scatter_rms_norm(*operands, comm.name, eps, gather, algorithm)
+    return (normed, new_residual) if out is None else _norms_written(name, out, normed, new_residual)
+
+
+def reduce_scatter_rms_norm_fp8(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    with_normed: bool,
+    gather: bool,
+    algorithm: str,
+    out: Fp8Normed | None,
+) -> Fp8Normed:
+    """:meth:`Communicator.reduce_scatter_rms_norm_fp8` by its operator."""
+    norm_rows("reduce_scatter_rms_norm_fp8", comm.device, x, residual, weight, eps, comm.world_size)
+    operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
+    made = torch.ops.shotcast.reduce_scatter_rms_norm_fp8(*operands, comm.name, eps, with_normed, gather, algorithm)
+    return _fp8_written("reduce_scatter_rms_norm_fp8", out, made, scale, with_normed)
+
+
+def _norms_written(
+    name: str, out: tuple[torch.Tensor, torch.Tensor], normed: torch.Tensor, new_residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ConfigError(f"{name}: out is (normed, new_residual)")
+    return _checked_written(out[0], normed), _checked_written(out[1], new_residual)
+
+
+def _fp8_written(
+    name: str, out: Fp8Normed | None, made: Quantized, scale: torch.Tensor | None, with_normed: bool
+) -> Fp8Normed:
+    quantized, found, new_residual, normed = made
+    if out is None:
+        given = found if scale is None else scale
+        return Fp8Normed(quantized, given, new_residual, normed if with_normed else None)
+    if not isinstance(out, tuple) or len(out) != 4:
+        raise ConfigError(f"{name}: out is (quantized, scale, new_residual, normed)")
+    return Fp8Normed(
+        _checked_written(out[0], quantized),
+        _checked_written(out[1], found) if scale is None else scale,
+        _checked_written(out[2], new_residual),
+        _checked_written(out[3], normed) if with_normed else None,
+    )
+
+
+def _checked_written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    if out is None:
+        raise ConfigError(f"out must be {list(result.shape)} of {result.dtype}; it is None")
+    return _written(output(result, out, result.shape), result)
