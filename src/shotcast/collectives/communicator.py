@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from shotcast import env, wire
-from shotcast.collectives import autograd, rms_norm
+from shotcast.collectives import autograd, ops, rms_norm
 from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
 from shotcast.collectives.candidates import PLAIN, candidates
 from shotcast.collectives.first_use import FirstUse, Form
@@ -31,6 +32,7 @@ from shotcast.collectives.norm_operands import (
 )
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.registry import register
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
 from shotcast.collectives.table import MODES, Table, fit_for, load, packaged
@@ -122,7 +124,7 @@ class Communicator:
         self._timeout_s = float(timeout_s)
         order = list(range(dist.get_world_size(self._group))) if order is None else list(order)
         self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order)
-        self.rank, self.world_size = self._host.rank, self._host.world_size
+        self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         if max_bytes is None:
             max_bytes = DEFAULT_MAX_BYTES[self.device.type]
         if not isinstance(max_bytes, int) or not 0 < max_bytes <= _MAX_WORKSPACE_MESSAGE:
@@ -142,6 +144,7 @@ class Communicator:
             self._group, self._host, self.device, self.max_bytes, self._timeout_s
         )
         self._topology = Topology(self.world_size, self.device.type, part, kernels, obstacle, multicast, self.max_bytes)
+        register(self)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -199,6 +202,8 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
+        if is_compiling():
+            return ops.all_reduce(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.AllReduce.apply(x, self, algorithm)
         out = output(x, out, x.shape)
@@ -220,6 +225,8 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
+        if is_compiling():
+            return ops.reduce_scatter(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
@@ -246,9 +253,6 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None.
         """
         valid(x, "x", self.device)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            parts = None if sizes is None else tuple(sizes)
-            return autograd.AllGather.apply(x, self, parts, algorithm)
         if x.dim() == 0:
             x = x.view(1)
         elements: tuple[int, ...] = ()
@@ -264,6 +268,10 @@ class Communicator:
             rows = sum(sizes)
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
+        if is_compiling():
+            return ops.all_gather(self, x, out, sizes, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm)
         out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
         return out
@@ -271,10 +279,14 @@ class Communicator:
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto") -> torch.Tensor:
         """``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
-        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``.
+        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``, as :meth:`all_gather`.
         """
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
+        if is_compiling():
+            return ops.all_to_all(self, x, out, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllToAll.apply(x, self, algorithm)
         out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
@@ -284,8 +296,10 @@ class Communicator:
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
         """``x = x_root`` on every rank, in place. Returns ``x``."""
         valid(x, "x", self.device)
-        valid(x, "x", self.device)
-        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=rank_in(root, self.world_size, "root"))
+        rank_in(root, self.world_size, "root")
+        if is_compiling():
+            return ops.broadcast(self, x, root, algorithm)
+        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
@@ -293,7 +307,9 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
-        valid(x, "x", self.device)
+        if is_compiling():
+            ops.send(self, x, dst)
+            return
         self._run(Op.SEND, x, None, root=dst)
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
@@ -301,12 +317,16 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
-        valid(x, "x", self.device)
+        if is_compiling():
+            return ops.recv(self, x, src)
         self._run(Op.RECV, None, x, root=src)
         return x
 
     def barrier(self) -> None:
         """Complete (on CUDA: on the current stream) when every rank has called."""
+        if is_compiling():
+            ops.barrier(self)
+            return
         self._run(Op.BARRIER, None, None)
 
     def all_reduce_rms_norm(
@@ -335,6 +355,8 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``; not differentiable.
         """
+        if is_compiling():
+            return ops.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         name = Op.ALL_REDUCE_RMS_NORM.label
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
         self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
@@ -366,6 +388,8 @@ class Communicator:
         Returns:
             ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
         """
+        if is_compiling():
+            return ops.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
         op, device = Op.ALL_REDUCE_RMS_NORM, self.device
         norm, tensors = fp8_operands(
             f"{op.label}_fp8", device, x, residual, weight, eps, 1, False, scale, with_normed, out
@@ -400,6 +424,8 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
         """
+        if is_compiling():
+            return ops.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm", self.world_size
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
@@ -423,6 +449,9 @@ class Communicator:
 
         With ``gather``, what travels in the second step is FP8 and scales alone, unless ``with_normed``.
         """
+        if is_compiling():
+            operands = x, residual, weight, eps, scale
+            return ops.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm_fp8", self.world_size
         norm, tensors = fp8_operands(
