@@ -36,8 +36,8 @@ _COPIES = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCA
 _IN_PIECES = ("two_shot", "multimem")
 """Algorithms that pass an all-reduce beyond the workspace in pieces."""
 MULTICAST_OPTIONS = {"maxnreg": 128}
-"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on a
-GPU; with this limit it keeps all tiles in registers just so."""
+"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on
+a GPU; with this limit it keeps all tiles in registers just so."""
 
 Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
