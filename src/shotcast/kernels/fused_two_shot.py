@@ -107,9 +107,8 @@ def two_shot_rms_norm(
         for row in range(program - 1 - pushers, nbytes // ROW, row_programs):
             before = load_words(residual, row * ROW, offs, ROW, 16)
             at = row * (ROW // 16)
-            owners = (2 << ((at + ROW // 16 - 1) // slice_quads)) - (1 << (at // slice_quads))
             parts, call = await_words(
-                call, second_shot + at, 0, offs, ROW // 4, 0, ROW // 4, owners, False, 1, WORLD, False, True, True
+                call, second_shot + at, 0, offs, ROW // 4, slice_quads, ROW // 4, at, False, 1, WORLD, False, True, True
             )
             finish_row(
                 call.live,
