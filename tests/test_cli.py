@@ -113,6 +113,103 @@ class TestBench:
         assert result.exit_code == 1
         assert "some results were wrong" in result.stderr
 
+    def test_work_between_calls(self, tmp_path: Path) -> None:
+        result_file, table = tmp_path / "result.json", tmp_path / "new" / "table.md"
+        result = shell(
+            "bench", "all-reduce", *QUICK, "-b", "256", "-e", "1K", "--world-size", "2",
+            "--algorithms", "one_shot,gloo", "--between", "gemm", "--hidden", "64", "--gemm-k", "8",
+            "--json", result_file, "--markdown", table,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        points = [(row["measure"], row["work"], row["nbytes"]) for row in json.loads(result_file.read_text())["rows"]]
+        assert set(points) == {("call", "", 256), ("call", "", 1024)} | {
+            ("between", "gemm 8x64", 256),
+            ("between", "gemm 8x64", 1024),
+        }
+        assert "gemm 8x64 between calls" in result.stdout
+        assert [line.split(" | ")[0] for line in table.read_text().splitlines()[2:]] == ["| 256 B", "| 1 KB"]
+
+    def test_host_time_of_cpu_ranks_is_the_calls_time(self) -> None:
+        result = shell("bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--world-size", "2", "--host")
+        assert result.returncode == 0, result.stderr
+        assert "host time of a call" in result.stdout
+        assert "this is the" in result.stdout
+
+    def test_allocating_with_out_given_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shotcast.bench import harness
+        from shotcast.bench.report import Row
+
+        def rows(algorithm: str) -> list[Row]:
+            point = Row.of(
+                op="all_reduce", device="cuda", world_size=2, dtype="float32", algorithm=algorithm, nbytes=64,
+                medians_us=[1.0], p99s_us=[1.0], errors=0, measure="host", allocations=3,
+            )  # fmt: skip
+            return [point]
+
+        command = ["bench", "all-reduce", "--device", "cpu", "--world-size", "2", "--host"]
+        monkeypatch.setattr(harness, "run", lambda plan, world_size: rows("two_shot"))
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1
+        assert "calls with out given allocated GPU memory: two_shot" in result.stderr
+        monkeypatch.setattr(harness, "run", lambda plan, world_size: rows("nccl"))
+        assert CliRunner().invoke(app, command).exit_code == 0
+
+
+KEPT = [
+    f"--json={Path(__file__).parent.parent}/benchmarks/data/h200/all_reduce_bf16_x{number}.json" for number in (4, 2)
+]
+
+
+class TestKeptResults:
+    def test_table(self) -> None:
+        result = shell("bench", "table", KEPT[0], "--sizes", "8K,1M", "--columns", "two_shot,nccl")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines() == [
+            "| | two-shot | NCCL (default) | best NCCL / own bits |",
+            "|---|---|---|---|",
+            "| 8 KB | 4.1 | 8.4 | 3.63x |",
+            "| 1 MB | 6.9 | 16.5 | 2.40x |",
+        ]
+
+    def test_world_sizes_of_several_files(self) -> None:
+        result = CliRunner().invoke(app, ["bench", "table", *KEPT, "--kind", "summary", "--sizes", "8K"])
+        assert result.output.count("GPUs: shotcast") == 2
+        result = CliRunner().invoke(
+            app, ["bench", "table", *KEPT, "--kind", "summary", "--sizes", "8K", "--world-size=2"]
+        )
+        assert result.output.splitlines()[0] == "| | 2 GPUs: shotcast | NCCL | PyTorch | our ring |"
+
+    @pytest.mark.parametrize("kind", ["latency", "speedup-over-ring"])
+    def test_plot(self, tmp_path: Path, kind: str) -> None:
+        picture = tmp_path / "picture.png"
+        result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT, "--kind", kind])
+        assert result.exit_code == 0, result.output
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_plot_says_where_it_was_measured(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shotcast.bench import plot
+
+        captions = []
+        monkeypatch.setattr(plot, "plot", lambda rows, path, kind, caption: captions.append(caption))
+        CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "a.png"), *KEPT])
+        assert captions == ["NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0, NCCL 2.28.9, 2026-11-21"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (["table", "--json", "none.json"], "none.json is not a benchmark result"),
+            (["table", *KEPT], "one world_size; these rows have 2, 4"),
+            (["table", KEPT[0], "--kind", "pie"], "no table 'pie'"),
+            (["table", KEPT[0], "--sizes", "8X"], "not a size: '8X'"),
+            (["table", KEPT[0], "--world-size", "8"], "no rows"),
+            (["plot", "a.png", KEPT[0], "--kind", "pie"], "no picture 'pie'"),
+            (["plot", "a.docx", KEPT[0]], "does not write .docx"),
+            (["plot", "a.png", KEPT[0], "--world-size", "8"], "nothing to plot"),
+        ],
+    )
+    def test_errors_are_one_line(self, arguments: list[str], text: str) -> None:
+        assert text in refused("bench", *arguments)
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -126,10 +223,24 @@ class TestErrors:
             (["--algorithms", "bring"], "unknown algorithms for all_reduce on cpu: bring; known: ring,"),
             (["--dtype", "int32"], "choose from float32"),
             (["--iters", "1"], "at least 5"),
+            (["--between", "sleep"], "no work 'sleep' between calls; there is gemm"),
+            (["--between", "gemm", "--host"], "host time is measured without work between"),
+            (["--host", "--eager"], "eager calls already"),
+            (["--plot-kind", "pie"], "no picture 'pie'"),
         ],
     )
     def test_is_one_line(self, args: list[str], text: str) -> None:
         assert text in refused("bench", "all-reduce", "--device", "cpu", *args)
+
+    @pytest.mark.parametrize("tokens", ["", "0", "1,x", "-1"])
+    def test_tokens(self, tokens: str) -> None:
+        assert "--tokens takes whole numbers" in refused(
+            "bench", "all-reduce-rms-norm", "--device=cpu", f"--tokens={tokens}"
+        )
+
+    @pytest.mark.parametrize("op", ["reduce-scatter", "all-gather"])
+    def test_between_is_for_all_reduces(self, op: str) -> None:
+        assert "measured for all-reduces" in refused("bench", op, "--device", "cpu", "--between", "gemm")
 
     def test_cuda_without_gpus(self) -> None:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -23,9 +24,9 @@ def one_element_off(plan: harness.BenchPlan, by: float, rank: int) -> list[Row]:
         def run() -> None:
             call.run()
             if torch.distributed.get_rank() == rank:
-                call.result[-1] += by
+                call.results[0][-1] += by
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     return _with(contender, plan)
 
@@ -40,7 +41,7 @@ def wrong_after_a_while(plan: harness.BenchPlan) -> list[Row]:
             if calls < 4:
                 call.run()  # later calls leave the result as it was
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     return _with(contender, plan)
 
@@ -59,7 +60,7 @@ def one_rank_sleeps(plan: harness.BenchPlan, seconds: float) -> list[Row]:
             elif torch.distributed.get_rank() == 1:
                 time.sleep(seconds)
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     return _with(contender, plan)
 
@@ -73,7 +74,90 @@ def counts_calls(plan: harness.BenchPlan) -> list[int]:
             made += 1
             call.run()
 
-        return baselines.Call(call.name, run, call.load, call.result, call.overwrites)
+        return dataclasses.replace(call, run=run)
 
     _with(contender, plan)
     return [made]
+
+
+class SlowWork:
+    """In place of the matrix product: takes 40 ms, and writes what no rank's input holds."""
+
+    name = "sleep"
+
+    def __init__(self, *sizes: object, **more: object) -> None:
+        pass
+
+    def __call__(self, out: torch.Tensor) -> None:
+        time.sleep(0.040)
+        out.fill_(7.0)
+
+
+def with_slow_work(plan: harness.BenchPlan, algorithm: str) -> tuple[list[Row], set[float]]:
+    """A call that takes 10 ms; also what it was called on."""
+    harness.Gemm = SlowWork  # type: ignore[assignment, misc]
+    seen = set()
+
+    def slowed(call: baselines.Call) -> baselines.Call:
+        def run() -> None:
+            seen.add(float(call.source.view(-1)[0]))
+            time.sleep(0.010)
+            call.run()
+
+        return dataclasses.replace(call, run=run)
+
+    own, library = baselines.own, baselines.library
+    baselines.own = lambda *args: slowed(own(*args))  # type: ignore[assignment]
+    baselines.library = lambda *args: slowed(library(*args))  # type: ignore[assignment]
+    return harness.measure(plan, (algorithm,)), seen
+
+
+def values_in_place(plan: harness.BenchPlan) -> list[float]:
+    """The largest value that each timed call back to back began with."""
+    seen = []
+
+    def contender(call: baselines.Call) -> baselines.Call:
+        def run() -> None:
+            seen.append(float(call.source.abs().max()))
+            call.run()
+
+        return dataclasses.replace(call, run=run)
+
+    _with(contender, plan)
+    return seen
+
+
+def allocates(plan: harness.BenchPlan, bursts_each: int) -> list[Row]:
+    """Host time on ranks that seem to allocate ``bursts_each`` times between two looks."""
+    count = 0
+
+    def allocations(device: torch.device) -> int:
+        nonlocal count
+        count += bursts_each
+        return count
+
+    harness.timers.allocations = allocations  # type: ignore[assignment]
+    return harness.measure(plan, ("one_shot",))
+
+
+def wrong_in_one_value(plan: harness.BenchPlan, name: str, value: str) -> list[Row]:
+    """A fused contender of which one element of one result is off on rank 1."""
+    from shotcast.bench.fused_case import FusedCase
+
+    calls = FusedCase.calls
+
+    def spoiled(case: FusedCase, names: object) -> list[baselines.Call]:
+        made = []
+        for call in calls(case, names):  # type: ignore[arg-type]
+
+            def values(call: baselines.Call = call) -> dict[str, torch.Tensor]:
+                output = {key: tensor.clone() for key, tensor in call.output.items()}
+                if torch.distributed.get_rank() == 1:
+                    output[value].view(-1)[3] += 1.0
+                return output
+
+            made.append(dataclasses.replace(call, values=values))
+        return made
+
+    FusedCase.calls = spoiled  # type: ignore[assignment, method-assign]
+    return harness.measure(plan, (name,))

@@ -8,7 +8,7 @@ import harness_targets as targets
 import pytest
 
 import shotcast
-from shotcast.bench import baselines, harness
+from shotcast.bench import contenders, harness
 from shotcast.bench.harness import BenchPlan
 from shotcast.errors import ConfigError, RankFailed
 
@@ -87,7 +87,94 @@ def test_the_slowest_rank_counts() -> None:
 def test_calls_are_bounded_by_iterations_and_budget(iters: int, budget_s: float, timed: int) -> None:
     plan = dataclasses.replace(PLAN, sizes=(64,), iters=iters, budget_s=budget_s, warmup_iters=3)
     made = shotcast.spawn(targets.counts_calls, 2, plan, timeout_s=60)[0]
-    assert made == [1 + 3 + timed]
+    assert made == [1 + 3 + timed + 1]
+
+
+BETWEEN = dataclasses.replace(PLAN, between="gemm", hidden=16, inner=4, sizes=(64, 1000))
+
+
+def test_between_measures_both_and_names_the_work() -> None:
+    rows = harness.run(dataclasses.replace(BETWEEN, algorithms=("ring", "gloo")), 2)
+    points = [(row.measure, row.nbytes, row.algorithm, row.work) for row in rows]
+    assert points == [
+        (measure, nbytes, name, work)
+        for measure, work in (("call", ""), ("between", "gemm 4x16"))
+        for nbytes in (64, 1024)
+        for name in ("ring", "gloo")
+    ], "sizes are whole rows"
+    assert [row.errors for row in rows] == [0] * 8
+    for row in rows:
+        assert row.hidden == 16
+        assert (row.work_us is not None) == (row.measure == "between")
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "gloo"])
+def test_between_takes_the_work_off(algorithm: str) -> None:
+    """And what was checked after it is the input, not what the work wrote: there are no errors."""
+    plan = dataclasses.replace(BETWEEN, sizes=(64,))
+    rows, seen = shotcast.spawn(targets.with_slow_work, 2, plan, algorithm, timeout_s=90)[0]
+    back_to_back, between = rows
+    assert (back_to_back.errors, between.errors) == (0, 0)
+    assert between.work_us is not None
+    assert between.work_us >= 40_000
+    for row in rows:
+        assert row.time_us is not None
+        assert 9_000 <= row.time_us < 30_000, "a call takes 10 ms, the work 40"
+    assert 7.0 in seen, "the work did not write the tensor that the call reads"
+
+
+def test_calls_in_place_are_timed_on_zeros() -> None:
+    """Also after work between calls wrote their tensor; or values would double with each call until they overflow."""
+    plan = dataclasses.replace(PLAN, sizes=(64,), budget_s=100.0)
+    for chosen in (plan, dataclasses.replace(plan, between="gemm", hidden=16)):
+        seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=90)[0]
+        assert max(seen) <= 16.0, "the product of 8 numbers up to 1 by up to 1, or an input"
+        assert seen.count(0.0) == chosen.warmup_iters + chosen.iters
+
+
+def test_the_default_product_is_divided_among_the_ranks() -> None:
+    rows = harness.run(dataclasses.replace(BETWEEN, inner=0, sizes=(64,), algorithms=("ring",)), 2)
+    assert rows[-1].work == "gemm 8x16"
+
+
+def test_host_time_alone_is_measured() -> None:
+    rows = harness.run(dataclasses.replace(PLAN, host=True, sizes=(64,), algorithms=("two_shot", "gloo")), 2)
+    assert [(row.measure, row.algorithm, row.errors) for row in rows] == [("host", "two_shot", 0), ("host", "gloo", 0)]
+    for row in rows:
+        assert row.time_us is not None
+        assert row.time_us > 0
+        assert row.allocations is None, "nobody counts on the CPU"
+
+
+def test_allocations_of_all_ranks_and_rounds_are_counted() -> None:
+    plan = dataclasses.replace(PLAN, host=True, sizes=(64,))
+    for each in (0, 5):
+        rows = shotcast.spawn(targets.allocates, 2, plan, each, timeout_s=90)[0]
+        assert [row.allocations for row in rows] == [2 * harness.ROUNDS * each]
+
+
+def test_each_setting_of_nccl_has_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def spawn(fn: object, world_size: int, plan: BenchPlan, names: tuple[str, ...], **options: object) -> list:
+        started.append((names, options["env"]))
+        return [[]]
+
+    monkeypatch.setattr(harness, "spawn", spawn)
+    named = ("one_shot", "nccl", "nccl_ll", "nccl_tree", "nccl_symmetric")
+    harness.run(dataclasses.replace(PLAN, device="cuda", algorithms=named), 4)
+    favourable = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+    assert started == [
+        (("one_shot", "nccl", "nccl_symmetric"), favourable),
+        (("nccl_ll",), {**favourable, "NCCL_PROTO": "LL"}),
+        (("nccl_tree",), {**favourable, "NCCL_ALGO": "Tree"}),
+    ]
+
+
+def test_settings_of_nccl_cannot_be_had_under_torchrun() -> None:
+    plan = dataclasses.replace(PLAN, device="cuda", algorithms=("nccl", "nccl_ll", "nccl_ring"))
+    with pytest.raises(ConfigError, match="nccl_ll, nccl_ring need ranks started with NCCL_ALGO, NCCL_PROTO set"):
+        harness.run_under_torchrun(plan)
 
 
 def test_a_hang_ends() -> None:
@@ -108,6 +195,13 @@ class TestPlan:
             ({"warmup_iters": -1}, "negative"),
             ({"sizes": ()}, "1 byte"),
             ({"sizes": (0,)}, "1 byte"),
+            ({"between": "sleep", "hidden": 8}, "no work 'sleep'"),
+            ({"between": "gemm"}, "hidden size"),
+            ({"between": "gemm", "hidden": 8, "inner": -1}, "inner"),
+            ({"between": "gemm", "hidden": 8, "op": "all_gather"}, "for all-reduces, not for all_gather"),
+            ({"between": "gemm", "hidden": 8, "host": True}, "without work"),
+            ({"host": True, "eager": True}, "eager calls already"),
+            ({"op": "all_reduce_rms_norm"}, "hidden size"),
         ],
     )
     def test_nonsense_is_refused(self, change: dict[str, object], match: str) -> None:
@@ -119,8 +213,7 @@ class TestPlan:
         assert plan.nbytes(3) == (12, 1008)
         assert dataclasses.replace(plan, op="all_reduce").nbytes(3) == (4, 8, 1000)
 
-    def test_nccl_is_held_to_algorithms_that_exist(self) -> None:
+    def test_the_best_nccl_is_looked_for_in_all_its_settings(self) -> None:
         plan = dataclasses.replace(PLAN, device="cuda", algorithms=())
-        assert {"nccl", "nccl_ring", "nccl_tree"} <= set(plan.contenders())
+        assert {"nccl", *contenders.NCCL_SETTINGS} <= set(plan.contenders())
         assert "nccl_tree" not in dataclasses.replace(plan, op="all_gather").contenders()
-        assert set(baselines.NCCL_ALGO) <= set(plan.contenders())

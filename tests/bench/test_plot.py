@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_report import row
 
-from shotcast.bench import plot
+from shotcast.bench import contenders, plot
 from shotcast.errors import ConfigError
 
 
@@ -78,11 +78,10 @@ def test_without_a_ring_the_library_is_the_reference(tmp_path: Path, monkeypatch
 
 
 def test_colours_tell_all_contenders_apart() -> None:
-    from shotcast.bench import baselines
-
-    for device in ("cpu", "cuda"):
-        names = ("ring", "one_shot", "two_shot", *baselines.names("all_reduce", device))
-        assert len({plot.COLORS[name] for name in names}) == len(names)
+    for op in contenders.OPS:
+        for device in ("cpu", "cuda"):
+            names = contenders.default(op, device)
+            assert len({plot.COLORS[name] for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("name", ["picture", "picture.docx"])

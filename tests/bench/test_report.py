@@ -89,14 +89,116 @@ def test_table_shows_what_was_not_compared_or_timed() -> None:
 def test_json_round_trip(tmp_path: Path) -> None:
     rows = [row(), row("gloo", errors=None)]
     path = tmp_path / "new" / "result.json"
-    report.write_json(path, rows, environment={"cores": 2}, command="shotcast bench all-reduce")
-    assert report.read_json(path) == rows
+    result = report.Result.now(rows, environment={"cores": 2}, command="shotcast bench all-reduce")
+    report.write(path, result)
+    assert report.read(path) == result
     document = json.loads(path.read_text())
     assert list(document) == ["environment", "command", "date", "rows"]
     assert list(document["rows"][0]) == [
         "op", "device", "world_size", "dtype", "algorithm", "nbytes", "time_us", "p99_us", "skew_us", "algbw_gbps",
-        "busbw_gbps", "errors",
+        "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations",
     ]  # fmt: skip
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    report.write(path, report.Result.now([row(hidden=64)], environment={}, command=""))
+    document = json.loads(path.read_text())
+    for name in ("measure", "hidden", "work", "work_us", "allocations"):
+        del document["rows"][0][name]
+    path.write_text(json.dumps(document))
+    assert report.read(path).rows == (row(),)
+
+
+KEPT = sorted((Path(__file__).parents[2] / "benchmarks" / "data").rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_kept_results_are_read(path: Path) -> None:
+    result = report.read(path)
+    assert result.rows
+    assert result.command.startswith("shotcast bench ")
+    assert result.date[:2] == "20"
+    assert result.machine
+
+
+def test_machine_is_hardware_versions_and_date() -> None:
+    gpus = [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]
+    versions = {"python": "3.12", "torch": "2.11.0+cu130", "nccl": "2.28.9"}
+    environment = {"cpu_model": "some processor", "gpus": gpus, "versions": versions}
+    made = report.Result(environment, "", "2026-11-21T07:00:00+00:00", ())
+    assert made.machine == "NVIDIA H200, PyTorch 2.11.0, NCCL 2.28.9, 2026-11-21"
+    without = report.Result({**environment, "gpus": []}, "", "", ())
+    assert without.machine == "some processor, PyTorch 2.11.0"
+    assert report.Result({}, "", "", ()).machine == ""
+
+
+def test_only_calls_back_to_back_have_bandwidths() -> None:
+    for measure in ("between", "host"):
+        point = row(measure=measure)
+        assert (point.time_us, point.algbw_gbps, point.busbw_gbps) == (100.0, None, None)
+
+
+def test_the_work_alone_is_the_slowest_ranks() -> None:
+    assert row(measure="between", works_us=[7.0, 9.0, 8.0]).work_us == 9.0
+
+
+def test_tokens() -> None:
+    assert row(nbytes=3 * 64 * 2, hidden=64).tokens == 3
+    assert row().tokens == 0
+
+
+def columns(rows: list[Row]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, names of columns, cells."""
+    title = str(report.table(rows).title)
+    lines = text_of(rows)
+    units_at = next(number for number, line in enumerate(lines) if line.strip().startswith("(B)"))
+    header, units, lines = lines[units_at - 1], lines[units_at], lines[units_at + 1 :]
+    names = [name for name in (header + " " + units).split() if not name.startswith("(")]
+    return title, names, [line.split() for line in lines if line.strip()]
+
+
+def test_table_of_work_between_calls() -> None:
+    point = row("one_shot", 256, 3.0, measure="between", hidden=64, work="gemm 8x64", works_us=[7.25])
+    title, names, cells = columns([point])
+    assert "gemm 8x64 between calls: a call and the work before it, less the work alone" in title
+    assert "algbw" not in names
+    assert cells[0] == ["256", "128", "bfloat16", "sum", "one_shot", "3.00", "0", "9.00", "3.00", "2", "7.25"]
+
+
+def test_table_of_host_time() -> None:
+    title, names, cells = columns([row("one_shot", 256, 30.0, measure="host", device="cuda", allocations=2)])
+    assert title == "all_reduce, 4 cuda ranks, host time of a call"
+    assert "#alloc" in names
+    assert cells[0][-1] == "2"
+    title, _, cells = columns([row("one_shot", 256, 30.0, measure="host")])
+    assert title.endswith("(on the CPU a call returns when it is done: this is the call's time)")
+    assert cells[0][-1] == "N/A"
+
+
+def fused(algorithm: str, time_us: float, **change: object) -> Row:
+    return row(algorithm, 256, time_us, **{"op": "all_reduce_rms_norm", "hidden": 64, **change})
+
+
+def test_table_of_fused_calls_says_what_is_above_plain() -> None:
+    rows = [fused("auto", 8.0), fused("plain", 6.5), fused("plain_one_shot", 6.0), fused("nccl", 5.0)]
+    _, names, cells = columns(rows)
+    assert {"above", "plain", "tokens"} <= set(names)
+    assert [line[4] for line in cells] == ["auto", "plain", "plain_one_shot", "nccl"]
+    assert [line[-1] for line in cells] == ["2.00", "-", "-", "-1.00"]
+    assert [line[-2] for line in cells] == ["2"] * 4
+
+
+def test_what_is_above_plain_compares_like_with_like() -> None:
+    own = fused("auto", 8.0)
+    assert report.above_plain_us(own, [own]) is None
+    for other in (
+        fused("plain", 6.0, world_size=2),
+        fused("plain", 6.0, measure="host"),
+        fused("plain", 6.0, hidden=32),
+    ):
+        assert report.above_plain_us(own, [other]) is None
+    assert report.above_plain_us(own, [fused("plain", 6.0), fused("unfused", 1.0)]) == 2.0
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rows": [{"op": "all_reduce"}]}', '{"rows": [3]}'])
@@ -104,19 +206,28 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"other\.json"):
-        report.read_json(path)
+        report.read(path)
 
 
 def test_unknown_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    report.write_json(path, [row()], environment={}, command="")
+    report.write(path, report.Result.now([row()], environment={}, command=""))
     path.write_text(path.read_text().replace('"skew_us"', '"skew_ms"'))
     with pytest.raises(ConfigError, match="skew_ms, skew_us"):
-        report.read_json(path)
+        report.read(path)
 
 
 def test_headline_compares_equal_sizes_alone() -> None:
     rows = [row("ring", 64, 30.0), row("one_shot", 64, 10.0), row("ring", 128, 90.0), row("two_shot", 256, 1.0)]
     assert report.headline(rows) == "4 ranks: one_shot is 3.0 times as fast as ring at 64 B"
     assert report.headline([row("gloo")]) == ""
+    assert report.headline([row("ring", 64, 9.0, measure="host"), row("one_shot", 64, 1.0, measure="host")]) == ""
     assert report.headline([row("ring", 64, 10.0), row("two_shot", 64, 9.9)]) == ""
+
+
+def test_headline_compares_with_the_best_of_all_forms_of_nccl() -> None:
+    rows = [row("nccl", 64, 30.0), row("nccl_ll", 64, 20.0), row("nccl_tree", 64, 50.0), row("two_shot", 64, 5.0)]
+    assert report.headline(rows) == "4 ranks: two_shot is 4.0 times as fast as the best NCCL at 64 B"
+    both = report.headline([*rows, row("ring", 64, 10.0)]).splitlines()
+    assert both[0] == "4 ranks: two_shot is 2.0 times as fast as ring at 64 B"
+    assert len(both) == 2

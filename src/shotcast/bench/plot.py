@@ -1,4 +1,8 @@
-"""The picture of a benchmark: latency against message size, and below it the speed-up over one of the lines."""
+"""Pictures of a benchmark.
+
+``latency``: time against message size, and below it the speed-up over one of the lines. ``speedup-over-ring``: see
+:mod:`shotcast.bench.over_ring`.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shotcast.bench.contenders import PLAIN_OPS, is_own
 from shotcast.bench.report import Row
+from shotcast.bench.tables import one
 from shotcast.errors import ConfigError
+
+KINDS = ("latency", "speedup-over-ring")
 
 COLORS = {
     "ring": "#7f7f7f",
     "one_shot": "#1f77b4",
     "two_shot": "#d62728",
     "auto": "#000000",
-    "vendor": "#bcbd22",
+    "vendor": "#c49c94",
     "gloo": "#2ca02c",
     "nccl": "#2ca02c",
     "nccl_ring": "#98df8a",
     "nccl_tree": "#17becf",
+    "nccl_ll": "#bcbd22",
+    "nccl_ll128": "#8c564b",
+    "nccl_simple": "#dbdb8d",
+    "nccl_symmetric": "#9edae5",
+    "two_shot_fp8": "#ff7f0e",
+    "multimem": "#e377c2",
+    "unfused": "#8c564b",
+    "plain": "#c7c7c7",
+    "plain_one_shot": "#aec7e8",
+    "plain_two_shot": "#ff9896",
+    "fp8_static": "#ff7f0e",
+    "fp8_dynamic": "#e377c2",
     "torch_one_shot": "#9467bd",
     "torch_two_shot": "#c5b0d5",
 }
 """Own algorithms in strong colours, the libraries they are compared with in others and dashed."""
 
-OWN = ("ring", "one_shot", "two_shot", "auto")
-REFERENCES = ("ring", "nccl", "gloo")
+REFERENCES = ("unfused", "ring", "nccl", "gloo")
 """What a speed-up is over: the first of these that was measured."""
 
 
@@ -44,8 +63,14 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
     return {name: sorted(points) for name, points in result.items()}
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture; one column of axes for each world size. The suffix of ``path`` chooses the format."""
+def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = "") -> None:
+    """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format.
+
+    Raises:
+        ConfigError: no such kind or format, or the rows do not make such a picture.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
     timed = [row for row in rows if row.time_us is not None]
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
@@ -53,6 +78,20 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
         raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+    from shotcast.bench import over_ring
+
+    figure = over_ring.figure(timed, caption) if kind == "speedup-over-ring" else _figure(timed, caption)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _figure(rows: Sequence[Row], caption: str) -> Any:
+    """Latency above, speed-up below; one column of axes for each world size."""
+    import matplotlib.figure
+
+    measure = "call" if any(row.measure == "call" for row in rows) else rows[0].measure
+    timed = [row for row in rows if row.measure == measure]
+    one(timed, "op", "dtype", "device", "hidden")
     world_sizes = sorted({row.world_size for row in timed})
     figure = matplotlib.figure.Figure(figsize=(max(0.9 + 4.1 * len(world_sizes), 6.4), 6.6), layout="constrained")
     grid = figure.subplots(
@@ -66,19 +105,24 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         _speedup(grid[1][column], here, over, bottom)
     # after all columns: a limit set earlier would hold for the ones drawn later, which share the axis
     grid[1][0].set_ylim(bottom=bottom)
-    grid[0][0].set_ylabel("time of a call (µs)")
+    grid[0][0].set_ylabel("host time of a call (µs)" if measure == "host" else "time of a call (µs)")
     grid[1][0].set_ylabel(f"speed-up over {over}")
     first = timed[0]
-    figure.suptitle(f"{first.op.replace('_', '-')}, {first.dtype}, {first.device.upper()} ranks", fontweight="bold")
+    title = f"{first.op.replace('_', '-')}, {first.dtype}, {first.device.upper()} ranks"
+    if first.op not in PLAIN_OPS:
+        title += f", hidden {first.hidden}"
+    figure.suptitle(title, fontweight="bold")
     handles, labels = grid[0][-1].get_legend_handles_labels()
     columns = min(2 + 2 * len(world_sizes), 6, len(labels))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    legend = figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, title=caption, title_fontsize=8
+    )
+    legend.get_title().set_color("#555555")
+    return figure
 
 
 def _style(name: str) -> dict[str, Any]:
-    own = name in OWN
+    own = is_own(name)
     return {
         "color": COLORS.get(name, "#8c564b"),
         "linestyle": "-" if own else "--",
@@ -129,7 +173,7 @@ def _floor(rows: Sequence[Row], over: str) -> float:
     for world_size in {row.world_size for row in rows}:
         for name, points in speedups([row for row in rows if row.world_size == world_size], over).items():
             ratios[name, world_size] += [ratio for _, ratio in points]
-    lowest = [min(values) if name in OWN else max(0.25, min(values)) for (name, _), values in ratios.items() if values]
+    lowest = [min(values) if is_own(name) else max(0.25, min(values)) for (name, _), values in ratios.items() if values]
     return 0.85 * min(lowest, default=1.0)
 
 

@@ -1,21 +1,23 @@
-"""What a benchmark says: one row a point, as a table to read and as JSON to keep."""
+"""What a benchmark says: one row a point, as a table for a terminal and as JSON to keep."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from shotcast import wire
+from shotcast.bench import contenders
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather")
+MEASURES = ("call", "between", "host")
+"""What a row's time is: of calls back to back; of a call with work between the calls, less the work; of the host."""
 
 
 def busbw_factor(op: str, world_size: int) -> float:
@@ -23,7 +25,7 @@ def busbw_factor(op: str, world_size: int) -> float:
 
     .. math:: busbw = algbw \cdot \begin{cases} 2(n-1)/n & \text{all-reduce} \\ (n-1)/n & \text{otherwise} \end{cases}
     """
-    return (2 if op == "all_reduce" else 1) * (world_size - 1) / world_size
+    return (2 if op.startswith("all_reduce") else 1) * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class Row:
     one call: ``time_us`` the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, ``skew_us`` the
     slowest rank's median less the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong elements on all
     ranks, None if they were not compared. A wrong result is not timed: times and bandwidths are None.
+
+    ``measure`` is one of :data:`MEASURES`; only calls back to back have bandwidths. ``between``: the time of a call and
+    the work before it, less the work alone; ``work`` names that work and ``work_us`` is its own time. ``host``: what
+    the host spends to enqueue a call; ``allocations`` is how often all ranks together took GPU memory in the timed
+    calls, None where nobody counts. ``hidden`` is the elements of a row where the operation works by rows, else 0.
     """
 
     op: str
@@ -48,6 +55,11 @@ class Row:
     algbw_gbps: float | None
     busbw_gbps: float | None
     errors: int | None
+    measure: str = "call"
+    hidden: int = 0
+    work: str = ""
+    work_us: float | None = None
+    allocations: int | None = None
 
     @classmethod
     def of(
@@ -62,12 +74,15 @@ class Row:
         medians_us: Sequence[float],
         p99s_us: Sequence[float],
         errors: int | None,
+        measure: str = "call",
+        hidden: int = 0,
+        work: str = "",
+        works_us: Sequence[float] = (),
+        allocations: int | None = None,
     ) -> Row:
         """From each rank's median and 99th percentile; both empty for a result that was wrong."""
-        if not medians_us:
-            return cls(op, device, world_size, dtype, algorithm, nbytes, None, None, None, None, None, errors)
-        time_us = max(medians_us)
-        algbw_gbps = nbytes / time_us / 1e3
+        time_us = max(medians_us) if medians_us else None
+        algbw_gbps = nbytes / time_us / 1e3 if time_us and measure == "call" else None
         return cls(
             op=op,
             device=device,
@@ -76,87 +91,172 @@ class Row:
             algorithm=algorithm,
             nbytes=nbytes,
             time_us=time_us,
-            p99_us=max(p99s_us),
-            skew_us=time_us - min(medians_us),
+            p99_us=max(p99s_us) if p99s_us else None,
+            skew_us=None if time_us is None else time_us - min(medians_us),
             algbw_gbps=algbw_gbps,
-            busbw_gbps=algbw_gbps * busbw_factor(op, world_size),
+            busbw_gbps=None if algbw_gbps is None else algbw_gbps * busbw_factor(op, world_size),
             errors=errors,
+            measure=measure,
+            hidden=hidden,
+            work=work,
+            work_us=max(works_us) if works_us else None,
+            allocations=allocations,
         )
 
     @property
     def count(self) -> int:
         """Elements as nccl-tests counts them: of the tensor, or of one rank's part where there are parts."""
         elements = self.nbytes // wire.DTYPES[self.dtype]
-        return elements if self.op == "all_reduce" else elements // self.world_size
+        return elements if self.op.startswith("all_reduce") else elements // self.world_size
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the tensor, where the operation works by rows."""
+        return self.nbytes // (wire.DTYPES[self.dtype] * self.hidden) if self.hidden else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A file of measurements: its rows, and where, how and when they were made."""
+
+    environment: dict[str, Any]
+    command: str
+    date: str
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str) -> Result:
+        """What was measured just now."""
+        return cls(environment, command, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), tuple(rows))
+
+    @property
+    def machine(self) -> str:
+        """Hardware and versions in words, for a caption; empty where the file says nothing."""
+        gpus = [gpu["name"] for gpu in self.environment.get("gpus", ())]
+        parts = [", ".join(dict.fromkeys(gpus)) or self.environment.get("cpu_model", "")]
+        versions = self.environment.get("versions", {})
+        names = {"torch": "PyTorch", "triton": "Triton", "nccl": "NCCL"} if gpus else {"torch": "PyTorch"}
+        parts += [f"{name} {versions[key].split('+')[0]}" for key, name in names.items() if versions.get(key)]
+        return ", ".join(part for part in (*parts, self.date[:10]) if part)
+
+
+_TITLES = {
+    "call": "",
+    "between": ", {work} between calls: a call and the work before it, less the work alone",
+    "host": ", host time of a call",
+}
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The columns of nccl-tests, with p99 and skew; the fastest of each size stands out."""
+    """The columns of nccl-tests, with p99 and skew, for rows of one measure; the fastest of each size stands out."""
     first = rows[0]
-    # Both all_reduce and reduce_scatter add up; nothing else is measured.
+    # Whatever is no gather adds up; nothing else is measured.
     redop = "none" if first.op == "all_gather" else "sum"
-    view = Table(title=f"{first.op}, {first.world_size} {first.device} ranks", title_justify="left", box=None)
-    for name, unit in (
-        ("size", "B"), ("count", ""), ("type", ""), ("redop", ""), ("algorithm", ""), ("time", "us"), ("algbw", "GB/s"),
-        ("busbw", "GB/s"), ("#wrong", ""), ("p99", "us"), ("skew", "us"),
-    ):  # fmt: skip
+    title = f"{first.op}, {first.world_size} {first.device} ranks" + _TITLES[first.measure].format(work=first.work)
+    if first.measure == "host" and first.device == "cpu":
+        title += " (on the CPU a call returns when it is done: this is the call's time)"
+    view = Table(title=title, title_justify="left", box=None)
+    back_to_back, host, fused = first.measure == "call", first.measure == "host", first.op in contenders.FUSED_OPS
+    columns = [("size", "B"), ("count", ""), ("type", ""), ("redop", ""), ("algorithm", ""), ("time", "us")]
+    columns += [("algbw", "GB/s"), ("busbw", "GB/s")] if back_to_back else []
+    columns += [("#wrong", ""), ("p99", "us"), ("skew", "us")]
+    columns += [("tokens", "")] if first.hidden else []
+    columns += [("above plain", "us")] if fused else []
+    columns += [("work", "us")] if first.measure == "between" else []
+    columns += [("#alloc", "")] if host else []
+    for name, unit in columns:
         left = name in ("type", "redop", "algorithm")
         view.add_column(f"{name}\n({unit})" if unit else name, justify="left" if left else "right", no_wrap=True)
     for nbytes in sorted({row.nbytes for row in rows}):
         same = [row for row in rows if row.nbytes == nbytes]
-        times = [row.time_us for row in same if row.time_us is not None]
+        times = [row.time_us for row in same if row.time_us is not None and row.algorithm not in contenders.PLAIN]
         for row in same:
-            wrong = "N/A" if row.errors is None else str(row.errors)
-            cells = (row.time_us, row.algbw_gbps, row.busbw_gbps, row.p99_us, row.skew_us)
-            time, algbw, busbw, p99, skew = ("-" if v is None else _three_digits(v) for v in cells)
+            cells = [str(nbytes), str(row.count), row.dtype, redop, row.algorithm, _cell(row.time_us)]
+            cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
+            cells += ["N/A" if row.errors is None else str(row.errors), _cell(row.p99_us), _cell(row.skew_us)]
+            cells += [str(row.tokens)] if first.hidden else []
+            cells += [_cell(above_plain_us(row, same))] if fused else []
+            cells += [_cell(row.work_us)] if first.measure == "between" else []
+            cells += ["N/A" if row.allocations is None else str(row.allocations)] if host else []
             style = "bold red" if row.errors else "bold" if times and row.time_us == min(times) else ""
-            view.add_row(
-                str(nbytes), str(row.count), row.dtype, redop, row.algorithm, time, algbw, busbw, wrong, p99, skew,
-                style=style, end_section=row is same[-1],
-            )  # fmt: skip
+            view.add_row(*cells, style=style, end_section=row is same[-1])
     return view
+
+
+def above_plain_us(row: Row, same: Iterable[Row]) -> float | None:
+    """What a fused call takes above the fastest own all-reduce of the same size and measure, alone."""
+    plain = [
+        other.time_us for other in same if other.algorithm in contenders.PLAIN and other.time_us and beside(row, other)
+    ]
+    if not plain or row.time_us is None or row.algorithm in contenders.PLAIN:
+        return None
+    return row.time_us - min(plain)
+
+
+def beside(row: Row, other: Row) -> bool:
+    """The two differ in nothing but the contender and what was measured of it."""
+    facts = ("op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work")
+    return all(getattr(row, fact) == getattr(other, fact) for fact in facts)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else _three_digits(value)
 
 
 def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def write_json(path: Path, rows: Iterable[Row], *, environment: dict[str, Any], command: str) -> None:
+def write(path: Path, result: Result) -> None:
     """A file that says what was measured, how, where and when."""
     document = {
-        "environment": environment,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "rows": [asdict(row) for row in rows],
+        "environment": result.environment,
+        "command": result.command,
+        "date": result.date,
+        "rows": [asdict(row) for row in result.rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def read_json(path: Path) -> list[Row]:
-    """The rows of a file that :func:`write_json` wrote."""
+def read(path: Path) -> Result:
+    """A file that :func:`write` wrote, now or by an earlier version (whose rows lack what has a default)."""
+    known = {field.name for field in fields(Row)}
+    needed = {field.name for field in fields(Row) if field.default is MISSING}
     try:
-        rows = json.loads(path.read_text())["rows"]
+        document = json.loads(path.read_text())
+        rows = document["rows"]
         for row in rows:
-            if unknown := row.keys() ^ {field.name for field in fields(Row)}:
-                raise ConfigError(f"{path}: a row has unknown keys, or lacks some: {', '.join(sorted(unknown))}")
-        return [Row(**row) for row in rows]
-    except (OSError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            if strange := (row.keys() - known) | (needed - row.keys()):
+                raise ConfigError(f"{path}: a row has unknown keys, or lacks some: {', '.join(sorted(strange))}")
+        return Result(
+            document.get("environment", {}),
+            document.get("command", ""),
+            document.get("date", ""),
+            tuple(Row(**row) for row in rows),
+        )
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error
 
 
 def headline(rows: Sequence[Row], over: str = "ring") -> str:
-    """One sentence: where one-shot or two-shot gains most on ``over``; empty when neither gains 5%."""
+    """Where one-shot or two-shot gains most on ``over`` and on the best NCCL, a sentence each; none below 5%."""
+    nccl = [row.algorithm for row in rows if contenders.is_nccl(row.algorithm)]
+    sentences = [_gain(rows, [over], over), _gain(rows, nccl, "the best NCCL")]
+    return "\n".join(sentence for sentence in sentences if sentence)
+
+
+def _gain(rows: Sequence[Row], over: Sequence[str], name: str) -> str:
     best: tuple[float, str, int] | None = None
-    for base in rows:
-        if base.algorithm != over or base.time_us is None:
-            continue
-        for row in rows:
-            if row.nbytes == base.nbytes and row.algorithm in ("one_shot", "two_shot") and row.time_us is not None:
-                ratio = base.time_us / row.time_us
+    for nbytes in sorted({row.nbytes for row in rows}):
+        timed = [row for row in rows if row.nbytes == nbytes and row.measure == "call" and row.time_us]
+        bases = [row.time_us for row in timed if row.algorithm in over]
+        for row in timed:
+            if bases and row.algorithm in ("one_shot", "two_shot"):
+                ratio = min(bases) / row.time_us  # type: ignore[type-var, operator]
                 if best is None or ratio > best[0]:
-                    best = (ratio, row.algorithm, row.nbytes)
+                    best = (ratio, row.algorithm, nbytes)
     if best is None or best[0] < 1.05:
         return ""
     ratio, algorithm, nbytes = best
-    return f"{rows[0].world_size} ranks: {algorithm} is {ratio:.1f} times as fast as {over} at {format_size(nbytes)}"
+    return f"{rows[0].world_size} ranks: {algorithm} is {ratio:.1f} times as fast as {name} at {format_size(nbytes)}"

@@ -73,6 +73,8 @@ def _rows_do_not_fit(problem: CollectiveProblem) -> str:
 def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
     """Sentinel slots hold 2 max_bytes, flag cells max_bytes at twice the data (see kernels/layout.py)."""
     place, world_size = problem.topology, problem.topology.world_size
+    if problem.op is Op.ALL_REDUCE and algorithm == "two_shot":
+        return ""  # a longer message passes in pieces
     cells = problem.dtype not in wire.REDUCIBLE
     if cells and algorithm == "ring":
         return f"the ring moves {', '.join(wire.REDUCIBLE)} only, and this is {problem.dtype}"
@@ -102,10 +104,12 @@ def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
 
 
 def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
-    """The default launch of an algorithm: one tile a program as long as the GPU holds them all at once.
+    """The default launch of an algorithm: one tile a program.
 
     Small messages: programs of one warp, 128 words each, whose polls need no shared memory. From 512 KiB a rank's share
-    on, tiles of 512 words and 4 warps (figures: docs/algorithms.md).
+    on, larger tiles. A grid may be larger than the GPU holds at once: programs start in the order of their numbers, and
+    wait for peers' programs of their own number, so the grid passes over the message like a window, and what crosses
+    the slots stays in the cache (figures: docs/design/all_reduce.md).
     """
     place = problem.topology
     if algorithm == "vendor":
@@ -123,7 +127,9 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
     if share < 512 << 10:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
-    return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
+    if share < 1 << 20 or algorithm == "ring":
+        return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
+    return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)
 
 
 def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:

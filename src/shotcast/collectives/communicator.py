@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -556,13 +557,12 @@ class Communicator:
         elif norm is not None:
             code = norm.code
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch, norm)
-        shape = candidate.launch
-        rest = f"/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}"
-        if norm is not None:
-            rest += f"/{norm.hidden}/{norm.code}"
-        form = Form(op.label + rest)
-        if op in (Op.SEND, Op.RECV):
-            form = Form(op.label + rest, root, (Op.RECV if op is Op.SEND else Op.SEND).label + rest)
+        form = Form("")
+        if self._executor is not None:
+            form = Form(self._executor.form(plan))
+            if op in (Op.SEND, Op.RECV):
+                other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
+                form = Form(self._executor.form(plan), root, self._executor.form(other))
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         return _Call(plan, choice, reduction, form, label)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shotcast.memory.streams import raw_stream
+
 
 def _capture_id(stream: torch.cuda.Stream) -> int:
     """Number of the graph capture that ``stream`` takes part in; 0 for none. PyTorch has no public way to ask."""
@@ -33,12 +35,17 @@ class StreamChain:
 
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
+        self._handle = 0
         self._capture = 0
 
     def enter(self, device: torch.device) -> bool:
         """Order a call about to be made on the current stream; True while that stream is being captured."""
-        stream = torch.cuda.current_stream(device)
         capturing = torch.cuda.is_current_stream_capturing()
+        handle = raw_stream(device.index)
+        if self._last is not None and handle == self._handle and not capturing and not self._capture:
+            return False
+        self._handle = handle
+        stream = torch.cuda.current_stream(device)
         capture = _capture_id(stream) if capturing else 0
         if self._last is not None and stream != self._last and capture == self._capture:
             stream.wait_stream(self._last)

@@ -133,6 +133,10 @@ class CpuExecutor:
             self._ready(plan)
         return fresh
 
+    def form(self, plan: CallPlan) -> str:
+        """Names what ``plan`` needs compiled."""
+        return f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.norm is not None}"
+
     def _adds(self, plan: CallPlan) -> bool:
         return plan.op in _REDUCTIONS and plan.algorithm != "vendor"
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from shotcast.kernels.sync import (
     await_words,
     cells_of,
+    clear_parts,
     clear_previous,
     enter,
     exchange_headers,
@@ -58,6 +59,7 @@ def copy(
     KIND: tl.constexpr,
     CELLS: tl.constexpr,
     MULTICAST: tl.constexpr,
+    CLEARS: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -70,7 +72,7 @@ def copy(
     quads = (part + 15) // 16  # of a slot
     span = quads * 4
     senders: tl.constexpr = 1 if KIND == BROADCAST else WORLD
-    extent = quads * senders
+    extent = 0 if CLEARS else quads * senders
     if tl.program_id(0) == 0:
         leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
@@ -85,9 +87,11 @@ def copy(
             box = slots_of(call.generation, slots_at, slots_quads)
             stride = quads
         mine = part
+        begins = part * 0
         if KIND == GATHER:
             for r in tl.static_range(WORLD):
                 mine = tl.where(rank == r, starts[r + 1] - starts[r], mine)
+                begins = tl.where(rank == r, starts[r], begins)
         sends = mine > 0
         seat = rank
         if KIND == BROADCAST:
@@ -98,17 +102,20 @@ def copy(
             offs = start + tl.arange(0, BLOCK)
             mask = offs < reach
             if KIND == EXCHANGE:
-                for i in tl.static_range(WORLD):
-                    peer = (rank + 1 + i) % WORLD
+                words = load_words(x, rank.to(tl.int64) * part, offs, part, UNIT)
+                store_words(out, rank.to(tl.int64) * part, offs, words, part, UNIT)
+                for i in tl.static_range(WORLD - 1):
+                    peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
                     words = load_words(x, peer.to(tl.int64) * part, offs, part, UNIT)
                     if not CELLS:
                         words = without_sentinel(words)
                     store_to(call, peer, box + seat * stride, offs, words, mask, CELLS)
             else:
                 words = load_words(x, 0, offs, mine, UNIT)
+                store_words(out, begins, offs, words, mine, UNIT)
                 if not CELLS:
                     words = without_sentinel(words)
-                store_to_all(call, box + seat * stride, offs, words, mask, CELLS, MULTICAST, WORLD)
+                store_to_all(call, box + seat * stride, offs, words, mask, CELLS, MULTICAST, WORLD, True, worker)
         leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
         if not CELLS:
@@ -116,9 +123,13 @@ def copy(
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             for r in tl.static_range(senders):
+                sender = root if KIND == BROADCAST else r
                 size = starts[r + 1] - starts[r]
+                if not MULTICAST:
+                    size = tl.where(rank == sender, 0, size)  # it sends itself nothing
                 reach = (size + 15) // 16 * 4
-                words, call = await_words(
-                    call, box + r * stride, 0, offs, reach, 0, reach, root if KIND == BROADCAST else r, CELLS, 1, WORLD
-                )
+                place = box + r * stride
+                words, call = await_words(call, place, 0, offs, reach, 0, reach, sender, CELLS, 1, WORLD)
                 store_words(out, starts[r], offs, nan_unless(call.live, words[0], DTYPE), size, UNIT)
+                if CLEARS:
+                    clear_parts(call, place, 0, offs, reach, 0, reach, 1, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -17,22 +17,32 @@ from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.kernels.fused_one_shot import one_shot_rms_norm
 from shotcast.kernels.fused_two_shot import two_shot_rms_norm
+from shotcast.kernels.launch import Launch
 from shotcast.kernels.layout import Layout
 from shotcast.kernels.mail import mail
-from shotcast.kernels.norm import norm_arguments
+from shotcast.kernels.norm import DTYPES, NORM_ADDRESSES, norm_addresses, norm_arguments
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
 from shotcast.kernels.target import INTERPRETED
 from shotcast.kernels.two_shot import two_shot_all_reduce
 from shotcast.memory.operands import NormTensors
+from shotcast.memory.streams import raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.wire import CallPlan, Fault, Op
 
-_DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 _COPIES = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCAST}
 
-Launch = tuple[Any, int, int, dict[str, Any]]
+Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
+_KEPT_PLANS = 4096
+
+
+class _Entry(NamedTuple):
+    """A plan made ready: ``launches`` are its pieces, each with its first byte; they take what ``tensors`` says."""
+
+    plan: CallPlan
+    launches: tuple[tuple[Launch, int], ...]
+    tensors: str
 
 
 class TritonExecutor:
@@ -64,8 +74,10 @@ class TritonExecutor:
         table = list(buffer.addresses) + [0] * (wire.MAX_WORLD_SIZE - self._world) + [buffer.multicast_address]
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
         self._own_address, self._peers_address = buffer.addresses[self._rank], self._peers.data_ptr()
+        self.many_bytes = layout.MANY_BYTES
         self._multicast = bool(buffer.multicast_address)
-        self._prepared: set[tuple[object, ...]] = set()
+        self._prepared: set[str] = set()
+        self._entries: dict[tuple[int, bool], _Entry] = {}
         self._timeout_s = timeout_s
         self.clear(0)
         group.barrier()
@@ -79,50 +91,102 @@ class TritonExecutor:
 
         Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes.
         """
-        kernel, programs, warps, arguments = self._launch(plan, x, out, self._unit(plan, x, out), norm)
-        if not INTERPRETED and torch.cuda.current_device() != self._device.index:
-            with torch.cuda.device(self._device):
-                kernel[(programs,)](**arguments, **self._options(warps))
-        else:
-            kernel[(programs,)](**arguments, **self._options(warps))
+        # an address that no kernel uses must still be one
+        source = (x.data_ptr() if x is not None else 0) or self._own_address
+        target = (out.data_ptr() if out is not None else 0) or self._own_address
+        aligned = not (source | target) & 15
+        entry = self._entries.get((id(plan), aligned))
+        if entry is None:
+            entry = self._ready(plan, aligned)
+        stream = 0
+        if not INTERPRETED:
+            if torch.cuda.current_device() != self._device.index:
+                with torch.cuda.device(self._device):
+                    self.run(plan, x, out, norm)
+                return
+            stream = raw_stream(self._device.index)
+        for launch, start in entry.launches:
+            if entry.tensors == "x and out":
+                launch(stream, (source + start, target + start))
+            elif entry.tensors == "x and norm":
+                assert norm is not None
+                launch(stream, (source, *norm_addresses(norm, self._own_address)))
+            else:
+                launch(stream, {"x": (source,), "out": (target,), "none": ()}[entry.tensors])
 
     def prepare(self, plan: CallPlan) -> bool:
         """Compile every form of the kernel that ``plan`` may need on any rank; True if that had not been done."""
-        form = (plan.op, plan.algorithm, plan.dtype, plan.launch.block_words, plan.launch.num_warps, plan.norm)
+        form = self.form(plan)
         if INTERPRETED or form in self._prepared:
             return False
         with torch.cuda.device(self._device):
-            for unit in {16, 16 if plan.norm else min(wire.DTYPES[plan.dtype], 4)}:
-                kernel, programs, warps, arguments = self._launch(plan, None, None, unit)
-                compiled = kernel.warmup(**arguments, **self._options(warps), grid=(programs,))
-                compiled._init_handles()  # loads the module, which the first launch would do within its deadline
+            for aligned in (True, False):
+                for launch, _ in self._ready(plan, aligned).launches:
+                    launch.load()
         self._prepared.add(form)
         return True
+
+    def form(self, plan: CallPlan) -> str:
+        """Names what ``plan`` needs compiled."""
+        shape = plan.launch
+        clears = {self._clears(piece) for piece, _ in self._pieces(plan)}
+        return (
+            f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}/{sorted(clears)}"
+            f"/{plan.norm.hidden if plan.norm else 0}/{plan.norm.code if plan.norm else 0}"
+        )
+
+    def _ready(self, plan: CallPlan, aligned: bool) -> _Entry:
+        tensors, names = "x and out", ("x", "out")
+        if plan.norm is not None:
+            tensors, names = "x and norm", ("x", *NORM_ADDRESSES)
+        elif plan.op in (Op.SEND, Op.RECV):
+            tensors, names = "x" if plan.op is Op.SEND else "out", ("data",)
+        elif plan.op is Op.BARRIER or plan.algorithm == "vendor":
+            tensors, names = "none", ()
+        launches = []
+        for piece, start in self._pieces(plan):
+            kernel, programs, warps, arguments = self._bind(piece, self._unit(piece, aligned))
+            launches.append((Launch(kernel, programs, arguments, names, self._options(warps)), start))
+        if len(self._entries) >= _KEPT_PLANS:
+            self._entries.clear()
+        # the entry keeps its plan alive, so an identity is never another plan's
+        entry = self._entries[id(plan), aligned] = _Entry(plan, tuple(launches), tensors)
+        return entry
+
+    def _pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
+        """The calls that make up ``plan``, with the byte each begins at: several, where it is beyond the workspace."""
+        most = self._layout.max_bytes // 16 * 16
+        if plan.op is not Op.ALL_REDUCE or plan.algorithm != "two_shot" or plan.nbytes <= most:
+            return [(plan, 0)]
+        pieces = []
+        for start in range(0, plan.nbytes, most):
+            nbytes = min(most, plan.nbytes - start)
+            programs = max(1, math.ceil(plan.launch.programs * nbytes / plan.nbytes))
+            launch = dataclasses.replace(plan.launch, programs=programs)
+            pieces.append((dataclasses.replace(plan, nbytes=nbytes, launch=launch), start))
+        return pieces
+
+    def _clears(self, plan: CallPlan) -> bool:
+        """Whether the call clears its slots itself: see :data:`layout.MANY_BYTES`."""
+        parts = plan.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+        slot = max(plan.sizes) * wire.DTYPES[plan.dtype] if plan.sizes else plan.nbytes // (self._world if parts else 1)
+        return plan.dtype in DTYPES and slot > self.many_bytes
 
     def _options(self, warps: int) -> dict[str, Any]:
         return {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self._pdl}
 
-    def _unit(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> int:
+    def _unit(self, plan: CallPlan, aligned: bool) -> int:
         """16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
-        bits = plan.nbytes
-        for tensor in (x, out):
-            if tensor is not None:
-                bits |= tensor.data_ptr()
         item = wire.DTYPES[plan.dtype]
+        bits = plan.nbytes
         for size in plan.sizes:
             bits |= size * item
         if plan.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL) and not plan.sizes:
             bits |= plan.nbytes // self._world
-        return 16 if bits % 16 == 0 else min(item, 4)
+        return 16 if aligned and bits % 16 == 0 else min(item, 4)
 
-    def _launch(
-        self,
-        plan: CallPlan,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        unit: int,
-        norm: NormTensors | None = None,
-    ) -> Launch:
+    def _bind(self, plan: CallPlan, unit: int) -> Bound:
+        """The kernel of a plan with all its arguments; those that are tensors' addresses stand for any."""
         shape, where = plan.launch, self._layout
         block, warps = shape.block_words, shape.num_warps
         common = {
@@ -137,37 +201,26 @@ class TritonExecutor:
         }
         if plan.op is Op.BARRIER or plan.algorithm == "vendor":
             return barrier, 1, 1, {**common, "WARPS": 1}
-        dtype = _DTYPES.get(plan.dtype, tl.int32)
-        # an address that no kernel uses must still look like one: its magnitude decides the argument's type
-        tensors = {
-            "x": x.data_ptr() if x is not None and x.numel() else self._own_address,
-            "out": out.data_ptr() if out is not None and out.numel() else self._own_address,
-        }
-        common |= {"DTYPE": dtype, "UNIT": unit}
+        common |= {"DTYPE": DTYPES.get(plan.dtype, tl.int32), "UNIT": unit}
         if plan.op in (Op.SEND, Op.RECV):
             chunks = math.ceil(plan.nbytes / (4 * layout.MAIL_WORDS))
-            sending = plan.op is Op.SEND
-            return (
-                mail,
-                1 + min(max(chunks, 1), layout.MAIL_LANES),
-                4,
-                {
-                    **common,
-                    "data": tensors["x" if sending else "out"],
-                    "peer": plan.root,
-                    "nbytes": plan.nbytes,
-                    "mail_at": where.mail_at,
-                    "SENDING": sending,
-                    "WARPS": 1 if INTERPRETED else 4,
-                },
-            )
-        common |= tensors | {"slots_at": where.slots_at, "slots_quads": where.slots_quads, "BLOCK": block}
+            message = {
+                "data": self._own_address,
+                "peer": plan.root,
+                "nbytes": plan.nbytes,
+                "mail_at": where.mail_at,
+                "SENDING": plan.op is Op.SEND,
+                "WARPS": 1 if INTERPRETED else 4,
+            }
+            return mail, 1 + min(max(chunks, 1), layout.MAIL_LANES), 4, common | message
+        common |= {"x": self._own_address, "slots_at": where.slots_at, "slots_quads": where.slots_quads, "BLOCK": block}
         programs = 1 + shape.programs
-        part = plan.nbytes // self._world
         if plan.norm is not None:
-            kernel, warps, more = self._fused(plan, norm)
-            del common["out"], common["UNIT"]
+            kernel, warps, more = self._fused(plan)
+            del common["UNIT"]
             return kernel, programs, warps, common | more
+        common["out"] = self._own_address
+        part = plan.nbytes // self._world
         if plan.op in _COPIES:
             return copy, programs, warps, common | self._copy_arguments(plan, part)
         if plan.algorithm == "ring":
@@ -175,6 +228,7 @@ class TritonExecutor:
             slice_nbytes = wire.slice_bytes(plan.nbytes, self._world) if plan.op is Op.ALL_REDUCE else part
             sizes = {"nbytes": plan.nbytes, "slice_nbytes": slice_nbytes}
             return ring, programs, warps, common | sizes | {"REDUCE": plan.op is not Op.ALL_GATHER, "GATHER": gathers}
+        common["CLEARS"] = self._clears(plan)
         if plan.algorithm == "two_shot":
             return two_shot_all_reduce, programs, warps, common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast}
         scatter = plan.op is Op.REDUCE_SCATTER
@@ -185,14 +239,14 @@ class TritonExecutor:
             common | {"nbytes": part if scatter else plan.nbytes, "SCATTER": scatter},
         )
 
-    def _fused(self, plan: CallPlan, norm: NormTensors | None) -> tuple[Any, int, dict[str, Any]]:
+    def _fused(self, plan: CallPlan) -> tuple[Any, int, dict[str, Any]]:
         """Kernel, warps and arguments of a fused call beside those that all kernels have."""
         assert plan.norm is not None
         scatter = plan.op is not Op.ALL_REDUCE_RMS_NORM
         nbytes = plan.nbytes // self._world if scatter else plan.nbytes
         row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
         row_block, warps = layout.row_tile(row_words)
-        arguments = norm_arguments(plan.norm, norm, self._own_address) | {
+        arguments = norm_arguments(plan.norm, self._own_address) | {
             "nbytes": nbytes,
             "row_programs": max(1, min(nbytes // (4 * row_words), plan.launch.programs // 2)),
             "MULTICAST": self._multicast,
@@ -225,8 +279,9 @@ class TritonExecutor:
             "cells_at": self._layout.cells_at,
             "cells_quads": self._layout.cells_quads,
             "KIND": _COPIES[plan.op],
-            "CELLS": plan.dtype not in _DTYPES,
-            "MULTICAST": self._multicast and plan.dtype in _DTYPES,
+            "CELLS": plan.dtype not in DTYPES,
+            "CLEARS": self._clears(plan),
+            "MULTICAST": self._multicast and plan.dtype in DTYPES,
         }
 
     # -- state ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ MAIL_WORDS = 512
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
 
+MANY_BYTES = 4 << 20
+"""Calls with larger slots clear them as they read; of smaller ones the next call clears them, hidden under its wait."""
+
 _MAIL_BYTES = MAX_WORLD_SIZE * MAIL_LANES * 2 * MAIL_WORDS * 8
 
 

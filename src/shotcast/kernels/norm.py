@@ -178,20 +178,31 @@ def add_rms_norm(
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
-def norm_arguments(norm: Norm, tensors: NormTensors | None, nowhere: int) -> dict[str, Any]:
-    """What every kernel that norms is told of the norm. Tensors that there are none of get the address ``nowhere``."""
+NORM_ADDRESSES = ("residual", "weight", "new_residual", "normed", "quantized", "scale", "eps")
+"""Arguments of every kernel that norms which belong to a call; see :func:`norm_addresses`."""
+
+
+def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
+    """Values of :data:`NORM_ADDRESSES`. Tensors that there are none of get the address ``nowhere``."""
 
     def address(tensor: torch.Tensor | None) -> int:
-        return tensor.data_ptr() if tensor is not None and tensor.numel() else nowhere
+        return (tensor.data_ptr() if tensor is not None else 0) or nowhere
 
-    return {
-        "residual": address(tensors and tensors.residual),
-        "weight": address(tensors and tensors.weight),
-        "new_residual": address(tensors and tensors.new_residual),
-        "normed": address(tensors and tensors.normed),
-        "quantized": address(tensors and tensors.quantized),
-        "scale": address(tensors and tensors.scale),
-        "eps": tensors.eps if tensors is not None else 0.0,
+    return (
+        address(tensors.residual),
+        address(tensors.weight),
+        address(tensors.new_residual),
+        address(tensors.normed),
+        address(tensors.quantized),
+        address(tensors.scale),
+        tensors.eps,
+    )
+
+
+def norm_arguments(norm: Norm, nowhere: int) -> dict[str, Any]:
+    """What every kernel that norms is told of the norm, with ``nowhere`` and 0 for what belongs to a call."""
+    return dict.fromkeys(NORM_ADDRESSES, nowhere) | {
+        "eps": 0.0,
         "HIDDEN": norm.hidden,
         "QUANTIZE": wire.QUANTIZATIONS.index(norm.quantize),
         "KEEPS_NORMED": norm.keeps_normed,
@@ -204,13 +215,18 @@ def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> No
     row = norm.hidden * item
     block, warps = layout.row_tile(-(-row // 4))
     pdl = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    arguments = norm_arguments(norm, tensors, x.data_ptr()) | {
-        "x": x.data_ptr(),
-        "DTYPE": DTYPES[str(x.dtype).removeprefix("torch.")],
-        "UNIT": 16 if row % 16 == 0 else item,
-        "ROW_BLOCK": block,
-        "PDL": pdl,
-    }
+    addresses = dict(zip(NORM_ADDRESSES, norm_addresses(tensors, x.data_ptr()), strict=True))
+    arguments = (
+        norm_arguments(norm, x.data_ptr())
+        | addresses
+        | {
+            "x": x.data_ptr(),
+            "DTYPE": DTYPES[str(x.dtype).removeprefix("torch.")],
+            "UNIT": 16 if row % 16 == 0 else item,
+            "ROW_BLOCK": block,
+            "PDL": pdl,
+        }
+    )
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": pdl}
     if INTERPRETED or torch.cuda.current_device() == x.device.index:
         add_rms_norm[(x.numel() // norm.hidden,)](**arguments, **options)

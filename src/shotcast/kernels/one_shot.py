@@ -12,6 +12,7 @@ import triton.language as tl
 
 from shotcast.kernels.sync import (
     await_words,
+    clear_parts,
     clear_previous,
     enter,
     exchange_headers,
@@ -21,7 +22,7 @@ from shotcast.kernels.sync import (
     without_sentinel,
 )
 from shotcast.kernels.target import kernel, release_next_kernel
-from shotcast.kernels.words import load_words, nan_unless, store_words, sum_words
+from shotcast.kernels.words import load_words, nan_unless, store_words, sum_words, with_own
 
 
 @kernel
@@ -36,6 +37,7 @@ def one_shot_reduce(
     slots_at,
     slots_quads,
     SCATTER: tl.constexpr,
+    CLEARS: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -45,8 +47,9 @@ def one_shot_reduce(
 ):
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (nbytes + 15) // 16  # of one slot
+    extent = 0 if CLEARS else quads * WORLD
     if tl.program_id(0) == 0:
-        leave_epoch(call, quads * WORLD, True)
+        leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         exchange_headers(call, WORLD, WARPS)
     else:
@@ -58,16 +61,20 @@ def one_shot_reduce(
             offs = start + tl.arange(0, BLOCK)
             if not SCATTER:
                 words = without_sentinel(load_words(x, 0, offs, nbytes, UNIT))
-            for i in tl.static_range(WORLD):
-                peer = (rank + 1 + i) % WORLD
+            for i in tl.static_range(WORLD - 1):
+                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
                 if SCATTER:
                     words = without_sentinel(load_words(x, peer.to(tl.int64) * nbytes, offs, nbytes, UNIT))
                 store_to(call, peer, slots + rank * quads, offs, words, offs < span, False)
-        leave_epoch(call, quads * WORLD, True)
+        leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            parts, call = await_words(call, slots, quads, offs, span, 0, span, 0, False, WORLD, WORLD)
-            words = nan_unless(call.live, sum_words(parts, WORLD, DTYPE), DTYPE)
+            own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)
+            parts, call = await_words(call, slots, quads, offs, span, 0, span, 0, False, WORLD, WORLD, True)
+            words = sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE)
+            words = nan_unless(call.live, words, DTYPE)
             store_words(out, 0, offs, words, nbytes, UNIT)
+            if CLEARS:
+                clear_parts(call, slots, quads, offs, span, 0, span, WORLD, True)

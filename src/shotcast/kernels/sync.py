@@ -143,6 +143,21 @@ def clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK: tl.const
 
 
 @triton.jit
+def clear_parts(call, quads, stride, offs, span, step, total, COUNT: tl.constexpr, OTHERS: tl.constexpr):
+    """Put sentinels back where :func:`await_words`, called with the same arguments, has read words.
+
+    For kernels with CLEARS, which leave an extent of 0: where slots are many, they are better cleared while their lines
+    are in the cache, and not in a pass of its own, during which the wires would be idle.
+    """
+    clean = tl.full([offs.shape[0]], SENTINEL, tl.int32)
+    for r in tl.static_range(COUNT):
+        mask = (offs < span) & (offs + r * step < total)
+        if OTHERS:
+            mask = mask & (call.rank != r)
+        tl.store(words_at(call.own.to(tl.int64), quads + r * stride) + offs, clean, mask=mask)
+
+
+@triton.jit
 def without_sentinel(words):
     """Words that may be sent through slots: the sentinel, a NaN, becomes another NaN."""
     return tl.where(words == SENTINEL, STAND_IN, words)
@@ -165,17 +180,31 @@ def store_to(call, rank, quads, offs, words, mask, CELLS: tl.constexpr):
 
 
 @triton.jit
-def store_to_all(call, quads, offs, words, mask, CELLS: tl.constexpr, MULTICAST: tl.constexpr, WORLD: tl.constexpr):
-    """Push words to the same place in every rank's region, this one's included.
+def store_to_all(
+    call,
+    quads,
+    offs,
+    words,
+    mask,
+    CELLS: tl.constexpr,
+    MULTICAST: tl.constexpr,
+    WORLD: tl.constexpr,
+    OTHERS: tl.constexpr = False,
+    turn=0,
+):
+    """Push words to the same place in every rank's region, this one's included (but with OTHERS).
 
-    With MULTICAST that is one store, which the switch repeats; the table's entry after the ranks' is the address.
+    Programs with different ``turn`` begin with different ranks, which keeps all wires busy.
+
+    With MULTICAST that is one store, which the switch repeats for all; the table's entry after the ranks' is the
+    address.
     """
     if MULTICAST:
         address = tl.load(call.peers + MAX_WORLD) + quads.to(tl.int64) * 16
         multicast_words(address, offs, words, mask & (call.live != 0))
     else:
-        for i in tl.static_range(WORLD):
-            store_to(call, (call.rank + 1 + i) % WORLD, quads, offs, words, mask, CELLS)
+        for i in tl.static_range(WORLD - OTHERS):
+            store_to(call, (call.rank + 1 + (turn + i) % (WORLD - OTHERS)) % WORLD, quads, offs, words, mask, CELLS)
 
 
 @triton.jit

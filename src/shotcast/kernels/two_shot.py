@@ -15,6 +15,7 @@ import triton.language as tl
 
 from shotcast.kernels.sync import (
     await_words,
+    clear_parts,
     clear_previous,
     enter,
     exchange_headers,
@@ -25,7 +26,7 @@ from shotcast.kernels.sync import (
     without_sentinel,
 )
 from shotcast.kernels.target import kernel, release_next_kernel
-from shotcast.kernels.words import load_words, nan_unless, store_words, sum_words
+from shotcast.kernels.words import load_words, nan_unless, store_words, sum_words, with_own
 
 
 @kernel
@@ -40,6 +41,7 @@ def two_shot_all_reduce(
     slots_at,
     slots_quads,
     MULTICAST: tl.constexpr,
+    CLEARS: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -50,39 +52,67 @@ def two_shot_all_reduce(
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    slice_words = slice_quads * 4
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
+    rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
+    extent = 0 if CLEARS else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:
-        leave_epoch(call, slice_quads * (2 * WORLD), True)
+        leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         exchange_headers(call, WORLD, WARPS)
     else:
-        worker = tl.program_id(0) - 1
-        workers = tl.num_programs(0) - 1
         first_shot = slots_of(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * WORLD
-        slice_words = slice_quads * 4
         total = quads * 4
-        for start in range(worker * BLOCK, slice_words, workers * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            for i in tl.static_range(WORLD):
-                peer = (rank + 1 + i) % WORLD
+        for c in range(0, rounds):
+            offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
+            for i in tl.static_range(WORLD - 1):
+                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
                 words = load_words(x, peer * slice_quads * 16, offs, nbytes - peer * slice_quads * 16, UNIT)
                 mask = (offs < slice_words) & (offs < total - peer * slice_words)
                 store_to(call, peer, first_shot + rank * slice_quads, offs, without_sentinel(words), mask, False)
-        leave_epoch(call, slice_quads * (2 * WORLD), True)
+        leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
-        for start in range(worker * BLOCK, mine, workers * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            parts, call = await_words(call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD)
-            words = without_sentinel(sum_words(parts, WORLD, DTYPE))
-            store_to_all(call, second_shot + rank * slice_quads, offs, words, offs < mine, False, MULTICAST, WORLD)
-        for start in range(worker * BLOCK, slice_words, workers * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            parts, call = await_words(
-                call, second_shot, slice_quads, offs, slice_words, slice_words, total, 0, False, WORLD, WORLD
-            )
-            for r in tl.static_range(WORLD):
-                words = nan_unless(call.live, parts[r], DTYPE)
-                left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
-                store_words(out, r * slice_quads * 16, offs, words, left, UNIT)
+        sums = second_shot + rank * slice_quads
+        for c in range(0, rounds + 1):
+            if c < rounds:
+                offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
+                left = nbytes - rank * slice_quads * 16
+                own_words = load_words(x, rank * slice_quads * 16, offs, left, UNIT)
+                parts, call = await_words(
+                    call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD, True
+                )
+                words = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+                store_to_all(call, sums, offs, words, offs < mine, False, MULTICAST, WORLD, True, worker)
+                left = tl.minimum(slice_quads * 16, left)
+                store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), left, UNIT)
+                if CLEARS:
+                    clear_parts(call, first_shot, slice_quads, offs, mine, 0, mine, WORLD, True)
+            if c > 0:
+                offs = ((c - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
+                parts, call = await_words(
+                    call,
+                    second_shot,
+                    slice_quads,
+                    offs,
+                    slice_words,
+                    slice_words,
+                    total,
+                    0,
+                    False,
+                    WORLD,
+                    WORLD,
+                    not MULTICAST,
+                )
+                for r in tl.static_range(WORLD):
+                    words = nan_unless(call.live, parts[r], DTYPE)
+                    left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
+                    left = tl.where(rank == r, 0, left)
+                    store_words(out, r * slice_quads * 16, offs, words, left, UNIT)
+                if CLEARS:
+                    clear_parts(
+                        call, second_shot, slice_quads, offs, slice_words, slice_words, total, WORLD, not MULTICAST
+                    )

@@ -98,6 +98,15 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def with_own(parts, own, rank, COUNT: tl.constexpr):
+    """``parts`` by rank, with this rank's replaced by ``own``, which took no way through memory."""
+    whole = ()
+    for r in tl.static_range(COUNT):
+        whole = whole + (tl.where(rank == r, own, parts[r]),)
+    return whole
+
+
+@triton.jit
 def sum_on(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """A sum of words, as (float32 of the low halves, of the high), with ``parts`` added on in order."""
     for r in tl.static_range(COUNT):

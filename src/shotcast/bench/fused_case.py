@@ -1,0 +1,152 @@
+"""All-reduce, residual and RMSNorm: the calls of all contenders, fused and not, and what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shotcast.bench import baselines, contenders
+from shotcast.bench.baselines import Call, nothing
+from shotcast.bench.cases import Case, Place, Reference
+from shotcast.collectives import rms_norm
+from shotcast.collectives.norm_operands import Fp8Normed
+from shotcast.memory.operands import NormTensors
+from shotcast.wire import Norm
+
+EPS = 1e-6
+E4M3_MAX = 448.0
+
+
+class FusedCase(Case):
+    """all_reduce_rms_norm: x and residual [tokens, hidden], weight [hidden]; residual and weight equal on all ranks.
+
+    ``unfused``, NCCL and Gloo are an all-reduce and then one kernel for residual and norm.
+    """
+
+    def __init__(self, place: Place, nbytes: int, hidden: int, seed: int):
+        self._hidden = hidden
+        super().__init__(place, "all_reduce_rms_norm", nbytes, seed)
+        self._residual = place.random(seed, 997, self._count).view(-1, hidden)
+        self._weight = place.random(seed, 998, hidden)
+        self._static_scale: torch.Tensor | None = None
+
+    def _input(self, rank: int) -> torch.Tensor:
+        return super()._input(rank).view(-1, self._hidden)
+
+    def _new(self) -> torch.Tensor:
+        return torch.empty_like(self.x)
+
+    def _own(self, name: str) -> Call:
+        comm: Any = self.place.comm
+        x, residual, weight = self.x, self._residual, self._weight
+        if name in contenders.PLAIN:
+            total, algorithm = self._new(), contenders.PLAIN[name]
+            return Call(name, lambda: comm.all_reduce(x, out=total, algorithm=algorithm), nothing, x, (total,))
+        if name == "unfused":
+            total = self._new()
+            return self._then_norm(name, lambda: comm.all_reduce(x, out=total), nothing, x, total)
+        if name in contenders.FP8:
+            return self._quantized(name, comm)
+        normed, new_residual = self._new(), self._new()
+
+        def fused() -> None:
+            comm.all_reduce_rms_norm(x, residual, weight, EPS, algorithm=name, out=(normed, new_residual))
+
+        return self._normed(name, fused, nothing, x, normed, new_residual)
+
+    def _other(self, name: str) -> Call:
+        reduced = baselines.library(name, "all_reduce", self.place.group, self.x, self._new())
+        return self._then_norm(name, reduced.run, reduced.load, reduced.source, reduced.source)
+
+    def _normed(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        load: Callable[[], Any],
+        source: torch.Tensor,
+        normed: torch.Tensor,
+        new_residual: torch.Tensor,
+    ) -> Call:
+        def values() -> Mapping[str, torch.Tensor]:
+            return {"normed": normed.double() - self.norm(new_residual), "new_residual": new_residual}
+
+        return Call(name, run, load, source, (normed, new_residual), overwrites=load is not nothing, values=values)
+
+    def _then_norm(
+        self,
+        name: str,
+        reduce: Callable[[], Any],
+        load: Callable[[], Any],
+        source: torch.Tensor,
+        total: torch.Tensor,
+    ) -> Call:
+        normed, new_residual = self._new(), self._new()
+        tensors = NormTensors(self._residual, self._weight, EPS, new_residual, normed)
+        norm, by_kernel = Norm(self._hidden), self.place.device.type == "cuda"
+
+        def run() -> None:
+            reduce()
+            rms_norm.add_rms_norm(total, tensors, norm, by_kernel)
+
+        return self._normed(name, run, load, source, normed, new_residual)
+
+    def _quantized(self, name: str, comm: Any) -> Call:
+        x, residual, weight = self.x, self._residual, self._weight
+        tokens = x.shape[0]
+        new_residual = self._new()
+        quantized = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        static = contenders.FP8[name] == "static"
+        scale = self.static_scale if static else torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+        given, out = scale if static else None, Fp8Normed(quantized, scale, new_residual, None)
+
+        def run() -> None:
+            comm.all_reduce_rms_norm_fp8(x, residual, weight, EPS, scale=given, out=out)
+
+        def values() -> Mapping[str, torch.Tensor]:
+            off = quantized.double() * scale.double() - self.norm(new_residual)
+            return {name: off, "new_residual": new_residual}
+
+        results = (quantized, new_residual) if static else (quantized, scale, new_residual)
+        return Call(name, run, nothing, x, results, values=values)
+
+    @property
+    def static_scale(self) -> torch.Tensor:
+        """One scale for the whole tensor, [1], which its largest value just fits; equal on all ranks."""
+        if self._static_scale is None:
+            largest = self.norm(self.reference()["new_residual"][0]).abs().max().float().reshape(1)
+            self._static_scale = largest * (1 + 1 / 64) / E4M3_MAX
+        return self._static_scale
+
+    def norm(self, new_residual: torch.Tensor) -> torch.Tensor:
+        """The norm of these rows, in float64."""
+        rows = new_residual.double()
+        return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * self._weight.double()
+
+    def reference(self) -> Reference:
+        """The sum and the new residual; and how far the norm may be off that of the call's own new residual.
+
+        Beside the sum's own error: one rounding of the residual, which the sum's error may make larger. A norm is
+        rounded once, after float32 arithmetic. What FP8 gives back is off by half a step of e4m3 besides: 2^-4 of the
+        value or, below the normal range, 2^-10 of the scale.
+        """
+        step = torch.finfo(self.place.dtype).eps
+        plain = super().reference()
+        total, total_off = (values.view(self.x.shape) for values in plain["sum"])
+        kept = total + self._residual.double()
+        kept_off = total_off + step * (kept.abs() + total_off)
+        # the size of a norm, whatever new residual it is of
+        rms = (kept.square().mean(-1, keepdim=True) + EPS).sqrt()
+        size = self.norm(kept).abs() + 2 * self._weight.double().abs() * kept_off / rms
+        normed_off = step * size + 2**-20
+        nothing_off = torch.zeros_like(kept)
+        reference = {
+            "sum": (total, total_off),
+            "new_residual": (kept, kept_off),
+            "normed": (nothing_off, normed_off),
+        }
+        for name, largest in (("fp8_dynamic", size.amax(-1, keepdim=True)), ("fp8_static", size.max())):
+            off = 2**-4 * (size + normed_off) + 2**-10 * largest / E4M3_MAX
+            reference[name] = (nothing_off, normed_off + 1.02 * off)
+        return reference

@@ -1,0 +1,128 @@
+"""The MultiShot claim as a picture: how much longer a ring takes than all-reduce in one or two steps, by message size.
+
+    speed-up = time(ring) / time(MultiShot)
+
+for two rings, our own and NCCL's. MultiShot is the fastest of one-shot, two-shot and what ``auto`` chose. One panel a
+world size; sizes from 4 KB to 1 MB, those of decoding, on an axis of powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.figure
+import matplotlib.patheffects
+import matplotlib.ticker
+
+from shotcast.bench.report import Row
+from shotcast.bench.tables import fastest, one, size_name
+from shotcast.errors import ConfigError
+
+SMALLEST, LARGEST = 4 << 10, 1 << 20
+MULTISHOT = ("one_shot", "two_shot", "auto")
+RINGS = {"nccl_ring": ("NCCL's ring", "#D55E00", "s"), "ring": ("our ring", "#0072B2", "o")}
+"""Contender: how it is called, its colour (of Okabe and Ito's palette, told apart by everybody), its marker."""
+CLAIM = 3.0
+"""The title of NVIDIA's article: "3x Faster AllReduce with NVSwitch and TensorRT-LLM MultiShot", November 2024."""
+
+
+def ratios(rows: Sequence[Row], ring: str) -> list[tuple[int, float]]:
+    """Message size in bytes, and the time of ``ring`` over MultiShot's, for rows of one world size."""
+    points = []
+    for nbytes in sorted({row.nbytes for row in rows if SMALLEST <= row.nbytes <= LARGEST}):
+        slow = fastest(rows, nbytes, lambda row: row.algorithm == ring)
+        fast = fastest(rows, nbytes, lambda row: row.algorithm in MULTISHOT)
+        if slow is not None and fast is not None and slow.time_us and fast.time_us:
+            points.append((nbytes, slow.time_us / fast.time_us))
+    return points
+
+
+def figure(rows: Sequence[Row], caption: str = "") -> Any:
+    """The picture as a matplotlib figure; ``caption`` stands below it.
+
+    Raises:
+        ConfigError: no all-reduce of 4 KB to 1 MB was timed by both a ring and MultiShot.
+    """
+    rows = [row for row in rows if row.measure == "call"]
+    one(rows, "op", "dtype", "device")
+    panels: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    for world_size in sorted({row.world_size for row in rows if row.op == "all_reduce"}):
+        mine = [row for row in rows if row.world_size == world_size]
+        lines = {ring: points for ring in RINGS if (points := ratios(mine, ring))}
+        if lines:
+            panels[world_size] = lines
+    if not panels:
+        raise ConfigError(
+            f"this picture needs an all_reduce of {size_name(SMALLEST)} to {size_name(LARGEST)} timed by "
+            f"{' or '.join(RINGS)}, and by one of {', '.join(MULTISHOT)}"
+        )
+    sheet = matplotlib.figure.Figure(
+        figsize=(max(1.0 + 4.4 * len(panels), 6.4), 4.6), layout="constrained", facecolor="white"
+    )
+    grid = sheet.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    top = max(ratio for lines in panels.values() for points in lines.values() for _, ratio in points)
+    unit = "GPUs" if rows[0].device == "cuda" else "CPU ranks"
+    for axes, (world_size, lines) in zip(grid, panels.items(), strict=True):
+        _panel(axes, lines, f"{world_size} {unit}: {2 * world_size - 2} ring steps")
+        axes.set_ylim(0, 1.2 * max(top, CLAIM))
+    grid[0].set_ylabel("time of the ring / time of MultiShot")
+    sheet.suptitle(f"All-reduce in one or two steps, over a ring ({rows[0].dtype})", fontweight="bold", fontsize=13)
+    if caption:
+        sheet.supxlabel(caption, fontsize=8, color="#555555")
+    return sheet
+
+
+def _panel(axes: Any, lines: dict[str, list[tuple[int, float]]], title: str) -> None:
+    axes.axhline(1.0, color="#444444", linewidth=1.0)
+    axes.axhline(CLAIM, color="#999999", linewidth=1.0, linestyle=(0, (4, 3)))
+    sizes = sorted({size for points in lines.values() for size, _ in points})
+    by_height = sorted(lines, key=lambda ring: sum(ratio for _, ratio in lines[ring]) / len(lines[ring]))
+    for lower, ring in enumerate(by_height, start=1):
+        ceiling = lines[by_height[lower]] if lower < len(by_height) else []
+        _line(axes, lines[ring], *RINGS[ring], ceiling)
+    axes.text(sizes[0], 0.97, "as fast as the ring", ha="left", va="top", fontsize=8.5, color="#444444")
+    axes.text(sizes[-1], CLAIM + 0.03, f"{CLAIM:g}x", ha="right", va="bottom", fontsize=8.5, color="#777777")
+    axes.set_title(title, fontsize=11)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
+    axes.set_xticks(sizes, [size_name(size) for size in sizes], rotation=40, ha="right", rotation_mode="anchor")
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(matplotlib.ticker.MultipleLocator(0.5))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("message size")
+
+
+def _line(
+    axes: Any, points: list[tuple[int, float]], name: str, color: str, marker: str, ceiling: list[tuple[int, float]]
+) -> None:
+    """One ring, its name and figures beside it, on the side with more room: ``ceiling`` is the next line above."""
+    x, y = [size for size, _ in points], [ratio for _, ratio in points]
+    axes.plot(x, y, color=color, marker=marker, markersize=5.5, linewidth=2.2, zorder=3)
+    start = y[: max(1, len(y) // 2)]
+    above = not ceiling or ceiling[0][1] - max(start) > min(start) - 1.0
+    halo = [matplotlib.patheffects.withStroke(linewidth=3, foreground="white")]
+    side: dict[str, Any] = {
+        "textcoords": "offset points",
+        "va": "bottom" if above else "top",
+        "color": color,
+        "zorder": 4,
+    }
+    side["path_effects"] = halo
+    sign = 1 if above else -1
+    peak = y.index(max(y))
+    for position in {0, peak, len(points) - 1}:
+        text = f"{y[position]:.1f}x"
+        axes.annotate(text, points[position], xytext=(0, 7 * sign), ha="center", fontsize=9, **side)
+    text = f"{name} / MultiShot"
+    if not ceiling:
+        # over the peak, but within the axes
+        inner = min(max(peak, len(points) // 4), len(points) - 1 - len(points) // 4)
+        at = (x[inner], max(y[max(inner - 1, 0) : inner + 2]))
+        axes.annotate(text, at, xytext=(0, 20), ha="center", fontweight="bold", fontsize=10, **side)
+    else:
+        at = (x[0], max(start) if above else min(start))
+        axes.annotate(text, at, xytext=(-10, 19 * sign), ha="left", fontweight="bold", fontsize=10, **side)

@@ -1,0 +1,249 @@
+"""Markdown tables of kept results: what documentation shows is made from the raw files, and a test compares the two.
+
+Five kinds, each from rows of one operation and dtype, message sizes down:
+
+``times``
+    Microseconds of every contender, and how much longer the best NCCL (or Gloo) takes than the fastest algorithm with
+    the bits of the numerics contract.
+``summary``
+    The best of each family, world sizes side by side.
+``ratios``
+    The best library over the fastest own algorithm, and the own ring over two-shot; world sizes side by side.
+``fused``
+    By tokens: microseconds of every contender, and what the fused forms take above the plain all-reduce.
+``between``
+    What is saved over the best NCCL (or Gloo) with calls back to back, and with work between the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shotcast.bench import contenders
+from shotcast.bench.report import Row, above_plain_us
+from shotcast.errors import ConfigError
+
+_Cells = list[list[str]]
+
+
+def markdown(
+    rows: Sequence[Row], kind: str = "", sizes: Sequence[int] = (), columns: Sequence[str] = (), measure: str = ""
+) -> str:
+    """The table as lines of Markdown.
+
+    Args:
+        rows: of one operation, dtype and device.
+        kind: one of :data:`KINDS`; by default what the rows are for.
+        sizes: message sizes in bytes to show; by default all.
+        columns: contenders to show in ``times`` and ``fused``; by default all. Ratios are of all that were measured.
+        measure: which rows ``times`` shows; by default ``call`` where there are such.
+
+    Raises:
+        ConfigError: the rows do not fit one table, or nothing fits the request.
+    """
+    if not rows:
+        raise ConfigError("there is nothing to show: no rows")
+    one(rows, "op", "dtype", "device")
+    measures = {row.measure for row in rows}
+    if not kind:
+        fused = rows[0].op in contenders.FUSED_OPS
+        kind = "between" if "between" in measures else "fused" if fused else "times"
+    if kind not in KINDS:
+        raise ConfigError(f"there is no table {kind!r}; there are {', '.join(KINDS)}")
+    if absent := sorted(set(columns) - {row.algorithm for row in rows}):
+        raise ConfigError(f"these were not measured: {', '.join(absent)}")
+    if absent_sizes := sorted(set(sizes) - {row.nbytes for row in rows}):
+        raise ConfigError(f"these sizes were not measured: {', '.join(size_name(size) for size in absent_sizes)}")
+    rows = [row for row in rows if not sizes or row.nbytes in sizes]
+    if kind == "between":
+        return _lines(*_between(rows))
+    measure = measure or ("call" if "call" in measures else rows[0].measure)
+    rows = [row for row in rows if row.measure == measure]
+    if not rows:
+        raise ConfigError(f"there are no rows of {measure!r}; there are {', '.join(sorted(measures))}")
+    if kind in ("times", "fused"):
+        return _lines(*KINDS[kind](rows, columns or _in_order(rows)))
+    return _lines(*KINDS[kind](rows))
+
+
+def one(rows: Sequence[Row], *facts: str) -> None:
+    """Raise ConfigError unless all rows agree on each of these fields."""
+    for fact in facts:
+        values = sorted({getattr(row, fact) for row in rows})
+        if len(values) > 1:
+            raise ConfigError(f"one table or picture shows one {fact}; these rows have {', '.join(map(str, values))}")
+
+
+def size_name(nbytes: int) -> str:
+    """``65536`` as ``64 KB``: binary multiples, as nccl-tests writes them."""
+    for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def fastest(rows: Sequence[Row], nbytes: int, belongs: Callable[[Row], bool]) -> Row | None:
+    """The fastest of the rows of a size that belong; None if none was timed."""
+    timed = [row for row in rows if row.nbytes == nbytes and row.time_us is not None and belongs(row)]
+    return min(timed, key=lambda row: row.time_us or 0.0, default=None)
+
+
+def own_bits(row: Row) -> bool:
+    return contenders.has_own_bits(row.algorithm, row.world_size)
+
+
+def library(row: Row) -> bool:
+    return contenders.is_library(row.algorithm)
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+
+def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
+    one(rows, "world_size", "hidden")
+    name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
+    compared = any(own_bits(row) for row in rows) and any(library(row) for row in rows)
+    head = ["", *(contenders.label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
+    cells = []
+    for nbytes in _sizes(rows):
+        here = {row.algorithm: row for row in rows if row.nbytes == nbytes}
+        line = [size_name(nbytes), *(_us(here.get(column)) for column in columns)]
+        ratio = _ratio(fastest(rows, nbytes, library), fastest(rows, nbytes, own_bits))
+        cells.append(line + ([ratio] if compared else []))
+    return head, cells
+
+
+def _summary(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+    families: dict[str, Callable[[Row], bool]] = {
+        "shotcast": own_bits,
+        "NCCL": lambda row: contenders.is_nccl(row.algorithm),
+        "Gloo": lambda row: row.algorithm == "gloo",
+        "PyTorch": lambda row: contenders.is_torch(row.algorithm),
+        "our ring": lambda row: row.algorithm == "ring",
+    }
+    families = {name: belongs for name, belongs in families.items() if any(belongs(row) for row in rows)}
+    head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
+    for world_size in _world_sizes(rows):
+        mine = [row for row in rows if row.world_size == world_size]
+        first, *others = families
+        head += [f"{_ranks(mine[0])}: {first}", *others]
+        for line, nbytes in zip(cells, _sizes(rows), strict=True):
+            best = {name: fastest(mine, nbytes, belongs) for name, belongs in families.items()}
+            least = min((row.time_us for row in best.values() if row and row.time_us is not None), default=0.0)
+            line += [f"**{_us(row)}**" if row and row.time_us == least else _us(row) for row in best.values()]
+    return head, cells
+
+
+def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+    head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
+    name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
+    for world_size in _world_sizes(rows):
+        mine = [row for row in rows if row.world_size == world_size]
+        head += [f"{_ranks(mine[0])}: {name} / shotcast", "ring / two-shot"]
+        for line, nbytes in zip(cells, _sizes(rows), strict=True):
+            ring = fastest(mine, nbytes, lambda row: row.algorithm == "ring")
+            two_shot = fastest(mine, nbytes, lambda row: row.algorithm == "two_shot")
+            line += [_ratio(fastest(mine, nbytes, library), fastest(mine, nbytes, own_bits)), _ratio(ring, two_shot)]
+    return head, cells
+
+
+def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
+    one(rows, "world_size", "hidden")
+    above = {"fused": contenders.FUSED_ALGORITHMS, **{name: (name,) for name in (*contenders.FP8, "unfused")}}
+    above = {name: group for name, group in above.items() if any(row.algorithm in group for row in rows)}
+    if not any(row.algorithm in contenders.PLAIN for row in rows):
+        above = {}
+    head = ["tokens", "size", *(contenders.label(column) for column in columns)]
+    head += [f"above plain: {contenders.label(name)}" for name in above]
+    cells = []
+    for nbytes in _sizes(rows):
+        here = {row.algorithm: row for row in rows if row.nbytes == nbytes}
+        line = [str(next(iter(here.values())).tokens), size_name(nbytes), *(_us(here.get(name)) for name in columns)]
+        for group in above.values():
+            best = fastest(rows, nbytes, lambda row, group=group: row.algorithm in group)  # type: ignore[misc]
+            more = None if best is None else above_plain_us(best, here.values())
+            line.append("" if more is None else f"{more:+.1f}")
+        cells.append(line)
+    return head, cells
+
+
+def _between(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+    one(rows, "world_size", "hidden")
+    worked = [row for row in rows if row.measure == "between"]
+    if not worked:
+        raise ConfigError("there are no rows with work between calls")
+    one(worked, "work")
+    name = "Gloo" if rows[0].device == "cpu" else "NCCL"
+    head = ["", "tokens", f"{worked[0].work} alone", "back to back: shotcast", name, "saved"]
+    head += ["with work between: shotcast", name, "saved", "kept"]
+    cells = []
+    for nbytes in _sizes(rows):
+        line, savings = [], []
+        for measure in ("call", "between"):
+            here = [row for row in rows if row.measure == measure]
+            own, theirs = fastest(here, nbytes, own_bits), fastest(here, nbytes, library)
+            saved = None
+            if own is not None and theirs is not None:
+                saved = theirs.time_us - own.time_us  # type: ignore[operator]
+            savings.append(saved)
+            line += [_us(own), _us(theirs), "" if saved is None else f"{saved:.1f}"]
+        back, between = savings
+        kept = f"{between / back:.0%}" if back is not None and between is not None and back > 0 else ""
+        works = [row for row in worked if row.nbytes == nbytes and row.work_us is not None]
+        alone = _microseconds(works[0].work_us) if works else ""
+        cells.append([size_name(nbytes), str(works[0].tokens) if works else "", alone, *line, kept])
+    return head, cells
+
+
+KINDS: dict[str, Callable[..., tuple[list[str], _Cells]]] = {
+    "times": _times,
+    "summary": _summary,
+    "ratios": _ratios,
+    "fused": _fused,
+    "between": _between,
+}
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _lines(head: list[str], cells: _Cells) -> str:
+    lines = [head, ["---"] * len(head), *cells]
+    texts = ["| " + " | ".join(line) + " |" for line in lines]
+    texts[1] = texts[1].replace(" ", "")
+    return "\n".join(texts).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _sizes(rows: Sequence[Row]) -> list[int]:
+    return sorted({row.nbytes for row in rows})
+
+
+def _world_sizes(rows: Sequence[Row]) -> list[int]:
+    """In the order in which the files were given."""
+    return list(dict.fromkeys(row.world_size for row in rows))
+
+
+def _in_order(rows: Sequence[Row]) -> list[str]:
+    """Contenders that were measured, in the order of reports; strangers last."""
+    measured = list(dict.fromkeys(row.algorithm for row in rows))
+    order = contenders.known(rows[0].op, rows[0].device)
+    return [name for name in order if name in measured] + [name for name in measured if name not in order]
+
+
+def _ranks(row: Row) -> str:
+    return f"{row.world_size} {'GPUs' if row.device == 'cuda' else 'ranks'}"
+
+
+def _us(row: Row | None) -> str:
+    return "" if row is None or row.time_us is None else _microseconds(row.time_us)
+
+
+def _microseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _ratio(slow: Row | None, fast: Row | None) -> str:
+    if slow is None or fast is None or not slow.time_us or not fast.time_us:
+        return ""
+    ratio = slow.time_us / fast.time_us
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"

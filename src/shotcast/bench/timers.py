@@ -1,0 +1,105 @@
+"""Clocks. Each takes what to call and how often a round, and gives a function that times a round.
+
+That function returns microseconds of a call, as many samples as it could take.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+REPLAYS_PER_ROUND = 4
+BURST = 64
+"""Calls that are enqueued before the host waits for the GPU: far fewer than a launch queue holds (about 1000)."""
+
+Timer = Callable[[], np.ndarray]
+
+
+def cpu(call: Callable[[], Any], count: int) -> Timer:
+    """A clock before and after each call."""
+
+    def timed() -> np.ndarray:
+        clock = time.perf_counter_ns
+        times_ns = np.empty(count)
+        for i in range(count):
+            start = clock()
+            call()
+            times_ns[i] = clock() - start
+        return times_ns / 1e3
+
+    return timed
+
+
+def eager(call: Callable[[], Any], count: int) -> Timer:
+    """CUDA events between calls that are enqueued one by one."""
+
+    def timed() -> np.ndarray:
+        call()  # takes in the ranks' different starts
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        marks[-1].synchronize()
+        return np.array([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)])
+
+    return timed
+
+
+def graph(call: Callable[[], Any], count: int) -> Timer:
+    """``count`` calls spread over :data:`REPLAYS_PER_ROUND` replays of one graph (fewer when there are fewer calls)."""
+    replays = min(REPLAYS_PER_ROUND, count)
+    calls_per_graph = -(-count // replays)
+    captured = torch.cuda.CUDAGraph()
+    # NCCL's watchdog thread queries events meanwhile; only this thread's calls must be capturable.
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        for _ in range(calls_per_graph):
+            call()
+    captured.replay()
+    torch.cuda.synchronize()
+
+    def timed() -> np.ndarray:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        captured.replay()  # takes in the ranks' different starts
+        marks[0].record()
+        for mark in marks[1:]:
+            captured.replay()
+            mark.record()
+        marks[-1].synchronize()
+        return np.array([a.elapsed_time(b) * 1e3 / calls_per_graph for a, b in itertools.pairwise(marks)])
+
+    return timed
+
+
+def host(call: Callable[[], Any], count: int, synchronize: Callable[[], Any]) -> Timer:
+    """What the host spends on a call: bursts of :data:`BURST` calls, then a wait that is not timed.
+
+    A sample is a burst's time divided by its calls. A queue that was full would make the host wait for the GPU.
+    """
+    bursts = -(-count // BURST)
+
+    def timed() -> np.ndarray:
+        clock = time.perf_counter_ns
+        times_ns = np.empty(bursts)
+        for i in range(bursts):
+            synchronize()
+            start = clock()
+            for _ in range(BURST):
+                call()
+            times_ns[i] = clock() - start
+        synchronize()
+        return times_ns / BURST / 1e3
+
+    return timed
+
+
+def allocations(device: torch.device) -> int | None:
+    """How often PyTorch has taken memory of the GPU's caching allocator; None on the CPU, where nobody counts."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])

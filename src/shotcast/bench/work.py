@@ -1,0 +1,38 @@
+"""What a GPU does between two collectives: the matrix product that precedes an all-reduce in decoding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+WORKS = ("gemm",)
+_WEIGHT_BYTES = 256 << 20
+_MOST_WEIGHTS = 16
+
+
+class Gemm:
+    """``out = a x w``, [tokens, inner] x [inner, hidden], into the tensor that the next collective reads.
+
+    The weights take turns, so that they come from memory as those of a model's layers do, and not from a cache:
+    together they hold 256 MiB, but for no more than 16 of them. The default ``inner`` is hidden / ranks: the output
+    projection of an attention whose heads are divided among the ranks.
+    """
+
+    def __init__(self, tokens: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device):
+        self.name = f"gemm {inner}x{hidden}"
+        self._shape = (tokens, hidden)
+        generator = torch.Generator(device).manual_seed(1)
+
+        def matrix(rows: int, columns: int) -> torch.Tensor:
+            values = torch.empty(rows, columns, dtype=torch.float32, device=device)
+            return values.uniform_(-1.0, 1.0, generator=generator).to(dtype)
+
+        self._a = matrix(tokens, inner)
+        count = min(_MOST_WEIGHTS, max(1, math.ceil(_WEIGHT_BYTES / (inner * hidden * dtype.itemsize))))
+        self._weights = itertools.cycle([matrix(inner, hidden) for _ in range(count)])
+
+    def __call__(self, out: torch.Tensor) -> None:
+        """Fill ``out``, contiguous, tokens x hidden elements; allocates nothing."""
+        torch.mm(self._a, next(self._weights), out=out.view(self._shape))

@@ -1,0 +1,97 @@
+"""Documentation shows what the raw results say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shotcast.bench.documents import fill
+from shotcast.cli import app
+from shotcast.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PICTURE = re.compile(r"shotcast (bench plot \S+\.png (?:[^\n`\\]|\\\n)+)")
+
+TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
+
+
+def test_tables_in_documents_are_what_the_tool_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, ["bench", "fill", "--check", *map(str, DOCUMENTS)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/algorithms.md"])
+def test_measured_figures_are_in_such_tables(name: str) -> None:
+    """No table of message sizes stands outside, where nothing would compare it."""
+    outside = re.sub(r"<!-- shotcast bench table .*?<!-- end of table -->", "", (ROOT / name).read_text(), flags=re.S)
+    assert re.findall(r"^\| \d+ [KMG]?B \|.*", outside, flags=re.M) == []
+    assert "shotcast bench table" in (ROOT / name).read_text()
+
+
+def pictures() -> list[list[str]]:
+    commands = [match for path in DOCUMENTS for match in PICTURE.findall(path.read_text())]
+    return [shlex.split(command.replace("\\\n", " ")) for command in commands]
+
+
+def test_pictures_are_drawn_by_the_commands_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert pictures(), "no command for a picture was found"
+    for command in pictures():
+        picture = command[2]
+        assert Path(picture).is_file(), picture
+        drawn = tmp_path / Path(picture).name
+        result = CliRunner().invoke(app, [*command[:2], str(drawn), *command[3:]])
+        assert result.exit_code == 0, result.output
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_fill_makes_tables_and_nothing_else_anew() -> None:
+    seen = []
+
+    def make(arguments: list[str]) -> str:
+        seen.append(arguments)
+        return "\nnew\n"
+
+    new = fill(TEXT, make)
+    assert seen == [["--json", "a.json", "--kind", "x y"]]
+    assert new == TEXT.replace("old\n", "\nnew\n\n")
+    assert fill(new, make) == new, "a second time changes nothing"
+
+
+@pytest.mark.parametrize("text", [TEXT.replace("<!-- end of table -->", ""), TEXT + "<!-- end of table -->"])
+def test_a_table_without_an_end_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="no such end"):
+        fill(text, lambda arguments: "")
+
+
+class TestCommand:
+    def filled(self, tmp_path: Path, *options: str) -> tuple[int, str, str]:
+        document = tmp_path / "document.md"
+        raw = ROOT / "benchmarks" / "data" / "h200" / "all_reduce_bf16_x4.json"
+        if not document.exists():
+            document.write_text(
+                TEXT.replace("--json a.json\n     --kind 'x y'", f"--json {raw} --sizes 8K --columns nccl")
+            )
+        result = CliRunner().invoke(app, ["bench", "fill", *options, str(document)])
+        return result.exit_code, result.output, document.read_text()
+
+    def test_check_finds_a_table_that_differs_and_writes_nothing(self, tmp_path: Path) -> None:
+        code, output, text = self.filled(tmp_path, "--check")
+        assert (code, "out of date" in output, "old" in text) == (2, True, True)
+
+    def test_writes_the_table(self, tmp_path: Path) -> None:
+        code, output, text = self.filled(tmp_path)
+        assert code == 0, output
+        assert "| 8 KB | 8.4 | 3.63x |" in text
+        assert self.filled(tmp_path, "--check")[0] == 0
+
+    def test_an_absent_document_is_one_line(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(app, ["bench", "fill", str(tmp_path / "none.md")])
+        assert result.exit_code == 2
+        assert "cannot be read" in result.stderr

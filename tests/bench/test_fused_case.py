@@ -1,0 +1,137 @@
+"""All-reduce, residual and norm: measured on CPU ranks, and what the harness takes for right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import harness_targets as targets
+import pytest
+import torch
+
+import shotcast
+from shotcast.bench import harness
+from shotcast.bench.cases import Place, Reference
+from shotcast.bench.fused_case import E4M3_MAX, EPS, FusedCase
+from shotcast.bench.harness import BenchPlan
+
+HIDDEN = 32
+PLAN = BenchPlan(
+    op="all_reduce_rms_norm",
+    device="cpu",
+    dtype="float32",
+    sizes=(4 * HIDDEN, 12 * HIDDEN),
+    iters=12,
+    warmup_iters=2,
+    budget_s=0.05,
+    timeout_s=90,
+    hidden=HIDDEN,
+)
+ALWAYS = {"auto", "unfused", "plain", "plain_one_shot", "plain_two_shot", "fp8_static", "fp8_dynamic", "gloo"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_contender_is_right(dtype: str) -> None:
+    rows = harness.run(dataclasses.replace(PLAN, dtype=dtype), 2)
+    assert ALWAYS <= {row.algorithm for row in rows} <= set(PLAN.contenders())
+    assert [row for row in rows if row.errors != 0 or row.time_us is None] == []
+    assert {row.hidden for row in rows} == {HIDDEN}
+    assert {row.tokens for row in rows} == ({1, 3} if dtype == "float32" else {2, 6})
+
+
+def test_work_between() -> None:
+    names = ("auto", "unfused", "gloo")
+    rows = harness.run(dataclasses.replace(PLAN, between="gemm", inner=4, algorithms=names, sizes=(128,)), 2)
+    assert [(row.measure, row.algorithm, row.errors) for row in rows] == [
+        (measure, name, 0) for measure in ("call", "between") for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("auto", "normed"), ("auto", "new_residual"), ("unfused", "normed"), ("gloo", "new_residual"),
+        ("plain", "sum"), ("fp8_static", "fp8_static"), ("fp8_dynamic", "fp8_dynamic"), ("fp8_dynamic", "new_residual"),
+    ],
+)  # fmt: skip
+def test_a_wrong_element_of_any_result_is_found(name: str, value: str) -> None:
+    plan = dataclasses.replace(PLAN, sizes=(4 * HIDDEN,))
+    rows = shotcast.spawn(targets.wrong_in_one_value, 2, plan, name, value, timeout_s=60)[0]
+    assert [(row.errors, row.time_us) for row in rows] == [(1, None)]
+
+
+# --- what is right ----------------------------------------------------------------------------------------------------
+
+
+def made(dtype: torch.dtype, rank: int = 0) -> FusedCase:
+    group: Any = None
+    return FusedCase(Place(torch.device("cpu"), dtype, rank, 4, group), 64 * 256 * dtype.itemsize, 256, seed=5)
+
+
+def right(value: torch.Tensor, name: str, reference: Reference) -> torch.Tensor:
+    expected, bound = reference[name]
+    return (value.double() - expected).abs() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_plain_computation_is_right(dtype: torch.dtype) -> None:
+    cases = [made(dtype, rank) for rank in range(4)]
+    case, reference = cases[0], cases[0].reference()
+    total = case.x
+    for other in cases[1:]:
+        total = total + other.x  # rounded at each step
+    kept = total + case._residual
+    normed = torch.nn.functional.rms_norm(kept.float(), (256,), case._weight.float(), EPS).to(dtype)
+    assert right(total, "sum", reference).all()
+    assert right(kept, "new_residual", reference).all()
+    assert right(normed - case.norm(kept), "normed", reference).all()
+    dynamic = normed.float().abs().amax(-1, keepdim=True) / E4M3_MAX
+    for name, scale in (("fp8_static", case.static_scale), ("fp8_dynamic", dynamic)):
+        back = (normed.float() / scale).to(torch.float8_e4m3fn).float() * scale
+        assert right(back - case.norm(kept), name, reference).all(), name
+        assert not right(back - case.norm(kept), "normed", reference).all(), "the bound of the norm itself would do"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_off_is_not_right(dtype: torch.dtype) -> None:
+    case = made(dtype)
+    reference = case.reference()
+    kept, _ = reference["new_residual"]
+    normed = case.norm(kept)
+    assert right(kept - case._residual.double(), "new_residual", reference).float().mean() < 0.1
+    without_mean = kept / kept.square().sum(-1, keepdim=True).sqrt() * case._weight.double()
+    for wrong in (without_mean, normed / case._weight.double(), normed * 1.05, case.norm(kept + 0.05)):
+        assert right(wrong - normed, "normed", reference).float().mean() < 0.2
+    for name in ("fp8_static", "fp8_dynamic"):
+        assert right(normed * 0.1, name, reference).float().mean() < 0.3
+        assert right(normed * 0.03, name, reference).all()
+
+
+def test_the_norm_is_that_of_rms_norm() -> None:
+    case = made(torch.float32)
+    expected = torch.nn.functional.rms_norm(case.x.double(), (256,), case._weight.double(), EPS)
+    assert torch.allclose(case.norm(case.x), expected)
+
+
+def test_all_ranks_share_residual_weight_and_scale() -> None:
+    one, other = made(torch.float32, 0), made(torch.float32, 3)
+    assert torch.equal(one._residual, other._residual)
+    assert torch.equal(one._weight, other._weight)
+    assert torch.equal(one.static_scale, other.static_scale)
+    assert not torch.equal(one.x, other.x)
+
+
+def test_nothing_is_clamped_by_the_static_scale() -> None:
+    case = made(torch.float32)
+    largest = case.norm(case.reference()["new_residual"][0]).abs().max() / case.static_scale.double()
+    assert 0.95 * E4M3_MAX < largest <= E4M3_MAX
+
+
+def test_fused_kernels_are_right() -> None:
+    """The Triton kernels, interpreted."""
+    names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")
+    plan = dataclasses.replace(PLAN, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
+    environment = {"TRITON_INTERPRET": "1", "SHOTCAST_CPU_KERNELS": "interpreter"}
+    rows = shotcast.spawn(harness.measure, 2, plan, names, timeout_s=110, env=environment)[0]
+    assert [(row.algorithm, row.errors) for row in rows] == [(name, 0) for name in names]
+    assert [row.time_us for row in rows if row.time_us is None] == []

@@ -1,0 +1,160 @@
+"""Tables that documentation shows."""
+
+from __future__ import annotations
+
+import pytest
+from test_report import row
+
+from shotcast.bench import tables
+from shotcast.bench.report import Row
+from shotcast.errors import ConfigError
+
+
+def cells(text: str) -> list[list[str]]:
+    """Lines of cells, without the rule below the head."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert len({len(line) for line in lines}) == 1, "every line has as many cells"
+    assert set(lines[1]) == {"---"}
+    return [lines[0], *lines[2:]]
+
+
+def gpu(algorithm: str, nbytes: int, time_us: float, **change: object) -> Row:
+    return row(algorithm, nbytes, time_us, **{"device": "cuda", "world_size": 4, **change})
+
+
+TIMES = [
+    gpu("two_shot", 1 << 20, 1234.5), gpu("one_shot", 1 << 20, 2000.0), gpu("ring", 1 << 20, 100.0),
+    gpu("nccl", 1 << 20, 5000.0), gpu("nccl_ll", 1 << 20, 2469.0), gpu("torch_one_shot", 1 << 20, 1.0),
+    gpu("two_shot", 512, 3.0), gpu("nccl", 512, 9.04),
+]  # fmt: skip
+
+
+def test_times_in_order_with_the_best_nccl_over_the_best_with_own_bits() -> None:
+    assert cells(tables.markdown(TIMES)) == [
+        ["", "ring", "one-shot", "two-shot", "NCCL (default)", "NCCL LL", "torch one-shot", "best NCCL / own bits"],
+        ["512 B", "", "", "3.0", "9.0", "", "", "3.01x"],
+        ["1 MB", "100.0", "2000", "1234", "5000", "2469", "1.0", "2.00x"],
+    ]
+
+
+def test_columns_leave_the_ratio_alone() -> None:
+    text = tables.markdown(TIMES, columns=["nccl", "two_shot"], sizes=[1 << 20])
+    assert cells(text) == [
+        ["", "NCCL (default)", "two-shot", "best NCCL / own bits"],
+        ["1 MB", "5000", "1234", "2.00x"],
+    ]
+
+
+def test_two_ranks_count_the_ring_as_own_bits() -> None:
+    rows = [
+        row("ring", 64, 10.0, world_size=2),
+        row("one_shot", 64, 20.0, world_size=2),
+        row("gloo", 64, 90.0, world_size=2),
+    ]
+    assert cells(tables.markdown(rows))[1][-1] == "9.00x"
+    four = [row("ring", 64, 10.0), row("one_shot", 64, 20.0), row("gloo", 64, 90.0)]
+    assert cells(tables.markdown(four))[1][-1] == "4.50x"
+
+
+def test_without_a_library_there_is_no_ratio() -> None:
+    assert cells(tables.markdown([row("ring"), row("one_shot")]))[0] == ["", "ring", "one-shot"]
+
+
+def test_a_wrong_result_is_an_empty_cell() -> None:
+    wrong = Row.of(
+        op="all_reduce", device="cpu", world_size=4, dtype="bfloat16", algorithm="one_shot", nbytes=64,
+        medians_us=[], p99s_us=[], errors=3,
+    )  # fmt: skip
+    assert cells(tables.markdown([wrong, row("ring", 64, 5.0)]))[1] == ["64 B", "5.0", ""]
+
+
+def test_summary_puts_world_sizes_side_by_side_and_marks_the_fastest() -> None:
+    rows = [*TIMES, gpu("one_shot", 512, 2.0, world_size=2), gpu("nccl_tree", 512, 1.5, world_size=2)]
+    assert cells(tables.markdown(rows, "summary")) == [
+        ["", "4 GPUs: shotcast", "NCCL", "PyTorch", "our ring", "2 GPUs: shotcast", "NCCL", "PyTorch", "our ring"],
+        ["512 B", "**3.0**", "9.0", "", "", "2.0", "**1.5**", "", ""],
+        ["1 MB", "1234", "2469", "**1.0**", "100.0", "", "", "", ""],
+    ]
+
+
+def test_ratios() -> None:
+    rows = [row("ring", 64, 30.0), row("two_shot", 64, 20.0), row("one_shot", 64, 10.0), row("gloo", 64, 125.0)]
+    rows.append(row("gloo", 64, 10.0, world_size=2))
+    assert cells(tables.markdown(rows, "ratios")) == [
+        ["", "4 ranks: Gloo / shotcast", "ring / two-shot", "2 ranks: Gloo / shotcast", "ring / two-shot"],
+        ["64 B", "12x", "1.50x", "", ""],
+    ]
+
+
+def fused(algorithm: str, time_us: float, tokens: int = 2, **change: object) -> Row:
+    facts = {"op": "all_reduce_rms_norm", "hidden": 64, "dtype": "bfloat16", **change}
+    return gpu(algorithm, tokens * 128, time_us, **facts)
+
+
+FUSED = [
+    fused("one_shot", 8.0), fused("auto", 7.5), fused("unfused", 9.0), fused("plain", 6.5),
+    fused("plain_one_shot", 6.0), fused("fp8_dynamic", 5.75), fused("nccl", 20.0),
+]  # fmt: skip
+
+
+def test_fused_says_what_is_above_the_fastest_plain_all_reduce() -> None:
+    assert cells(tables.markdown(FUSED)) == [
+        ["tokens", "size", "one-shot", "auto", "unfused", "plain", "plain one-shot", "FP8 dynamic", "NCCL (default)",
+         "above plain: fused", "above plain: FP8 dynamic", "above plain: unfused"],
+        ["2", "256 B", "8.0", "7.5", "9.0", "6.5", "6.0", "5.8", "20.0", "+1.5", "-0.2", "+3.0"],
+    ]  # fmt: skip
+
+
+def test_without_plain_nothing_is_above_it() -> None:
+    rows = [fused("one_shot", 8.0), fused("unfused", 9.0)]
+    assert cells(tables.markdown(rows))[0] == ["tokens", "size", "one-shot", "unfused"]
+
+
+def between(algorithm: str, back_us: float, between_us: float, nbytes: int = 256) -> list[Row]:
+    work = {"measure": "between", "work": "gemm 64x64", "works_us": [7.0, 7.25], "hidden": 64}
+    return [gpu(algorithm, nbytes, back_us, hidden=64), gpu(algorithm, nbytes, between_us, **work)]
+
+
+def test_between_compares_what_is_saved() -> None:
+    rows = [*between("one_shot", 2.0, 3.0), *between("nccl", 12.0, 11.0), *between("nccl_ll", 10.0, 12.0)]
+    assert cells(tables.markdown(rows)) == [
+        ["", "tokens", "gemm 64x64 alone", "back to back: shotcast", "NCCL", "saved",
+         "with work between: shotcast", "NCCL", "saved", "kept"],
+        ["256 B", "2", "7.2", "2.0", "10.0", "8.0", "3.0", "11.0", "8.0", "100%"],
+    ]  # fmt: skip
+
+
+def test_between_without_a_saving_keeps_no_share_of_it() -> None:
+    rows = [*between("one_shot", 12.0, 3.0), *between("nccl", 10.0, 11.0)]
+    assert cells(tables.markdown(rows))[1][-5:] == ["-2.0", "3.0", "11.0", "8.0", ""]
+
+
+def test_host_rows_are_shown_where_there_are_no_others_or_on_request() -> None:
+    host = gpu("one_shot", 64, 20.0, measure="host")
+    assert cells(tables.markdown([host]))[1] == ["64 B", "20.0"]
+    both = [host, gpu("one_shot", 64, 2.0)]
+    assert cells(tables.markdown(both))[1] == ["64 B", "2.0"]
+    assert cells(tables.markdown(both, measure="host"))[1] == ["64 B", "20.0"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "match"),
+    [
+        ([], {}, "no rows"),
+        ([row(), row(dtype="float32")], {}, "one dtype; these rows have bfloat16, float32"),
+        ([row(), row(world_size=2)], {}, "one world_size; these rows have 2, 4"),
+        ([row()], {"kind": "pie"}, "no table 'pie'; there are times, summary"),
+        ([row()], {"columns": ["nccl"]}, "not measured: nccl"),
+        ([row()], {"sizes": [3 << 10]}, "not measured: 3 KB"),
+        ([row()], {"kind": "between"}, "no rows with work"),
+        ([row()], {"measure": "host"}, "no rows of 'host'; there are call"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(rows: list[Row], arguments: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        tables.markdown(rows, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(8, "8 B"), (1536, "1.5 KB"), (1 << 20, "1 MB"), (3 << 30, "3 GB")])
+def test_size_names(nbytes: int, text: str) -> None:
+    assert tables.size_name(nbytes) == text
