@@ -361,6 +361,12 @@ def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.de
     )
 
 
+def was_told(comm: Communicator) -> bool:
+    """Whether a peer has stopped the call that this rank is late for."""
+    executor: Any = comm._executor
+    return bool(executor.fault()) if comm.topology.kernels == "compiled" else bool(executor._control[layout.ABORT] != 0)
+
+
 def failing_call(comm: Communicator, op: Op, algorithm: str, made: Data, x: torch.Tensor) -> Stopped:
     """One call that is expected to fail, twice."""
     rows, hidden = made.residuals[0].shape
@@ -396,7 +402,8 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, ti
         if isinstance(how, int):
             os.kill(os.getpid(), how)
             time.sleep(600)
-        time.sleep(timeout_s + 1.5)
+        while not was_told(comm):
+            time.sleep(0.01)
     time.sleep(0.2)
     said = failing_call(comm, op, algorithm, made, x)
     if isinstance(how, str):
@@ -412,12 +419,23 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, ti
 
 
 def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
-    """Rank ``victim`` sleeps from when ``programs`` of a two-shot have pushed: what its peers sum has left it by then.
+    """Rank ``victim`` stops when ``programs`` of a two-shot have pushed: what its peers sum has left it by then.
 
-    Until it is told that the call was stopped. Interpreter only, which runs programs one after the other.
+    It goes on when they have given up. Interpreter only, which runs programs one after the other.
     """
     from shotcast.kernels import fused_one_shot, fused_two_shot
 
+    pushed = -1
+
+    def release(pdl: Any) -> None:
+        nonlocal pushed
+        if pushed >= 0:
+            pushed += 1
+        if pushed == programs:
+            comm._host.barrier()
+
+    # before the first call: the interpreter keeps what it has once read
+    fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
         made = data(Case("float32", 1, 64), shards, comm.world_size, 1, comm.device)
@@ -425,22 +443,17 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
         call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
         comm._host.barrier()
         if comm.rank == victim:
-            pushed = []
-            region = comm._executor._control
-
-            def release(pdl: Any) -> None:
-                pushed.append(pdl)
-                while len(pushed) == programs and region[layout.ABORT] == 0:
-                    time.sleep(0.01)
-
-            fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
+            pushed = 0
         error = None
         started = time.monotonic()
         try:
             call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
         except shotcast.ShotcastError as caught:
             error = caught
-        return error, time.monotonic() - started
+        took = time.monotonic() - started
+        if comm.rank != victim:
+            comm._host.barrier()
+        return error, took
 
 
 def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]:
