@@ -211,6 +211,98 @@ class TestKeptResults:
         assert text in refused("bench", *arguments)
 
 
+class TestTune:
+    QUICK = ("--device", "cpu", "--world-size", "2", "--seconds", "0.02", "-d", "float32")
+
+    def test_a_table_is_written_and_merged(self, tmp_path: Path) -> None:
+        path = tmp_path / "deep" / "t.json"
+        args = ("tune", *self.QUICK, "-b", "256", "-e", "64K", "-f", "16", "-o", path)
+        result = shell(*args, "--op", "all_reduce")
+        assert result.returncode == 0, result.stderr
+        lines = [line.split() for line in result.stdout.splitlines()]
+        assert {(line[3], line[4]) for line in lines if line[:3] == ["eager", "all_reduce", "float32"]} >= {
+            ("256", "B"),
+            ("4", "KiB"),
+            ("64", "KiB"),
+        }
+        assert f"wrote {path}; to use it: export SHOTCAST_TABLE={path}" in result.stdout
+        first = json.loads(path.read_text())
+        assert first["world_size"] == 2
+        assert first["entries"].keys() == {"eager"}
+        (run,) = first["provenance"].values()
+        assert run["command"].startswith("shotcast tune --device cpu")
+        assert run["versions"]["torch"]
+        # pretend that another day made it
+        path.write_text(path.read_text().replace(next(iter(first["provenance"])), "2020-01-01"))
+        result = shell(*args, "--op", "reduce_scatter", "--merge")
+        assert result.returncode == 0, result.stderr
+        second = json.loads(path.read_text())
+        assert second["entries"]["eager"].keys() == {"all_reduce", "reduce_scatter"}
+        assert second["entries"]["eager"]["all_reduce"] == first["entries"]["eager"]["all_reduce"]
+        assert len(second["provenance"]) == 2
+        assert len(second["measurements"]) > len(first["measurements"])
+
+    def test_under_torchrun(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "shotcast", "tune", "--device", "cpu", "--seconds", "0.01", "--op", "all_gather"]
+        command += ["-b", "64", "-e", "64", "-d", "bfloat16", "-o", str(path)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count(f"wrote {path}") == 1, "every rank wrote"
+        assert json.loads(path.read_text())["world_size"] == 2
+
+    def test_the_file_is_named_as_packaged_ones_are(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shotcast.bench import tune
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(tune, "run", lambda plan, world_size: ("Some CPU", []))
+        result = CliRunner().invoke(app, ["tune", *self.QUICK])
+        assert result.exit_code == 0, result.output
+        (file,) = tmp_path.iterdir()
+        assert file.name.endswith("_x2.json")
+        assert json.loads(file.read_text())["part"] == "Some CPU"
+
+    def test_wrong_results_are_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shotcast.bench import tune
+        from shotcast.collectives.problem import Candidate
+        from shotcast.wire import LaunchShape
+
+        best = tune.Timed("one_shot", LaunchShape(), True, 1.0)
+        point = tune.Point(
+            "eager", "all_reduce", "float32", 64, tune.Choice(best, (), (Candidate("ring", LaunchShape()),))
+        )
+        monkeypatch.setattr(tune, "run", lambda plan, world_size: ("Some CPU", [point]))
+        result = CliRunner().invoke(app, ["tune", *self.QUICK, "-o", str(tmp_path / "t.json")])
+        assert result.exit_code == 1
+        assert "all_reduce of float32, 64 B, eager: ring as LaunchShape" in result.stderr
+        assert "is wrong" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("args", "text"),
+        [
+            (["--op", "broadcast"], "tuning takes as op some of all_reduce, reduce_scatter, all_gather, not broadcast"),
+            (["--dtype", "int8"], "tuning takes as dtype some of float32, float16, bfloat16, not int8"),
+            (["--mode", "graph"], "CPU ranks have no graphs; their mode is eager"),
+            (["--world-size", "2,4"], "a table is for one number of ranks; tune each by itself"),
+            (["-b", "2K", "-e", "1K"], "the least first"),
+        ],
+    )
+    def test_errors_are_one_line(self, args: list[str], text: str) -> None:
+        assert text in refused("tune", "--device", "cpu", *args)
+
+    def test_a_file_that_cannot_be_merged_is_refused_before_anything_is_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from shotcast.bench import tune
+
+        monkeypatch.setattr(tune, "run", lambda plan, world_size: pytest.fail("measured"))
+        path = tmp_path / "t.json"
+        path.write_text('{"format": 1}')
+        assert "has format 1; this version reads format 2" in refused("tune", *self.QUICK, "--merge", "-o", str(path))
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("args", "text"),

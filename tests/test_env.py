@@ -23,6 +23,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     ("read", "name", "default", "text", "value"),
     [
         (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "two_shot", "two_shot"),
+        (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "multimem", "multimem"),
         (env.table_path, "SHOTCAST_TABLE", "", "/a/b.json", "/a/b.json"),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
         (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),

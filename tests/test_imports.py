@@ -21,6 +21,7 @@ LAYERS = (
     ("memory",),
     ("kernels", "cpu"),
     ("collectives",),
+    ("functional",),
     ("bench",),
     ("cli",),
 )

@@ -36,7 +36,7 @@ _FLAG = {"0": False, "1": True, "false": False, "true": True}
 
 def algorithm() -> str:
     """SHOTCAST_ALGORITHM: overrides the choice of every call that does not name its algorithm."""
-    names = ("auto", "ring", "one_shot", "two_shot", "vendor")
+    names = ("auto", "ring", "one_shot", "two_shot", "multimem", "vendor")
     return _read("SHOTCAST_ALGORITHM", _choice(*names), "auto", ", ".join(names))
 
 

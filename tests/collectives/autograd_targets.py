@@ -41,6 +41,10 @@ def analytic(dtypes: list[torch.dtype]) -> int:
                 (comm.all_gather(x, algorithm=algorithm) * weights[rank]).sum().backward()
                 assert torch.equal(x.grad, torch.stack(weights).sum(0)[2 * rank : 2 * rank + 2]), (dtype, algorithm)
                 done += 1
+                x = made(comm, (2 * size, 3), dtype, 1)[rank].requires_grad_()
+                weights = made(comm, (2 * size, 3), dtype, 2)
+                (comm.all_to_all(x, algorithm="auto") * weights[rank]).sum().backward()
+                assert torch.equal(x.grad, torch.cat([w.chunk(size)[rank] for w in weights])), (dtype, "all_to_all")
             lengths = [2 * r + (r == size - 1) for r in range(size)]  # rank 0 has nothing
             start = sum(lengths[:rank])
             for algorithm in ("auto", "one_shot", "vendor"):
@@ -63,6 +67,7 @@ def numeric() -> int:
             "all_reduce": (comm.all_reduce, (size, 2)),
             "reduce_scatter": (comm.reduce_scatter, (size, 2)),
             "all_gather": (comm.all_gather, (2, 2)),
+            "all_to_all": (comm.all_to_all, (size, 2)),
             "uneven": (lambda t: comm.all_gather(t, sizes=lengths), (rank + 1, 2)),
         }
         generator = torch.Generator().manual_seed(rank)
@@ -102,8 +107,8 @@ def when_and_when_not() -> None:
             assert not comm.all_reduce(x, out=torch.empty(2 * n), algorithm=algorithm).requires_grad
             assert not comm.reduce_scatter(x, out=torch.empty(2), algorithm=algorithm).requires_grad
             assert not comm.all_gather(x, out=torch.empty(2 * n * n), algorithm=algorithm).requires_grad
-            assert not comm.all_to_all(x, algorithm=algorithm).requires_grad
-            for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather):
+            assert not comm.all_to_all(x, out=torch.empty(2 * n), algorithm=algorithm).requires_grad
+            for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_all):
                 assert call(x, algorithm=algorithm).requires_grad
         normed, total = comm.all_reduce_rms_norm(x, x, torch.ones_like(x, requires_grad=True))
         assert not normed.requires_grad

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from workers import check, failing_call, inputs, shifted, straggle, warm
+from workers import changing_sizes, check, failing_call, inputs, shifted, straggle, warm
 
 import shotcast
 from shotcast.collectives import reference
@@ -68,6 +68,46 @@ def long_messages(count: int) -> int:
             check(*message(comm, xs, number, ""), (dtype, count))
         comm.check()
     return 2
+
+
+def clearing(calls: int, largest: int) -> int:
+    """Calls that clear their slots themselves, from 256 bytes a slot on, among calls that do not."""
+    from shotcast.kernels import layout
+
+    layout.MANY_BYTES = 256
+    return changing_sizes("cpu", calls, largest, 5)
+
+
+def slots_left(operation: str, count: int) -> list[int]:
+    """Words other than the sentinel in all slots of this rank after one call, by whether it clears them itself."""
+    left = []
+    for many in (0, 1 << 30):
+        with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+            comm._executor.many_bytes = many
+            run_case(comm, Case(operation, "float32", comm.world_size, count, 0), 1)
+            comm._host.barrier()
+            where = comm._executor._layout
+            words = comm._executor._buffer.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
+            left.append(int((words[where.slots_at * 4 :] != -1).sum()))
+    return left
+
+
+def pieces(max_bytes: int) -> int:
+    """Messages of one to five times the workspace, in place and not, between others. Returns how many."""
+    done = 0
+    with shotcast.Communicator(device="cpu", max_bytes=max_bytes, timeout_s=60) as comm:
+        for dtype in (torch.float32, torch.bfloat16):
+            for quarters in (3, 4, 5, 9, 20):
+                count = quarters * max_bytes // (4 * dtype.itemsize) + quarters % 3
+                xs = made(count, dtype, comm.world_size, quarters)
+                for run in (all_reduce, in_place):
+                    check(*run(comm, xs, quarters % 2, "two_shot"), (dtype, quarters, run.__name__))
+                    check(*all_reduce(comm, [x[:9] for x in xs], 0, "one_shot"), "between")
+                    done += 1
+        chosen = comm.explain(torch.empty(5 * max_bytes))
+        assert chosen.algorithm == "two_shot", chosen
+        comm.check()
+    return done
 
 
 def run_case(comm: shotcast.Communicator, case: Case, seed: int) -> None:

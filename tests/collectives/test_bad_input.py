@@ -14,6 +14,9 @@ import pytest
 
 import shotcast
 from shotcast import ConfigError
+from shotcast.collectives.table import KERNELS, Row, render
+from shotcast.hardware.detect import cpu_model
+from shotcast.wire import LaunchShape
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,7 +108,7 @@ class TestDisagreement:
 
     def test_table(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        path.write_text(json.dumps({"format": 1, "part": "cpu", "world_size": 3, "entries": {}}))
+        path.write_text(render("cpu", 3, {}, {}, []))
         said = self.told({1: {"SHOTCAST_TABLE": str(path)}})
         assert said.startswith("the ranks do not agree on tables (SHOTCAST_TABLE): rank 0: ")
 
@@ -115,9 +118,33 @@ class TestDisagreement:
 
     def test_table_of_other_hardware(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        path.write_text(json.dumps({"format": 1, "part": "NVIDIA H200", "world_size": 4, "entries": {}}))
+        path.write_text(render("NVIDIA H200", 4, {}, {}, []))
         said = self.told({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
-        assert f"{path} was made for 4 x NVIDIA H200; this is 3 x cpu" in said
+        assert f"{path} was made for 4 x NVIDIA H200; this is 3 x {cpu_model()}: run `shotcast tune` again here" in said
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (('"format": 2', '"format": 1'), "has format 1; this version reads format 2: run `shotcast tune` again"),
+            (
+                (f'"kernels": {KERNELS}', f'"kernels": {KERNELS - 1}'),
+                f"was made for revision {KERNELS - 1} of the kernels",
+            ),
+        ],
+    )
+    def test_table_that_is_out_of_date(self, tmp_path: Path, change: tuple[str, str], told: str) -> None:
+        path = tmp_path / "table.json"
+        path.write_text(render("cpu", 3, {}, {}, []).replace(*change))
+        said = self.told({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
+        assert f"table {path} {told}" in said
+
+    def test_table_with_a_launch_that_the_kernels_cannot_take(self, tmp_path: Path) -> None:
+        path = tmp_path / "table.json"
+        row = Row(64, "one_shot", LaunchShape(block_words=0), "eager")
+        path.write_text(render("cpu", 3, {("eager", "all_reduce", "int8"): [row]}, {}, []))
+        settings = {"SHOTCAST_TABLE": str(path), "SHOTCAST_CPU_KERNELS": "interpreter"}
+        said = self.told(dict.fromkeys(range(3), settings))
+        assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 4096, not 0" in said
 
     def test_device(self) -> None:
         said = shotcast.spawn(targets.disagree_on_device, 2, timeout_s=50)

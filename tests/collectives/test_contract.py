@@ -14,9 +14,10 @@ SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", range(3, 9))
-def test_auto_never_takes_the_ring_for_a_sum_of_more_than_two(device: str, world_size: int) -> None:
+@pytest.mark.parametrize("multicast", [False, True])
+def test_auto_never_takes_other_roundings_for_a_sum(device: str, world_size: int, multicast: bool) -> None:
     kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
-    place = Topology(world_size, device, part, kernels, "", False, 512 << 20)
+    place = Topology(world_size, device, part, kernels, "", multicast, 512 << 20)
     table = packaged(part, world_size)
     for tables in ((), (("packaged table", table),) if table else ()):
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):

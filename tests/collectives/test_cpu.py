@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics
 
 import shotcast
 from shotcast import wire
+from shotcast.collectives.table import Row, render
+from shotcast.wire import LaunchShape
 
 pytestmark = pytest.mark.timeout(120)
 ODD_COUNTS = [0, 1, 5, 63, 4099]
@@ -101,9 +102,8 @@ class TestBits:
         for algorithm in ("one_shot", "two_shot"):
             for chunk_bytes in (64, 4096):
                 path = tmp_path / f"{algorithm}{chunk_bytes}.json"
-                row = [None, algorithm, {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": chunk_bytes}]
-                entries = {"all_reduce": {"bfloat16": [row]}}
-                path.write_text(json.dumps({"format": 1, "part": "cpu", "world_size": 3, "entries": entries}))
+                row = Row(float("inf"), algorithm, LaunchShape(0, 0, 0, chunk_bytes), "eager")
+                path.write_text(render("cpu", 3, {("eager", "all_reduce", "bfloat16"): [row]}, {}, []))
                 env = {"SHOTCAST_TABLE": str(path)}
                 for found, said in shotcast.spawn(targets.sums_with_chunks, 3, [algorithm], env=env, timeout_s=60):
                     assert f"{algorithm} (chunks of {chunk_bytes} bytes), by user table: {path}" in said

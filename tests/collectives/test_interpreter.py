@@ -14,12 +14,15 @@ import pytest
 from interpreter_targets import (
     OPERATIONS,
     Case,
+    clearing,
     long_messages,
     norm,
+    pieces,
     quietly,
     replayed,
     run_cases,
     sentinels,
+    slots_left,
     with_late_programs,
 )
 from workers import SIGNALS, across_epochs, changing_sizes, killed, late_then_reset, matrix, mismatched, numerics
@@ -139,6 +142,22 @@ def test_bits_are_equal_on_all_ranks_and_runs(world_size: int) -> None:
 def test_sentinels_arrive_as_nan(world_size: int) -> None:
     """A tensor of words that mean "not arrived" does not keep anybody waiting."""
     assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_that_clear_their_slots_themselves(world_size: int) -> None:
+    interpreted(with_late_programs, world_size, clearing, 60, 1500)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce/two_shot", "reduce_scatter/one_shot", "all_gather", "all_to_all"])
+def test_who_clears_leaves_nothing(operation: str) -> None:
+    for itself, by_the_next in interpreted(slots_left, 2, operation, 1001):
+        assert itself == 0
+        assert by_the_next > 0
+
+
+def test_messages_beyond_the_workspace_pass_in_pieces() -> None:
+    assert interpreted(pieces, 3, 4096) == [20] * 3
 
 
 def test_long_messages() -> None:

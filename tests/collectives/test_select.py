@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,18 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast import wire
-from shotcast.collectives.candidates import candidates, launch_shape, obstacle
-from shotcast.collectives.problem import CollectiveProblem, Explanation, Topology
+from shotcast.collectives import select
+from shotcast.collectives.candidates import (
+    candidates,
+    keeps_bits,
+    launch_obstacle,
+    launch_shape,
+    launch_shapes,
+    obstacle,
+)
+from shotcast.collectives.problem import Candidate, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.select import choose
-from shotcast.collectives.table import Table, parse
+from shotcast.collectives.table import KERNELS, MODES, Table, parse
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
 from shotcast.errors import ConfigError
-from shotcast.wire import ALGORITHMS, LaunchShape, Op
+from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
 
 
-def ground(kernels: str = "compiled", world_size: int = 4, max_bytes: int = 1 << 20, obstacle: str = "") -> Topology:
+def ground(
+    kernels: str = "compiled",
+    world_size: int = 4,
+    max_bytes: int = 1 << 20,
+    obstacle: str = "",
+    multicast: bool = False,
+) -> Topology:
     device = "cuda" if kernels == "triton" else "cpu"
-    return Topology(world_size, device, "cpu", kernels, obstacle, False, max_bytes)
+    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes)
 
 
 def problem(
@@ -34,9 +49,17 @@ def problem(
     return CollectiveProblem(op, nbytes, dtype, topology or ground(), 0, sizes, reduction)
 
 
-def table(*rows: object, op: str = "all_reduce", dtype: str = "float32", name: str = "t") -> Table:
-    entries = {op: {dtype: list(rows)}}
-    return parse(json.dumps({"format": 1, "part": "cpu", "world_size": 4, "entries": entries}), name)
+def table(
+    *rows: object,
+    op: str = "all_reduce",
+    dtype: str = "float32",
+    name: str = "t",
+    mode: str = "eager",
+    part: str = "cpu",
+) -> Table:
+    entries = {mode: {op: {dtype: list(rows)}}}
+    whole = {"format": 2, "kernels": KERNELS, "part": part, "world_size": 4, "entries": entries}
+    return parse(json.dumps(whole), name)
 
 
 problems = st.builds(
@@ -49,6 +72,7 @@ problems = st.builds(
         kernels=st.sampled_from(["triton", "interpreter", "compiled"]),
         world_size=st.integers(2, 8),
         max_bytes=st.integers(1, 512 << 20),
+        multicast=st.booleans(),
     ),
     reduction=st.sampled_from(["sum", "max", "min", "prod"]),
 )
@@ -82,10 +106,32 @@ class TestOrder:
         ring = table([None, "ring", None], op="broadcast")
         choice = choose(problem(Op.BROADCAST), "auto", "auto", (("user table", ring),))
         assert (choice.source, choice.candidate.algorithm) == ("cost model", "one_shot")
+        assert choice.reason.endswith("; t has ring, but there is no ring broadcast; there is one_shot")
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_call_is_looked_up_by_how_it_is_made(self, mode: str) -> None:
+        captured = table([None, "ring", None], name="graph.json", mode="graph", part="H")
+        eager = table([None, "two_shot", None], name="eager.json", mode="eager", part="H")
+        both = dataclasses.replace(captured, rows=captured.rows | eager.rows)
+        choice = choose(problem(), "auto", "auto", (("user table", both),), mode)
+        assert choice.candidate.algorithm == {"graph": "ring", "eager": "two_shot"}[mode]
+        assert "calls" not in choice.reason
+
+    @pytest.mark.parametrize(("mode", "other"), [MODES, MODES[::-1]])
+    def test_of_a_table_that_lacks_the_mode_the_other_serves_and_the_reason_says_so(
+        self, mode: str, other: str
+    ) -> None:
+        rows = table([4096, "ring", None], name="t.json", mode=other, part="H")
+        choice = choose(problem(), "auto", "auto", (("packaged table", rows),), mode)
+        assert (choice.source, choice.candidate.algorithm) == ("packaged table", "ring")
+        said = f"t.json: ring for up to 4 KiB, by its {other} rows, as it has none for {mode} calls"
+        assert choice.reason == said
 
     def test_an_environment_that_is_not_legal_is_passed_over(self) -> None:
         choice = choose(problem(Op.BROADCAST), "auto", "two_shot", ())
         assert (choice.source, choice.candidate.algorithm) == ("cost model", "one_shot")
+        said = "; SHOTCAST_ALGORITHM is two_shot, but there is no two_shot broadcast; there is one_shot"
+        assert choice.reason.endswith(said)
 
     def test_launch_is_the_rows_or_the_default(self) -> None:
         shape = {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": 640}
@@ -102,7 +148,7 @@ class TestOrder:
         assert choose(problem(), "ring", "auto", tables).reason == "named in the call"
         assert choose(problem(), "auto", "ring", tables).reason == "SHOTCAST_ALGORITHM"
         times = [collective_us("all_reduce", name, 1024, 4, SHARED_MEMORY) for name in ("one_shot", "two_shot", "ring")]
-        said = "predicted us: one_shot {:.1f}, two_shot {:.1f}, ring {:.1f}".format(*times)
+        said = "predicted us: one_shot {:.1f}, two_shot {:.1f}".format(*times[:2])
         assert choose(problem(), "auto", "auto", ()).reason == said
 
     @given(problems, names, names, st.lists(st.sampled_from(ALGORITHMS), max_size=2))
@@ -140,9 +186,33 @@ class TestOrder:
         asked = problem(nbytes=nbytes, topology=ground(kernels, world_size, 512 << 20))
         taken = choose(asked, "auto", "auto", ()).candidate.algorithm
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
-        own = [candidate.algorithm for candidate in candidates(asked) if candidate.algorithm != "vendor"]
+        own = [name for name in ("one_shot", "two_shot", "ring") if not obstacle(asked, name)]
+        own = [name for name in own if name != "ring" or world_size == 2]
         times = {name: collective_us("all_reduce", name, nbytes, world_size, link) for name in own}
         assert times[taken] == min(times.values())
+
+
+class TestBits:
+    @pytest.mark.parametrize(("world_size", "held"), [(2, True), (3, False), (8, False)])
+    @pytest.mark.parametrize("op", [Op.ALL_REDUCE, Op.REDUCE_SCATTER])
+    def test_of_sums(self, op: Op, world_size: int, held: bool) -> None:
+        asked = problem(op, topology=ground(world_size=world_size))
+        assert keeps_bits(asked, "one_shot")
+        assert keeps_bits(asked, "ring") == held
+        for name in ("two_shot_fp8", "multimem", "vendor"):
+            assert not keeps_bits(asked, name)
+
+    def test_of_copies(self) -> None:
+        assert all(keeps_bits(problem(Op.ALL_GATHER), name) for name in ("one_shot", "ring", "vendor"))
+
+    @pytest.mark.parametrize("left", [["multimem", "vendor"], ["two_shot_fp8", "vendor"]])
+    def test_the_model_leaves_to_the_vendor_what_no_own_algorithm_has_the_bits_for(
+        self, left: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        few = tuple(Candidate(name, LaunchShape()) for name in left)
+        monkeypatch.setattr(select, "candidates", lambda asked: few)
+        choice = choose(problem(), "auto", "auto", ())
+        assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
 
 
 class TestLegality:
@@ -244,17 +314,92 @@ class TestLegality:
         assert choice.reason == "several hosts"
 
 
+class TestMultimem:
+    """Sums in the switch: where there is a multicast address, and for those who ask."""
+
+    SWITCHED = problem(nbytes=1 << 20, topology=ground("triton", multicast=True))
+
+    def test_takes_a_multicast_address_and_floats_that_are_summed(self) -> None:
+        assert obstacle(self.SWITCHED, "multimem") == ""
+        assert obstacle(problem(topology=ground("triton")), "multimem") == "the ranks share no multicast address"
+        switch = ground("triton", multicast=True)
+        for asked, said in (
+            (
+                problem(dtype="int32", topology=switch),
+                "own kernels add up float32, float16, bfloat16, and this is int32",
+            ),
+            (problem(reduction="max", topology=switch), "own kernels only sum, and this is max"),
+            (problem(Op.BROADCAST, topology=switch), "there is no multimem broadcast; there is one_shot"),
+            (
+                problem(nbytes=(1 << 20) + 4, topology=switch),
+                "it would take 1048580 B of a workspace that has 1 MiB (max_bytes)",
+            ),
+        ):
+            assert obstacle(asked, "multimem") == said
+
+    @given(st.integers(0, 512 << 20), st.integers(2, 8))
+    def test_the_model_never_takes_it(self, nbytes: int, world_size: int) -> None:
+        asked = problem(nbytes=nbytes, topology=ground("triton", world_size, 512 << 20, multicast=True))
+        assert "multimem" in [candidate.algorithm for candidate in candidates(asked)]
+        assert choose(asked, "auto", "auto", ()).candidate.algorithm != "multimem"
+
+    def test_who_names_it_gets_it(self) -> None:
+        tables = (("user table", table([None, "multimem", None])),)
+        sources = [
+            choose(self.SWITCHED, "multimem", "auto", ()),
+            choose(self.SWITCHED, "auto", "multimem", ()),
+            choose(self.SWITCHED, "auto", "auto", tables),
+        ]
+        assert [choice.source for choice in sources] == ["argument", "environment", "user table"]
+        assert {choice.candidate.algorithm for choice in sources} == {"multimem"}
+        assert choose(problem(), "auto", "multimem", tables).source == "cost model", "no multicast address here"
+
+
 class TestLaunch:
-    @given(problems, st.sampled_from(["one_shot", "two_shot", "ring"]))
+    @given(problems, st.sampled_from(["one_shot", "two_shot", "ring", "multimem"]))
     def test_is_one_a_kernel_can_take(self, asked: CollectiveProblem, algorithm: str) -> None:
         shape = launch_shape(asked, algorithm)
         if asked.topology.kernels == "compiled":
             assert shape == LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
             return
-        assert 1 <= shape.programs <= 1024
+        assert launch_obstacle(asked.topology.kernels, algorithm, shape) == ""
         assert shape.block_words & (shape.block_words - 1) == 0, "Triton's tiles are powers of two"
         assert shape.block_words >= 16
         assert shape.num_warps in (1, 2, 4, 8)
+
+    @given(problems, st.sampled_from(ALGORITHMS))
+    def test_shapes_worth_trying_begin_with_the_default_and_can_all_be_taken(
+        self, asked: CollectiveProblem, algorithm: str
+    ) -> None:
+        shapes = launch_shapes(asked, algorithm)
+        assert shapes[0] == launch_shape(asked, algorithm)
+        assert len(set(shapes)) == len(shapes)
+        for shape in shapes:
+            assert launch_obstacle(asked.topology.kernels, algorithm, shape) == ""
+        if algorithm == "vendor" or asked.topology.kernels == "interpreter":
+            assert len(shapes) == 1
+
+    def test_more_programs_than_tiles_are_not_tried(self) -> None:
+        for shape in launch_shapes(problem(nbytes=64 << 10, topology=ground("triton")), "two_shot"):
+            assert shape.programs <= -(-(16 << 10) // 4 // shape.block_words)
+
+    def test_a_large_message_has_shapes_of_every_kind(self) -> None:
+        shapes = launch_shapes(problem(nbytes=64 << 20, topology=ground("triton", max_bytes=64 << 20)), "two_shot")
+        tiles = {(shape.block_words, shape.num_warps) for shape in shapes}
+        assert tiles == {(128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8)}
+        words = (64 << 20) // 4 // 4
+        assert {shape.programs for shape in shapes} == {128, 256, 512, 1024} | {words // block for block, _ in tiles}
+
+    def test_fused_kernels_have_their_default_alone(self) -> None:
+        fused = dataclasses.replace(
+            problem(Op.ALL_REDUCE_RMS_NORM, nbytes=1 << 20, topology=ground("triton")), norm=Norm(4096)
+        )
+        for algorithm in ("one_shot", "two_shot"):
+            assert launch_shapes(fused, algorithm) == (launch_shape(fused, algorithm),)
+
+    def test_chunks_up_to_the_message(self) -> None:
+        chunks = [shape.chunk_bytes for shape in launch_shapes(problem(nbytes=100_000), "one_shot")]
+        assert chunks == [0, 32 << 10, 64 << 10, 128 << 10]
 
     @pytest.mark.parametrize("share", [512 << 10, (512 << 10) - 4])
     def test_larger_tiles_from_half_a_mebibyte_a_rank(self, share: int) -> None:

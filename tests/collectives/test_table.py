@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,26 +11,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shotcast.collectives.table import load, packaged, parse
+from shotcast import wire
+from shotcast.collectives import table as tables
+from shotcast.collectives.candidates import keeps_bits, launch_obstacle, obstacle
+from shotcast.collectives.problem import CollectiveProblem, Topology
+from shotcast.collectives.table import KERNELS, MODES, Row, file_name, fit_for, load, packaged, parse, render
 from shotcast.errors import ConfigError
-from shotcast.wire import ALGORITHMS, LaunchShape
+from shotcast.wire import ALGORITHMS, LaunchShape, Op
 
 
 def made(**changes: Any) -> str:
     whole = {
-        "format": 1,
+        "format": 2,
+        "kernels": KERNELS,
         "part": "NVIDIA H200",
         "world_size": 4,
-        "provenance": {"date": "2026-01-01"},
+        "provenance": {"2026-01-01": {}},
+        "measurements": [],
         "entries": {
-            "all_reduce": {
-                "bfloat16": [
-                    [1024, "one_shot", {"programs": 8, "block_words": 64, "num_warps": 1}],
-                    [65536, "two_shot", None],
-                    [None, "vendor", None],
-                ],
-                "float32": [[4096, "ring", None]],
-            }
+            "graph": {
+                "all_reduce": {
+                    "bfloat16": [
+                        [1024, "one_shot", {"programs": 8, "block_words": 64, "num_warps": 1}],
+                        [65536, "two_shot", None],
+                        [None, "vendor", None],
+                    ],
+                    "float32": [[4096, "ring", None]],
+                }
+            },
+            "eager": {"all_reduce": {"bfloat16": [[2048, "ring", None]]}},
         },
     }
     return json.dumps({key: value for key, value in (whole | changes).items() if value != "absent"})
@@ -48,16 +58,37 @@ class TestLookup:
         ],
     )
     def test_row_serves_up_to_its_size(self, nbytes: int, algorithm: str) -> None:
-        row = parse(made(), "t").lookup("all_reduce", "bfloat16", nbytes)
+        row = parse(made(), "t").lookup("all_reduce", "bfloat16", nbytes, "graph")
         assert row is not None
         assert row.algorithm == algorithm
 
     def test_launch(self) -> None:
         table = parse(made(), "t")
-        row = table.lookup("all_reduce", "bfloat16", 5)
+        row = table.lookup("all_reduce", "bfloat16", 5, "graph")
         assert row is not None
         assert row.launch == LaunchShape(programs=8, block_words=64, num_warps=1)
-        assert table.lookup("all_reduce", "bfloat16", 2000).launch is None
+        row = table.lookup("all_reduce", "bfloat16", 2000, "graph")
+        assert row is not None
+        assert row.launch is None
+
+    @pytest.mark.parametrize(
+        ("mode", "dtype", "nbytes", "found"),
+        [
+            ("graph", "bfloat16", 2000, ("graph", "two_shot")),
+            ("eager", "bfloat16", 2000, ("eager", "ring")),
+            ("eager", "float32", 2000, ("graph", "ring")),  # none for eager calls: the other mode serves
+            ("eager", "bfloat16", 3000, None),  # there are some, and they do not reach this far
+        ],
+    )
+    def test_mode(self, mode: str, dtype: str, nbytes: int, found: tuple[str, str] | None) -> None:
+        row = parse(made(), "t").lookup("all_reduce", dtype, nbytes, mode)
+        assert (row and (row.mode, row.algorithm)) == found
+
+    def test_the_other_mode_serves_either_way(self) -> None:
+        table = parse(made(entries={"eager": {"broadcast": {"int8": [[8, "one_shot", None]]}}}), "t")
+        row = table.lookup("broadcast", "int8", 8, "graph")
+        assert row is not None
+        assert row.mode == "eager"
 
     @pytest.mark.parametrize(
         ("op", "dtype", "nbytes"),
@@ -77,7 +108,7 @@ class TestLookup:
     ) -> None:
         limits: list[int | None] = [*bounds, None] if endless else list(bounds)
         rows = [[limit, data.draw(st.sampled_from(ALGORITHMS)), None] for limit in limits]
-        row = parse(made(entries={"all_reduce": {"int8": rows}}), "t").lookup("all_reduce", "int8", nbytes)
+        row = parse(made(entries={"eager": {"all_reduce": {"int8": rows}}}), "t").lookup("all_reduce", "int8", nbytes)
         wanted = next((r for r in rows if r[0] is None or nbytes <= r[0]), None)
         if wanted is None:
             assert row is None
@@ -87,24 +118,52 @@ class TestLookup:
 
 
 def entries(*rows: Any, op: str = "all_reduce", dtype: str = "bfloat16") -> dict[str, Any]:
-    return {"entries": {op: {dtype: list(rows)}}}
+    return {"entries": {"eager": {op: {dtype: list(rows)}}}}
 
 
 class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"format": 2}, "has format 2; this version reads format 1"),
+            ({"format": 1}, r"has format 1; this version reads format 2: run `shotcast tune` again"),
+            ({"format": 3}, "has format 3; this version reads format 2"),
             ({"format": "absent"}, "has format None"),
+            ({"format": True}, "has format True"),
+            (
+                {"kernels": KERNELS - 1},
+                rf"revision {KERNELS - 1} of the kernels; these are revision {KERNELS}, .* again",
+            ),
+            ({"kernels": KERNELS + 1}, rf"revision {KERNELS + 1} of the kernels; these are revision {KERNELS}"),
+            ({"kernels": "new"}, "revision 'new' of the kernels"),
+            ({"kernels": True}, "revision True of the kernels"),
+            ({"kernels": "absent"}, "lacks kernels"),
             ({"part_name": "x"}, "unknown keys: part_name"),
-            ({"part": "absent"}, r"not as described in shotcast.collectives.table: KeyError\('part'\)"),
-            ({"world_size": "four"}, "not as described"),
-            ({"entries": "absent"}, "'entries'"),
-            ({"entries": []}, "not as described"),
-            (entries([1024, "tree", None]), "unknown algorithm 'tree'"),
-            (entries([1024, "ring"]), "not enough values"),
-            (entries([1024, "ring", {"blocks": 3}]), "blocks"),
-            (entries(["1K", "ring", None]), "not as described"),
+            ({"part": "absent", "world_size": "absent"}, "lacks part, world_size"),
+            ({"part": 3}, "part is the name of a GPU or processor, not 3"),
+            ({"part": ""}, "part is the name"),
+            ({"world_size": "four"}, "world_size is a whole number from 1 up, not 'four'"),
+            ({"world_size": 0}, "world_size is a whole number from 1 up, not 0"),
+            ({"world_size": True}, "world_size is a whole number from 1 up, not True"),
+            ({"entries": "absent"}, "lacks entries"),
+            ({"provenance": [1]}, r"provenance: an object is meant, not \[1\]"),
+            ({"measurements": {}}, "measurements: a list is meant, not {}"),
+            ({"entries": []}, r"entries: an object is meant, not \[\]"),
+            ({"entries": {"all_reduce": {}}}, "entries for 'all_reduce'; calls are graph or eager"),
+            ({"entries": {"graph": 3}}, "graph: an object is meant, not 3"),
+            ({"entries": {"graph": {"all_reduce": None}}}, "graph/all_reduce: an object is meant, not None"),
+            ({"entries": {"graph": {"all_reduce": {"int8": {}}}}}, "graph/all_reduce/int8: a list of rows is meant"),
+            ({"part": "cpu"}, "entries for graph, and CPU ranks have eager calls only"),
+            (entries(3), "eager/all_reduce/bfloat16: a row is"),
+            (entries([1024, "tree", None]), "eager/all_reduce/bfloat16: unknown algorithm 'tree'"),
+            (entries([1024, ["ring"], None]), "unknown algorithm"),
+            (entries([1024, "ring"]), r"a row is \[bytes or null, algorithm, launch or null\], not \[1024, 'ring'\]"),
+            (entries([1024, "ring", {"blocks": 3}]), "a launch has programs, block_words, num_warps, chunk_bytes"),
+            (entries([1024, "ring", 3]), "a launch has programs"),
+            (entries([1024, "ring", {"programs": -1}]), "programs is a whole number from 0 up, not -1"),
+            (entries([1024, "ring", {"num_warps": 1.5}]), "num_warps is a whole number from 0 up, not 1.5"),
+            (entries([1024, "ring", {"num_warps": True}]), "num_warps is a whole number from 0 up, not True"),
+            (entries(["1K", "ring", None]), "up to a whole number of bytes, or null for any, not '1K'"),
+            (entries([-1, "ring", None]), "up to a whole number of bytes, or null for any, not -1"),
             (entries([2048, "ring", None], [1024, "one_shot", None]), "all_reduce/bfloat16: sizes must ascend"),
             (entries([1024, "ring", None], [1024, "one_shot", None]), "sizes must ascend"),
             (entries([None, "ring", None], [1024, "one_shot", None]), "sizes must ascend"),
@@ -117,10 +176,78 @@ class TestRefused:
             parse(made(**changes), "my.json")
         assert "my.json" in str(caught.value)
 
-    @pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ("[]", "has format 'list'"), ("3", "'int'")])
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("{", "is not JSON"),
+            ("[]", "is a JSON list"),
+            ("3", "is a JSON int"),
+            ("9" * 5000, "is not JSON"),
+            ("[" * 100_000, "is not JSON"),
+            ("", "is not JSON"),
+        ],
+    )
     def test_no_table_at_all(self, text: str, said: str) -> None:
         with pytest.raises(ConfigError, match=said):
             parse(text, "my.json")
+
+    LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(ALGORITHMS)
+    JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner))
+    ROW = st.tuples(st.integers(0, 1 << 40) | LEAVES, st.sampled_from(ALGORITHMS) | JSON, st.none() | JSON).map(list)
+
+    @given(
+        st.dictionaries(st.sampled_from(["format", "kernels", "part", "world_size", "provenance", "entries"]), JSON)
+        | JSON.map(lambda value: {"entries": value})
+        | JSON.map(lambda value: {"entries": {"eager": {"all_reduce": value}}})
+        | st.lists(ROW | JSON, max_size=4).map(lambda rows: entries(*rows))
+    )
+    def test_anything_is_either_read_or_refused_in_words(self, changes: dict[str, Any]) -> None:
+        table, said = None, ""
+        try:
+            table = parse(made(**changes), "my.json")
+        except ConfigError as error:
+            said = str(error)
+        if table is None:
+            assert "my.json" in said
+            return
+        for (mode, op, dtype), rows in table.rows.items():
+            for nbytes in (0, 1024, 1 << 40):
+                row = table.lookup(op, dtype, nbytes, mode)
+                assert row is None or (row in rows and row.nbytes >= nbytes)
+
+
+class TestRender:
+    ROWS = st.lists(st.integers(0, 1 << 40), unique=True, max_size=4).map(sorted)
+    SHAPES = st.none() | st.builds(
+        LaunchShape, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 1 << 20)
+    )
+    KEYS = st.tuples(
+        st.sampled_from(MODES), st.sampled_from([op.label for op in Op]), st.sampled_from(list(wire.DTYPES))
+    )
+
+    @given(st.data(), st.lists(KEYS, unique=True, max_size=4), st.text(min_size=1), st.integers(1, 8))
+    def test_is_read_back(self, data: st.DataObject, keys: list[Any], name: str, world_size: int) -> None:
+        part = f"part {name}"
+        rows = {}
+        for key in keys:
+            limits: list[float] = [*data.draw(self.ROWS)]
+            if data.draw(st.booleans()):
+                limits.append(float("inf"))
+            rows[key] = tuple(
+                Row(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(self.SHAPES), key[0]) for limit in limits
+            )
+        text = render(part, world_size, rows, {"today": {"a": [1, {"b": 2}], "c": {}}}, [{"x": 1}, {"y": [2]}])
+        table = parse(text, "t")
+        assert (table.part, table.world_size) == (part, world_size)
+        assert table.rows == rows
+        document = json.loads(text)
+        assert document["provenance"] == {"today": {"a": [1, {"b": 2}], "c": {}}}
+        assert document["measurements"] == [{"x": 1}, {"y": [2]}]
+
+    def test_a_row_takes_a_line(self) -> None:
+        text = render("p", 2, {("graph", "barrier", "int8"): [Row(8, "ring", LaunchShape(), "graph")]}, {}, [])
+        shape = json.dumps(dataclasses.asdict(LaunchShape()))
+        assert f'     [8, "ring", {shape}]\n' in text
 
 
 class TestFiles:
@@ -134,7 +261,10 @@ class TestFiles:
     def test_for_other_hardware(self, tmp_path: Path, part: str, world_size: int) -> None:
         path = tmp_path / "t.json"
         path.write_text(made())
-        said = f"SHOTCAST_TABLE: {path} was made for 4 x NVIDIA H200; this is {world_size} x {part}"
+        said = (
+            f"SHOTCAST_TABLE: {path} was made for 4 x NVIDIA H200; this is {world_size} x {part}: run `shotcast tune` "
+            "again here, or unset SHOTCAST_TABLE"
+        )
         with pytest.raises(ConfigError) as caught:
             load(str(path), part, world_size)
         assert str(caught.value) == said
@@ -143,11 +273,105 @@ class TestFiles:
         with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
             load(str(tmp_path), "cpu", 2)
 
-    def test_packaged_ones_are_sound_and_found(self) -> None:
-        folder = Path(__file__).parents[2] / "src/shotcast/collectives/tables"
-        for file in folder.glob("*.json"):
-            table = parse(file.read_text(), file.name)
-            assert packaged(table.part, table.world_size) == table, "a table is found by the hardware it names"
+    def test_not_text(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.json"
+        path.write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
+            load(str(path), "cpu", 2)
 
-    def test_none_packaged(self) -> None:
+    @pytest.mark.parametrize(
+        ("part", "refused"), [("EPYC", ""), ("cpu", ""), ("Xeon", "made for 4 x Xeon; this is 4 x EPYC")]
+    )
+    def test_of_processors(self, tmp_path: Path, part: str, refused: str) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(made(part=part, entries={"eager": {}}))
+        if refused:
+            with pytest.raises(ConfigError, match=refused):
+                load(str(path), "EPYC", 4, "cpu")
+        else:
+            assert load(str(path), "EPYC", 4, "cpu").part == part
+
+    def test_for_any_processor_is_for_no_gpu(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(made(part="cpu", entries={"eager": {}}))
+        with pytest.raises(ConfigError, match="made for 4 x cpu; this is 4 x NVIDIA H200"):
+            load(str(path), "NVIDIA H200", 4)
+
+    def test_graphs_of_a_processor(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(made(part="EPYC"))
+        with pytest.raises(ConfigError, match="has entries for graph, and CPU ranks have eager calls only"):
+            load(str(path), "EPYC", 4, "cpu")
+
+    @pytest.mark.parametrize(
+        ("kernels", "launch", "said"),
+        [
+            ("triton", {"programs": 0}, "programs are 1 to 2147483646, not 0"),
+            ("triton", {"block_words": 100}, "block_words is a power of two from 16 to 4096, not 100"),
+            ("interpreter", {"block_words": 8}, "block_words is a power of two from 16 to 4096, not 8"),
+            ("triton", {"num_warps": 3}, "num_warps is a power of two from 1 to 16, not 3"),
+            ("triton", {"num_warps": 0}, "num_warps is a power of two from 1 to 16, not 0"),
+            ("triton", {"programs": (1 << 31) - 2, "block_words": 4096, "num_warps": 16}, ""),
+            ("compiled", {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": 640}, ""),
+        ],
+    )
+    def test_launches_that_kernels_cannot_take(self, kernels: str, launch: dict[str, int], said: str) -> None:
+        table = parse(made(entries={"eager": {"all_reduce": {"int8": [[8, "ring", launch]]}}}), "my.json")
+        if said:
+            with pytest.raises(ConfigError, match=f"table my.json, eager/all_reduce/int8, ring: {said}"):
+                fit_for(table, kernels)
+        else:
+            assert fit_for(table, kernels) is table
+
+
+PACKAGED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
+
+
+class TestPackaged:
+    @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
+    def test_is_found_by_the_hardware_it_names_and_fits_it(self, file: Path) -> None:
+        table = parse(file.read_text(), file.name)
+        assert file.name == file_name(table.part, table.world_size)
+        found = packaged(table.part, table.world_size)
+        assert found == table
+        assert fit_for(table, "triton") is table
+
+    @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
+    def test_each_row_is_legal_and_keeps_the_bits(self, file: Path) -> None:
+        table = parse(file.read_text(), file.name)
+        place = Topology(table.world_size, "cuda", table.part, "triton", "", True, 512 << 20)
+        assert table.rows
+        for (mode, op, dtype), rows in table.rows.items():
+            least = 0
+            for row in rows:
+                for nbytes in {least, int(min(row.nbytes, 256 << 20))}:
+                    problem = CollectiveProblem(Op[op.upper()], nbytes, dtype, place)
+                    assert obstacle(problem, row.algorithm) == "", (mode, op, dtype, row)
+                    assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
+                    if row.launch is not None:
+                        assert launch_obstacle("triton", row.algorithm, row.launch) == ""
+                least = int(min(row.nbytes, 1 << 30)) + 1
+
+    @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
+    def test_says_where_it_comes_from(self, file: Path) -> None:
+        for run in json.loads(file.read_text())["provenance"].values():
+            assert {"versions", "driver"} <= run.keys()
+
+    def test_for_other_kernels_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tables, "KERNELS", KERNELS + 1)
+        with pytest.raises(ConfigError, match=f"nvidia_h200_x4.json was made for revision {KERNELS} of the kernels"):
+            packaged("NVIDIA H200", 4)
+
+    def test_none(self) -> None:
         assert packaged("no such part", 3) is None
+
+    @pytest.mark.parametrize(
+        ("part", "name"),
+        [
+            ("NVIDIA H200", "nvidia_h200_x4.json"),
+            ("AMD EPYC 7B13, 64 cores", "amd_epyc_7b13_64_cores_x4.json"),
+            ("Intel(R) Xeon(R)", "intel_r_xeon_r_x4.json"),
+        ],
+    )
+    def test_file_names(self, part: str, name: str) -> None:
+        assert file_name(part, 4) == name

@@ -81,8 +81,8 @@ def matrix(
             xs = inputs(count, dtype, size, seed + count, comm.device)
             x = shifted(xs[rank], shift)
             for algorithm in comm.candidates(x):
-                if algorithm == "vendor":
-                    continue
+                if algorithm == "vendor" or (algorithm == "multimem" and device == "cuda"):
+                    continue  # other roundings: the vendor's, and those of the switch
                 straggle(comm, dice)
                 wanted = reference.all_reduce(xs, algorithm)
                 check(comm.all_reduce(x, algorithm=algorithm), wanted, (name, count, algorithm))

@@ -8,8 +8,8 @@ import llvmlite.binding as llvm
 import pytest
 from numba import njit, types
 
-from shotcast.cpu import copies, floats, one_shot, point_to_point, ring, two_shot
-from shotcast.cpu.compilation import Schedule
+from shotcast.cpu import blocks, copies, floats, fused, norm, one_shot, point_to_point, ring, two_shot, two_shot_fp8
+from shotcast.cpu.compilation import Arithmetic, Schedule
 
 TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
 SCHEDULES = {
@@ -18,6 +18,8 @@ SCHEDULES = {
     "ring": ring.ALL_REDUCE,
     "broadcast": copies.BROADCAST,
     "recv": point_to_point.RECV,
+    "fused": fused.REDUCE_SCATTER_ALL_GATHER,
+    "fp8": two_shot_fp8.ALL_REDUCE,
 }
 
 
@@ -58,19 +60,63 @@ def test_words_are_acquired_and_released(name):
     assert count(r"\bstlr\b", code) >= 1
 
 
+def code_of(arithmetic: Arithmetic, triple: str, monkeypatch) -> str:
+    monkeypatch.setattr("shotcast.cpu.compilation._keep_on_disk", lambda compilable: None)
+    arithmetic = Arithmetic(arithmetic._function)
+    arithmetic.address()
+    text = arithmetic._compiled.inspect_llvm()
+    assert count(r"f(add|sub|mul|div) (?!<)(?!float)\w+ ", text) == 0, "fast-math flags"
+    code = assembly(text, triple)
+    assert count(r"\bfmla\b|\bfmls\b|\bfn?m(add|sub)\b|\bvfn?m(add|sub)", code) == 0
+    return code
+
+
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("dtype", floats.SUMS)
 def test_sums_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
-    monkeypatch.setattr("shotcast.cpu.compilation._keep_on_disk", lambda compilable: None)
-    arithmetic = type(floats.SUMS[dtype])(floats.SUMS[dtype]._function)
-    arithmetic.address()
-    text = arithmetic._compiled.inspect_llvm()
-    assert count(r"fadd (?!<)(?!float)\w+ ", text) == 0, "fast-math flags"
-    code = assembly(text, triple)
-    assert count(r"\bfmla\b|\bfmadd\b|\bvfn?madd", code) == 0
+    code = code_of(floats.SUMS[dtype], triple, monkeypatch)
     if triple.startswith("aarch64"):
         assert count(r"fadd\s+v\d+\.4s", code) >= 8
         assert dtype != "float16" or count(r"\bfcvtn", code) > 0
     else:
         assert count(r"vaddps\s.*[yz]mm", code) >= 2
         assert dtype != "float16" or not floats.machine_has_half() or count("vcvtps2ph", code) > 0
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("dtype", norm.ADDS)
+def test_rows_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
+    adds = code_of(norm.ADDS[dtype], triple, monkeypatch)
+    norms = code_of(norm.NORMS[dtype], triple, monkeypatch)
+    if triple.startswith("aarch64"):
+        vectors = {kind: rf"f{kind}\s+v\d+\.4s" for kind in ("add", "mul")}
+        narrowed = r"\bxtn|\buzp1"
+    else:
+        vectors = {kind: rf"v{kind}ps\s.*[yz]mm" for kind in ("add", "mul")}
+        narrowed = r"\bvpmov\w*[dw]b|\bvpackus"
+    # The sum, the residual, the squares; twice for each the factor, the weight and the inverse of the scale.
+    assert count(vectors["add"], adds) >= 6
+    assert count(vectors["mul"], adds) >= 2
+    assert count(vectors["mul"], norms) >= 10
+    assert count(narrowed, norms) >= 2, "bytes are not packed from vectors"
+
+
+@pytest.mark.parametrize("triple", TRIPLES)
+@pytest.mark.parametrize("dtype", blocks.ENCODE)
+def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
+    encoding = code_of(blocks.ENCODE[dtype], triple, monkeypatch)
+    decoding = code_of(blocks.DECODE[dtype], triple, monkeypatch)
+    summing = code_of(blocks.SUM, triple, monkeypatch)
+    if triple.startswith("aarch64"):
+        product, total, narrowed, widened = r"fmul\s+v\d+\.4s", r"fadd\s+v\d+\.4s", r"\bxtn|\buzp1", r"\bushll"
+    else:
+        product, total = r"vmulps\s.*[yz]mm", r"vaddps\s.*[yz]mm"
+        narrowed, widened = r"\bvpmov\w*[dw]b|\bvpackus", r"\bvpmovzxbd"
+    assert count(product, encoding) >= 2
+    assert count(narrowed, encoding) >= 1
+    assert count(product, decoding) >= 2
+    assert count(widened, decoding) >= 2
+    assert count(product, summing) >= 4
+    assert count(total, summing) >= 2
+    assert count(narrowed, summing) >= 1
+    assert count(widened, summing) >= 2

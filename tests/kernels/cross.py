@@ -16,7 +16,9 @@ from triton.compiler import ASTSource
 
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.kernels.executor import MULTICAST_OPTIONS
 from shotcast.kernels.mail import mail
+from shotcast.kernels.multimem import multimem_all_reduce
 from shotcast.kernels.norm import add_rms_norm
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
@@ -24,6 +26,7 @@ from shotcast.kernels.two_shot import two_shot_all_reduce
 
 ADDRESSES = ("x", "out", "data", "own", "peers", "header")
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
+MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one_shot": (one_shot_reduce, {"CLEARS": False, "SCATTER": False}),
     "one_shot_scatter": (one_shot_reduce, {"CLEARS": False, "SCATTER": True}),
@@ -32,6 +35,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one_shot_scatter_clears": (one_shot_reduce, {"CLEARS": True, "SCATTER": True}),
     "two_shot_clears": (two_shot_all_reduce, {"CLEARS": True, "MULTICAST": False}),
     "gather_clears": (copy, {"CLEARS": True, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
+    "multimem": (multimem_all_reduce, {}),
     "ring": (ring, {"REDUCE": True, "GATHER": True}),
     "ring_scatter": (ring, {"REDUCE": True, "GATHER": False}),
     "ring_gather": (ring, {"REDUCE": False, "GATHER": True}),
@@ -41,6 +45,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "exchange": (copy, {"CLEARS": False, "KIND": EXCHANGE.value, "CELLS": False, "MULTICAST": False}),
     "exchange_cells": (copy, {"CLEARS": False, "KIND": EXCHANGE.value, "CELLS": True, "MULTICAST": False}),
     "broadcast": (copy, {"CLEARS": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": False}),
+    "broadcast_multicast": (copy, {"CLEARS": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": True}),
     "broadcast_cells": (copy, {"CLEARS": False, "KIND": BROADCAST.value, "CELLS": True, "MULTICAST": False}),
     "barrier": (barrier, {}),
     "send": (mail, {"SENDING": True}),
@@ -73,7 +78,8 @@ def compiled(
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    return build(kernel, signature, constants, warps, capability)
+    options = MULTICAST_OPTIONS if name in MULTICASTS else {}
+    return build(kernel, signature, constants, warps, capability, options=options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,11 +101,12 @@ def build(
     warps: int,
     capability: int,
     attributes: dict[tuple[int], Any] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Any:
     return triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90},
+        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
     )
 
 

@@ -43,6 +43,7 @@ LOADS: dict[str, Callable[[int], int]] = {
     "two_shot": lambda n: n,
     "two_shot_clears": lambda n: n,
     "two_shot_multicast": lambda n: n,
+    "multimem": lambda n: n,
     "ring": lambda n: n,
     "ring_scatter": lambda n: n,
     "exchange": lambda n: n,
@@ -61,6 +62,7 @@ POLLS: dict[str, Callable[[int], int]] = {
     "ring_scatter": lambda n: n - 1,
     "ring_gather": lambda n: n - 1,
     "broadcast": lambda n: 1,
+    "broadcast_multicast": lambda n: 1,
     "broadcast_cells": lambda n: 1,
     "barrier": lambda n: 0,
     "send": lambda n: 0,
@@ -128,7 +130,7 @@ def every_form() -> list[Form]:
     for name, dtype, world_size, shape, capability in itertools.product(
         cross.KERNELS, REDUCIBLE, (2, 3, 4, 8), ((128, 1), (512, 4)), (80, 90, 100, 120)
     ):
-        if "multicast" in name and capability < 90:
+        if name in cross.MULTICASTS and capability < 90:
             continue
         for unit in (16, narrow(dtype)):
             made.add(form(name, dtype, unit, world_size, *shape, capability))
@@ -145,9 +147,14 @@ def chosen_forms() -> list[Form]:
     made += [form(name, block=512, warps=4) for name in some]
     made += [form(name, "float32", world_size=2, capability=80) for name in (*some, "barrier", *MAIL)]
     made += [form("one_shot", capability=80)]
+    made += [form("multimem", dtype, world_size=n) for dtype, n in zip(REDUCIBLE, (2, 3, 8), strict=True)]
+    made += [form("multimem", unit=unit, world_size=8, block=512, warps=4) for unit in (16, 2)]
+    made += [form("two_shot_multicast", unit=2, world_size=8, block=512, warps=4), form("multimem", block=256)]
     for capability in (100, 120):
         made += [form("one_shot", world_size=8, capability=capability), form("recv", capability=capability)]
         made += [form("two_shot_multicast", world_size=2, capability=capability)]
+        made += [form("gather_multicast", block=512, warps=4, capability=capability)]
+        made += [form("multimem", dtype, world_size=2, capability=capability) for dtype in REDUCIBLE]
         made += [form("exchange_cells", world_size=3, capability=capability)]
     return made
 
@@ -196,9 +203,37 @@ def moves_data_in_16_bytes(form: Form, folder: Path) -> None:
 
 
 def multicasts_where_asked(form: Form, folder: Path) -> None:
-    stores = {key: n for key, n in cross.instructions(form.ptx).items() if key.startswith("multimem")}
-    asked = {"multimem.st.relaxed.sys.global.v4.f32": form.accesses} if "multicast" in form.name else {}
-    assert stores == asked
+    """One instruction moves 16 bytes; a thread has each of its quads once. Machine code has no other of the kind."""
+    used = {key: n for key, n in cross.instructions(form.ptx).items() if key.startswith("multimem")}
+    asked = {"multimem.st.relaxed.sys.global.v4.f32": form.accesses} if form.name in cross.MULTICASTS else {}
+    loads = {}
+    if form.name == "multimem":
+        kind = {"float32": "add.v4.f32", "bfloat16": "add.acc::f32.v4.bf16x2", "float16": "add.acc::f32.v4.f16x2"}
+        asked[f"multimem.ld_reduce.relaxed.sys.global.{kind[form.dtype]}"] = form.accesses
+        wide = "F32ADD" if form.capability == 90 else "HPADD"  # float32 within; ADD alone would add in 16 bits
+        kind = {"float32": "ADD.F32x4", "bfloat16": f"{wide}.BF16x8", "float16": f"{wide}.F16x8"}
+        loads = {f"LDGMC.E.{kind[form.dtype]}.RN.STRONG.SYS": form.accesses}
+    assert used == asked
+    machine = cross.machine_instructions(cross.sass(form.kernel, folder))
+    assert {key: n for key, n in machine.items() if key.startswith("LDGMC")} == loads
+
+
+def loads_sums_behind_flags(form: Form, folder: Path) -> None:
+    """Staging, block barrier, flags; flags polled, fences, block barrier, sums: in this order."""
+    orders = ("st.release.sys.global.b64", "fence.acq_rel.sys", "fence.proxy.alias")
+    counts = cross.instructions(form.ptx)
+    assert [counts[key] for key in orders] == [int(form.name == "multimem")] * 3
+    if form.name != "multimem":
+        return
+    raised, fenced = form.ptx.index(orders[0]), form.ptx.index(orders[1])
+    staged = form.ptx.rindex("st.global.v4.b32", 0, raised)
+    polled = form.ptx.rindex("ld.volatile.global.b64", 0, fenced)
+    loaded, sent = form.ptx.index("multimem.ld_reduce"), form.ptx.index("multimem.st")
+    assert staged < raised < polled < fenced < form.ptx.index(orders[2]) < loaded < sent
+    assert "bar.sync" in form.ptx[staged:raised], "all warps have stored"
+    assert "bar.sync" in form.ptx[fenced:loaded], "all warps know what each thread has seen"
+    order = ("STG.E.128 ", "BAR.SYNC", "MEMBAR.ALL.SYS", "STG.E.64.STRONG.SYS", "MEMBAR.ALL.SYS", "BAR.SYNC", "LDGMC")
+    assert re.search(r"[\s\S]*?".join(map(re.escape, order)), cross.sass(form.kernel, folder))
 
 
 def adds_in_order_and_rounds_to_nearest(form: Form, folder: Path) -> None:
@@ -232,7 +267,7 @@ def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
     polled = POLLS.get(form.name, lambda n: n)(form.world_size)
     assert (counts["LDG.E.128.STRONG.SYS"] > 0) == (polled > 0)
     assert counts["STG.E.128"] > 0 or form.name in ("barrier", "recv")
-    assert (counts["STG.E.128.STRONG.SYS"] > 0) == ("multicast" in form.name)
+    assert (counts["STG.E.128.STRONG.SYS"] > 0) == (form.name in cross.MULTICASTS)
     assert not [key for key in counts if key.startswith(("FFMA", "LDG.E.U8", "STG.E.U8"))]
     if form.name in SUMS:
         assert counts["FADD"] + counts["FADD2"] > 0
@@ -247,6 +282,7 @@ CHECKS = (
     polls_volatile_and_wide,
     moves_data_in_16_bytes,
     multicasts_where_asked,
+    loads_sums_behind_flags,
     adds_in_order_and_rounds_to_nearest,
     keeps_tiles_in_registers,
     machine_code_is_what_ptx_says,

@@ -11,6 +11,7 @@ from . import test_epoch_advance as epoch_advance
 from . import test_flag_cells as flag_cells
 from . import test_host_staging as host_staging
 from . import test_mail as mail
+from . import test_multimem as multimem
 from . import test_pipeline as pipeline
 from . import test_sentinel as sentinel
 from .explore import explore
@@ -47,6 +48,10 @@ MODELS: dict[str, Callable[[bool], Machine]] = {
     "mail pushed without credits": lambda r: mail.gpu_model(2, STREAM, mail.Rules(credits=False), reduced=r),
     "mail pulled": lambda r: mail.cpu_model(2, STREAM, reduced=r),
     "mail pulled, acknowledged early": lambda r: mail.cpu_model(2, STREAM, mail.Rules(copied_first=False), reduced=r),
+    "multimem": lambda r: multimem.model(2, [Call("multimem", (1, 1))], reduced=r),
+    "multimem, flag first": lambda r: multimem.model(
+        2, [Call("multimem", (1, 1))] * 2, multimem.Rules(fenced=False, headers=NO_HEADERS), reduced=r
+    ),
     "host two-shot": lambda r: host_staging.model(2, ["two_shot"] * 2, reduced=r),
     "host ring": lambda r: host_staging.model(2, ["ring"] * 2, reduced=r),
     "host one-shot, one header": lambda r: host_staging.model(

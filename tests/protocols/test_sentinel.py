@@ -28,6 +28,8 @@ class Rules:
 
     generations: int = 3
     clears: int | None = 2  # a call clears generation (g + clears) % generations; None: the words it has just read
+    itself_from: int = CAPACITY + 1  # a call with as many words clears what it has read, and leaves an extent of 0
+    clears_itself: bool = True  # False: it only leaves that extent
     counts_slot_calls: bool = True  # False: the generation is epoch % generations, also past calls without slots
     extents_kept: bool = True  # False: a call clears as many words as it uses itself
     bases_fixed: bool = True  # False: a generation begins where the one before ends, at this call's size
@@ -53,14 +55,15 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
                 cleared = (generation + rules.clears) % rules.generations
                 for word in range(extents[cleared] if rules.extents_kept else extent):
                     yield Store((rank, "slots", cleared * CAPACITY + word), SENTINEL)
-            extents[generation] = extent
+            itself = extent >= rules.itself_from
+            extents[generation] = 0 if itself else extent
 
             base = generation * (CAPACITY if rules.bases_fixed else extent)
             yield from SCHEDULES[call.op](
                 rank, ranks, number, call, lambda owner, word, b=base: (owner, "slots", b + word)
             )
 
-            if rules.clears is None:
+            if rules.clears is None or (itself and rules.clears_itself):
                 for word in range(extent):
                     yield Store((rank, "slots", base + word), SENTINEL)
         yield KernelBoundary(number)
@@ -265,6 +268,24 @@ OWN_CLEAR = Rules(generations=2, clears=None)
 def test_two_generations_do_if_a_call_clears_what_it_has_read(calls: list[Call], verify) -> None:
     """What the third generation buys is not safety but time: clearing need not wait for the reads."""
     verify(model(max(3 if len(call.sizes) == 3 else 2 for call in calls), calls, OWN_CLEAR))
+
+
+LARGE_CLEAR_THEMSELVES = Rules(itself_from=5)
+
+
+@pytest.mark.parametrize(("op", "ranks"), [("one_shot", 2), ("two_shot", 2), ("all_gather", 2), ("two_shot", 3)])
+def test_large_calls_may_clear_themselves_among_small_ones_that_do_not(op: str, ranks: int, verify) -> None:
+    calls = calls_of(op, ranks, (3, 1, 1, 3, 1) if ranks == 2 else (4, 1, 1))
+    rules = replace(LARGE_CLEAR_THEMSELVES, itself_from=5 if ranks == 2 else 7)
+    assert {extent_of(call, ranks) >= rules.itself_from for call in calls} == {True, False}
+    verify(model(ranks, calls, rules))
+
+
+@pytest.mark.parametrize("op", ["one_shot", "two_shot"])
+def test_an_extent_of_0_without_clearing_reads_old_words(op: str, refute) -> None:
+    refute(
+        model(2, calls_of(op, 2, (3, 1, 1, 3)), replace(LARGE_CLEAR_THEMSELVES, clears_itself=False)), Kind.WRONG_VALUE
+    )
 
 
 # -- what goes wrong without each guard ------------------------------------------------------------------------------

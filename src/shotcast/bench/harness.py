@@ -254,7 +254,7 @@ class _Rank:
 
     def _size(self, nbytes: int, seed: int) -> Iterator[Row]:
         plan = self.plan
-        here = case(self.place, plan.op, nbytes, plan.hidden, seed)
+        here = self._case(nbytes, seed)
         calls = here.calls(self.names)
         reference = here.reference() if plan.check else None
         errors: dict[str, int | None] = {call.name: None for call in calls}
@@ -294,6 +294,9 @@ class _Rank:
                     works_us=alone[0] if between and statistics else (),
                     allocations=allocations,
                 )
+
+    def _case(self, nbytes: int, seed: int) -> Case:
+        return case(self.place, self.plan.op, nbytes, self.plan.hidden, seed)
 
     def _work(self, nbytes: int) -> Gemm | None:
         plan, place = self.plan, self.place

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
+
+_INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 
 
 def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
@@ -20,6 +23,11 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
         how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
         instead = "contiguous" if x.layout == torch.strided else "to_dense"
         raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
+    if is_compiling():  # a traced call comes here again when it is made
+        return
+    if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        # DTensor, a result of PyTorch's functional collectives, and others have no memory of their own
+        raise ConfigError(f"{name} is a {type(x).__name__}, not a plain tensor; pass the tensor inside ({_INSIDE})")
     if x.is_conj() or x.is_neg():
         # the memory holds other values than the tensor shows
         raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")

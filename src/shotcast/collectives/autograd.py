@@ -1,13 +1,22 @@
-"""Derivatives of the collectives: each is the transpose of the linear map that the call is."""
+"""Derivatives of the collectives: each is the transpose of the linear map that the call is.
+
+Each stands here twice: for calls of a communicator, and for operators in a graph (``ops.py``), where a communicator is
+a name. The operators' would serve eager calls as well, at three times the cost to the host.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shotcast.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from shotcast.collectives.communicator import Communicator
+
+Gradients = tuple[torch.Tensor | None, ...]
 
 # mypy sees torch.autograd.Function as untyped
 
@@ -21,8 +30,17 @@ class AllReduce(torch.autograd.Function):
         return comm.all_reduce(x.detach(), algorithm=algorithm)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         return ctx.comm.all_reduce(grads[0].contiguous(), algorithm=ctx.algorithm), None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.algorithm, ctx.reduction = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        _only_sums("all_reduce", ctx.reduction)
+        return torch.ops.shotcast.all_reduce(grad.contiguous(), ctx.comm, ctx.algorithm, "sum"), None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -34,12 +52,25 @@ class ReduceScatter(torch.autograd.Function):
         return comm.reduce_scatter(x.detach(), algorithm=algorithm)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         return ctx.comm.all_gather(grads[0].contiguous(), algorithm=ctx.algorithm), None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.world_size, ctx.algorithm, ctx.reduction, _ = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        _only_sums("reduce_scatter", ctx.reduction)
+        whole = torch.ops.shotcast.all_gather(grad.contiguous(), ctx.comm, ctx.world_size, ctx.algorithm)
+        return whole, None, None, None, None, None
 
 
 class AllGather(torch.autograd.Function):
-    """y = (x_0, ..., x_{N-1}) on all ranks, so dx_i = sum_r dy_r[i]."""
+    """y = (x_0, ..., x_{N-1}) on all ranks, so dx_i = sum_r dy_r[i].
+
+    Uneven parts have no reduce_scatter: sum all, keep mine.
+    """
 
     @staticmethod
     def forward(
@@ -49,13 +80,75 @@ class AllGather(torch.autograd.Function):
         return comm.all_gather(x.detach(), sizes=sizes, algorithm=algorithm)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         grad = grads[0].contiguous()
         if ctx.sizes is None:
-            # what gathers a dtype need not add it up
-            legal = ctx.comm.candidates(grad, "reduce_scatter")
-            algorithm = ctx.algorithm if ctx.algorithm in legal else "auto"
+            algorithm = where_legal(ctx.comm, grad, ctx.algorithm)
             return ctx.comm.reduce_scatter(grad, algorithm=algorithm), None, None, None
-        # uneven parts have no reduce_scatter: sum all, keep mine
-        start = sum(ctx.sizes[: ctx.comm.rank])
-        return ctx.comm.all_reduce(grad)[start : start + ctx.sizes[ctx.comm.rank]].clone(), None, None, None
+        return _mine(ctx.comm.all_reduce(grad), ctx.sizes, ctx.comm.rank), None, None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.world_size, ctx.algorithm = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        part = torch.ops.shotcast.reduce_scatter(
+            grad.contiguous(), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False
+        )
+        return part, None, None, None
+
+    @staticmethod
+    def keep_uneven(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.sizes, ctx.rank, _ = inputs
+
+    @staticmethod
+    def traced_uneven(ctx: Any, grad: torch.Tensor) -> Gradients:
+        total = torch.ops.shotcast.all_reduce(grad.contiguous(), ctx.comm, "auto", "sum")
+        return _mine(total, ctx.sizes, ctx.rank), None, None, None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """y_i = (x_0[i], ..., x_{N-1}[i]), so dx_i = (dy_0[i], ..., dy_{N-1}[i])."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, algorithm: str) -> torch.Tensor:
+        ctx.comm, ctx.algorithm = comm, algorithm
+        return comm.all_to_all(x.detach(), algorithm=algorithm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
+        return ctx.comm.all_to_all(grads[0].contiguous(), algorithm=ctx.algorithm), None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.algorithm = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return torch.ops.shotcast.all_to_all(grad.contiguous(), ctx.comm, ctx.algorithm), None, None
+
+
+def _only_sums(op: str, reduction: str) -> None:
+    if reduction != "sum":
+        raise UnsupportedError(f"{op} has a derivative for the reduction sum, not for {reduction}")
+
+
+def _mine(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.Tensor:
+    start = sum(sizes[:rank])
+    return total[start : start + sizes[rank]].clone()
+
+
+def where_legal(comm: Communicator, x: torch.Tensor, algorithm: str) -> str:
+    """``algorithm`` for a reduce_scatter, or ``auto``: what gathers a dtype need not add it up."""
+    return algorithm if algorithm in comm.candidates(x, "reduce_scatter") else "auto"
+
+
+OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {
+    "all_reduce": (AllReduce.keep, AllReduce.traced),
+    "reduce_scatter": (ReduceScatter.keep, ReduceScatter.traced),
+    "all_gather": (AllGather.keep, AllGather.traced),
+    "all_gather_uneven": (AllGather.keep_uneven, AllGather.traced_uneven),
+    "all_to_all": (AllToAll.keep, AllToAll.traced),
+}
+"""By operator: what a backward keeps of its call, and the backward."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from shotcast import wire
 from shotcast.collectives.problem import Candidate, CollectiveProblem
 from shotcast.kernels.layout import MAX_ROW_WORDS, QUAD, gathered_row_quads, row_tile
@@ -9,7 +11,7 @@ from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape, Norm, Op
 
 _OFFERED: dict[Op, tuple[str, ...]] = {
-    Op.ALL_REDUCE: ("one_shot", "two_shot", "ring"),
+    Op.ALL_REDUCE: ("one_shot", "two_shot", "ring", "multimem"),
     Op.REDUCE_SCATTER: ("one_shot", "ring"),
     Op.ALL_GATHER: ("one_shot", "ring"),
     Op.ALL_TO_ALL: ("one_shot",),
@@ -48,11 +50,10 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
         return f"dtype {problem.dtype} has no code of its own"
     if problem.sizes and algorithm == "ring":
         return "the ring takes equal parts only"
-    if op in PLAIN:
-        if place.kernels == "compiled":
-            return "compiled CPU ranks have no fused operations"
-        if why := _rows_do_not_fit(problem):
-            return why
+    if algorithm == "multimem" and not place.multicast:
+        return "the ranks share no multicast address"
+    if op in PLAIN and (why := _rows_do_not_fit(problem)):
+        return why
     if place.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
         # GPU kernels count bytes in 32 bits with a sign, and round them up to 16
         limit = (1 << 32) if place.kernels == "compiled" else (1 << 31) - 16
@@ -61,8 +62,13 @@ def obstacle(problem: CollectiveProblem, algorithm: str) -> str:
 
 
 def _rows_do_not_fit(problem: CollectiveProblem) -> str:
-    """Why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they can."""
+    """Why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they can.
+
+    Compiled CPU ranks take any rows.
+    """
     row = (problem.norm or Norm(0)).hidden * wire.DTYPES[problem.dtype]
+    if problem.topology.kernels == "compiled":
+        return "" if row else "rows have no elements"
     if row == 0 or row % QUAD:
         return f"fused kernels take rows of a multiple of {QUAD} bytes, and these have {row}"
     if row > 4 * MAX_ROW_WORDS:
@@ -73,7 +79,7 @@ def _rows_do_not_fit(problem: CollectiveProblem) -> str:
 def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
     """Sentinel slots hold 2 max_bytes, flag cells max_bytes at twice the data (see kernels/layout.py)."""
     place, world_size = problem.topology, problem.topology.world_size
-    if problem.op is Op.ALL_REDUCE and algorithm == "two_shot":
+    if problem.op is Op.ALL_REDUCE and algorithm in ("two_shot", "multimem"):
         return ""  # a longer message passes in pieces
     cells = problem.dtype not in wire.REDUCIBLE
     if cells and algorithm == "ring":
@@ -97,6 +103,17 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
     return ""
 
 
+def keeps_bits(problem: CollectiveProblem, algorithm: str) -> bool:
+    """Whether ``algorithm`` gives the bits of the numerics contract (docs/numerics.md), which ``auto`` keeps.
+
+    Copies are exact whoever makes them. Sums must be added in rank order and rounded once; the addition of two ranks
+    commutes, and then the ring has these bits too.
+    """
+    if problem.op in (Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST, Op.SEND, Op.RECV, Op.BARRIER):
+        return True
+    return algorithm in ("one_shot", "two_shot") or (algorithm == "ring" and problem.topology.world_size == 2)
+
+
 def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
     """All legal candidates, own ones first, then the vendor library."""
     names = (*_OFFERED[problem.op], "vendor")
@@ -118,16 +135,14 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
     if problem.op in PLAIN:
         return _fused_launch_shape(problem, algorithm)
-    share = problem.nbytes
-    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring"):
-        share = -(-problem.nbytes // place.world_size)
+    share = _share(problem, algorithm)
     words = max(share // 4, 1)
     if place.kernels == "interpreter":
         block = 1 << max(4, min(11, (words // 2).bit_length()))
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
     if share < 512 << 10:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
-    if share < 1 << 20 or algorithm == "ring":
+    if share < 1 << 20 or algorithm in ("ring", "multimem"):
         return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
     return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)
 
@@ -156,3 +171,55 @@ def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchSha
     normers = max(1, min(rows, most))
     pushers = max(normers, min(-(-words // block), most))
     return LaunchShape(programs=pushers + normers, block_words=block, num_warps=warps)
+
+
+_TILES = ((128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8))
+"""Words a tile and warps a program that are worth trying: each lane moves 16 or 32 bytes of a slot."""
+_PROGRAMS = (1024,)
+"""Most programs of a grid that goes over its tiles again and again; the other way is a program a tile, in order."""
+_WARPS = 4096
+"""Most warps of such a grid that is worth trying."""
+_CHUNKS = tuple(1 << bits for bits in range(15, 21))
+
+_MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
+
+
+def launch_obstacle(kernels: str, algorithm: str, shape: LaunchShape) -> str:
+    """Why ``kernels`` (:attr:`Topology.kernels`) cannot run ``algorithm`` launched as ``shape``; empty if they can."""
+    if algorithm == "vendor" or kernels == "compiled":
+        return "" if shape.chunk_bytes >= 0 else f"chunk_bytes starts at 0, and is {shape.chunk_bytes}"
+    if not 1 <= shape.programs <= _MAX_PROGRAMS:
+        return f"programs are 1 to {_MAX_PROGRAMS}, not {shape.programs}"
+    if not 16 <= shape.block_words <= _MAX_BLOCK_WORDS or shape.block_words & (shape.block_words - 1):
+        return f"block_words is a power of two from 16 to {_MAX_BLOCK_WORDS}, not {shape.block_words}"
+    if not 1 <= shape.num_warps <= _MAX_WARPS or shape.num_warps & (shape.num_warps - 1):
+        return f"num_warps is a power of two from 1 to {_MAX_WARPS}, not {shape.num_warps}"
+    return ""
+
+
+def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchShape, ...]:
+    """Launches worth trying for a legal candidate, the default first. Fused kernels have the default alone: theirs
+    follows from the rows."""
+    default, kernels = launch_shape(problem, algorithm), problem.topology.kernels
+    shapes = [default]
+    if algorithm != "vendor" and kernels == "compiled":
+        # a chunk that holds the whole message is as good as any larger one
+        shapes += [dataclasses.replace(default, chunk_bytes=chunk) for chunk in _CHUNKS if chunk < 2 * problem.nbytes]
+    elif algorithm != "vendor" and kernels == "triton" and problem.op not in PLAIN:
+        words = max(_share(problem, algorithm) // 4, 1)
+        for block, warps in _TILES:
+            if block == _TILES[0][0] or block <= words:
+                tiles = -(-words // block)
+                grids = [min(most, tiles) for most in _PROGRAMS if most * warps <= _WARPS]
+                shapes += [
+                    dataclasses.replace(default, programs=programs, block_words=block, num_warps=warps)
+                    for programs in (*grids, tiles)
+                ]
+    return tuple(dict.fromkeys(shapes))
+
+
+def _share(problem: CollectiveProblem, algorithm: str) -> int:
+    """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it."""
+    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring", "multimem"):
+        return -(-problem.nbytes // problem.topology.world_size)
+    return problem.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from shotcast import env, wire
-from shotcast.collectives import autograd, rms_norm
+from shotcast.collectives import autograd, ops, rms_norm
 from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
 from shotcast.collectives.candidates import PLAIN, candidates
 from shotcast.collectives.first_use import FirstUse, Form
@@ -30,9 +32,10 @@ from shotcast.collectives.norm_operands import (
 )
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.registry import register
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
-from shotcast.collectives.table import Table, load, packaged
+from shotcast.collectives.table import MODES, Table, fit_for, load, packaged
 from shotcast.collectives.trouble import error_of
 from shotcast.collectives.vendor import REDUCTIONS, Vendor
 from shotcast.errors import (
@@ -41,10 +44,11 @@ from shotcast.errors import (
     ShotcastError,
     UnsupportedError,
 )
+from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.units import format_size
-from shotcast.wire import UNEVEN, CallPlan, Fault, Norm, Op
+from shotcast.wire import UNEVEN, CallPlan, Fault, LaunchShape, Norm, Op
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +61,16 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(to
 
 
 class _Call(NamedTuple):
-    """A call resolved: kept, so that the same call again costs a look-up."""
+    """A call resolved: kept, so that the same call again costs a look-up.
+
+    ``needs`` is what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
+    nothing can be compiled and tables may choose another form.
+    """
 
     plan: CallPlan
     choice: Choice
     reduction: str
-    form: Form
+    needs: tuple[tuple[Form, CallPlan], ...]
     label: str
 
 
@@ -116,7 +124,7 @@ class Communicator:
         self._timeout_s = float(timeout_s)
         order = list(range(dist.get_world_size(self._group))) if order is None else list(order)
         self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order)
-        self.rank, self.world_size = self._host.rank, self._host.world_size
+        self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         if max_bytes is None:
             max_bytes = DEFAULT_MAX_BYTES[self.device.type]
         if not isinstance(max_bytes, int) or not 0 < max_bytes <= _MAX_WORKSPACE_MESSAGE:
@@ -136,19 +144,28 @@ class Communicator:
             self._group, self._host, self.device, self.max_bytes, self._timeout_s
         )
         self._topology = Topology(self.world_size, self.device.type, part, kernels, obstacle, multicast, self.max_bytes)
+        register(self)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _agree(self, part: str) -> tuple[tuple[str, Table], ...]:
         """The tables to ask, once it is certain that they and all else a choice depends on is the same on all ranks."""
-        tables, trouble = [], ""
+        tables, trouble, self._stale = [], "", ""
+        on_cpu = self.device.type == "cpu"
+        kernels = env.cpu_kernels() if on_cpu else "triton"
+        if path := env.table_path():
+            try:
+                table = load(path, cpu_model() if on_cpu else part, self.world_size, self.device.type)
+                tables.append(("user table", fit_for(table, kernels)))
+            except ConfigError as error:
+                trouble = str(error)
         try:
-            if path := env.table_path():
-                tables.append(("user table", load(path, part, self.world_size)))
-            if table := packaged(part, self.world_size):
-                tables.append(("packaged table", table))
+            if found := packaged(part, self.world_size):
+                tables.append(("packaged table", fit_for(found, kernels)))
         except ConfigError as error:
-            trouble = str(error)
+            # nobody asked for it by name, and without it calls are right and may be slower
+            self._stale = str(error)
+            logger.warning("%s", error)
         texts = "\0".join(table.text for _, table in tables)
         mine = {
             "device": self.device.type,
@@ -178,13 +195,15 @@ class Communicator:
         Args:
             x: contiguous, any shape, the same on all ranks.
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``ring`` or ``vendor``.
+            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``ring``, ``multimem`` (by name only) or ``vendor``.
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library does.
 
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
+        if is_compiling():
+            return ops.all_reduce(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.AllReduce.apply(x, self, algorithm)
         out = output(x, out, x.shape)
@@ -206,6 +225,8 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
         valid(x, "x", self.device)
+        if is_compiling():
+            return ops.reduce_scatter(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
@@ -232,9 +253,6 @@ class Communicator:
             ``out``. Differentiable when ``out`` is None.
         """
         valid(x, "x", self.device)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            parts = None if sizes is None else tuple(sizes)
-            return autograd.AllGather.apply(x, self, parts, algorithm)
         if x.dim() == 0:
             x = x.view(1)
         elements: tuple[int, ...] = ()
@@ -250,6 +268,10 @@ class Communicator:
             rows = sum(sizes)
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
+        if is_compiling():
+            return ops.all_gather(self, x, out, sizes, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm)
         out = output(x, out, (rows, *x.shape[1:]))
         self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
         return out
@@ -257,10 +279,14 @@ class Communicator:
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto") -> torch.Tensor:
         """``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
-        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``.
+        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``, as :meth:`all_gather`.
         """
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
+        if is_compiling():
+            return ops.all_to_all(self, x, out, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllToAll.apply(x, self, algorithm)
         out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
@@ -270,8 +296,10 @@ class Communicator:
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
         """``x = x_root`` on every rank, in place. Returns ``x``."""
         valid(x, "x", self.device)
-        valid(x, "x", self.device)
-        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=rank_in(root, self.world_size, "root"))
+        rank_in(root, self.world_size, "root")
+        if is_compiling():
+            return ops.broadcast(self, x, root, algorithm)
+        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
@@ -279,7 +307,9 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
-        valid(x, "x", self.device)
+        if is_compiling():
+            ops.send(self, x, dst)
+            return
         self._run(Op.SEND, x, None, root=dst)
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
@@ -287,12 +317,16 @@ class Communicator:
         valid(x, "x", self.device)
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
-        valid(x, "x", self.device)
+        if is_compiling():
+            return ops.recv(self, x, src)
         self._run(Op.RECV, None, x, root=src)
         return x
 
     def barrier(self) -> None:
         """Complete (on CUDA: on the current stream) when every rank has called."""
+        if is_compiling():
+            ops.barrier(self)
+            return
         self._run(Op.BARRIER, None, None)
 
     def all_reduce_rms_norm(
@@ -321,6 +355,8 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``; not differentiable.
         """
+        if is_compiling():
+            return ops.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         name = Op.ALL_REDUCE_RMS_NORM.label
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
         self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
@@ -352,6 +388,8 @@ class Communicator:
         Returns:
             ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
         """
+        if is_compiling():
+            return ops.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
         op, device = Op.ALL_REDUCE_RMS_NORM, self.device
         norm, tensors = fp8_operands(
             f"{op.label}_fp8", device, x, residual, weight, eps, 1, False, scale, with_normed, out
@@ -386,6 +424,8 @@ class Communicator:
         Returns:
             ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
         """
+        if is_compiling():
+            return ops.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm", self.world_size
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
@@ -409,6 +449,9 @@ class Communicator:
 
         With ``gather``, what travels in the second step is FP8 and scales alone, unless ``with_normed``.
         """
+        if is_compiling():
+            operands = x, residual, weight, eps, scale
+            return ops.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm_fp8", self.world_size
         norm, tensors = fp8_operands(
@@ -457,45 +500,62 @@ class Communicator:
         sizes: tuple[int, ...] = (),
         norm: Norm | None = None,
         tensors: NormTensors | None = None,
+        launch: LaunchShape | None = None,
     ) -> _Call:
+        """Make a call. ``launch`` goes past the choice: with it the call is launched as said, for measuring."""
         if not self._lock.acquire(blocking=False):
             raise ShotcastError(_TWO_THREADS)
         try:
             if self._closed:
                 raise ClosedError(f"{op.label}: this communicator was closed")
+            capturing = self._chain.enter(self.device) if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
-            key = (op, count, dtype, algorithm, reduction, root, sizes, norm)
+            key = (op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch)
             call = self._calls.get(key)
             if call is None:
-                call = self._resolve(op, whole, algorithm, reduction, root, sizes, norm)
+                problem = self._problem(op, whole, reduction, root, sizes, norm)
+                call = self._resolve(problem, algorithm, capturing, launch)
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
             if norm is None or call.plan.algorithm != "vendor":
-                self._execute(call, x, out, tensors)
+                self._execute(call, x, out, capturing, tensors)
+            elif not capturing:
+                self._compile(call, capturing)  # the same call captured may take an own kernel
             return call
         finally:
             self._lock.release()
 
+    def _compile(self, call: _Call, capturing: bool) -> None:
+        executor = self._executor
+        if executor is None or self.world_size == 1:
+            return
+        for form, needed in call.needs:
+            if form not in self._first_use.known:
+                if capturing:
+                    told = f"{needed.op.label} ({call.label})"
+                    raise ConfigError(f"{told} would be compiled inside a graph capture; call it once before")
+                compile_it = functools.partial(executor.prepare, needed)
+                self._first_use(form, compile_it, min(0.5, self._timeout_s / 2))
+
     def _execute(
-        self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+        self,
+        call: _Call,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        capturing: bool,
+        tensors: NormTensors | None,
     ) -> None:
-        plan, executor = call.plan, self._executor
+        executor = self._executor
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
                 out.view(-1).copy_(x.detach().view(-1))
             return
-        capturing = self._chain.enter(self.device) if self._chain is not None else False
         if executor is not None:
             if fault := executor.fault():
                 raise self._error(fault)
-            if call.form not in self._first_use.known:
-                if capturing:
-                    raise ConfigError(
-                        f"{plan.op.label} ({call.label}) would be compiled inside a graph capture; call it once before"
-                    )
-                self._first_use(call.form, lambda: executor.prepare(plan), min(0.5, self._timeout_s / 2))
+            self._compile(call, capturing)
         if not self._nvtx:
             self._launch(call, x, out, tensors)
             return
@@ -536,51 +596,66 @@ class Communicator:
         return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction, norm)
 
     def _resolve(
-        self,
-        op: Op,
-        tensor: torch.Tensor | None,
-        algorithm: str,
-        reduction: str,
-        root: int,
-        sizes: tuple[int, ...],
-        norm: Norm | None,
+        self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> _Call:
-        problem = self._problem(op, tensor, reduction, root, sizes, norm)
-        choice = choose(problem, algorithm, self._environment, self._tables)
+        op, sizes, norm = problem.op, problem.sizes, problem.norm
+        choice = choose(problem, algorithm, self._environment, self._tables, "graph" if capturing else "eager")
         candidate = choice.candidate
         # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
-        code = root
+        code = problem.root
         if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            code = list(REDUCTIONS).index(reduction)
+            code = list(REDUCTIONS).index(problem.reduction)
         elif sizes:
             code = UNEVEN
         elif norm is not None:
             code = norm.code
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, candidate.launch, norm)
+        shape = candidate.launch if launch is None else launch
+        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
         form = Form("")
         if self._executor is not None:
             form = Form(self._executor.form(plan))
             if op in (Op.SEND, Op.RECV):
                 other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
-                form = Form(self._executor.form(plan), root, self._executor.form(other))
+                form = Form(self._executor.form(plan), problem.root, self._executor.form(other))
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
-        return _Call(plan, choice, reduction, form, label)
+        needs: tuple[tuple[Form, CallPlan], ...] = ((form, plan),)
+        if self._chain is not None and not capturing and launch is None:
+            needs = tuple(dict([*needs, *self._resolve(problem, algorithm, True).needs]).items())
+        return _Call(plan, choice, problem.reduction, needs, label)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def explain(
-        self, x: torch.Tensor, op: str = "all_reduce", algorithm: str = "auto", reduction: str = "sum"
+        self,
+        x: torch.Tensor,
+        op: str = "all_reduce",
+        algorithm: str = "auto",
+        reduction: str = "sum",
+        mode: str | None = None,
     ) -> Explanation:
         """Which algorithm and launch a call would take, who decided, and why. Communicates nothing.
 
-        ``x`` is the tensor that defines the call's size: the input, or for an all_gather the output.
+        Args:
+            x: the tensor that defines the call's size: the input, or for an all_gather the output.
+            op: name of the operation.
+            algorithm, reduction: as in the call.
+            mode: ``graph`` for a call captured in a CUDA graph, or ``eager``; tables may treat them differently. None
+                for what a call made now would be.
         """
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
         norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
         problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
-        choice = choose(problem, algorithm, self._environment, self._tables)
+        if mode is None:
+            mode = "graph" if self._chain is not None and self._chain.capturing() else "eager"
+        if mode not in (MODES if self._chain is not None else ("eager",)):
+            known = " or ".join(MODES) if self._chain is not None else "eager, as CPU ranks have no graphs"
+            raise ConfigError(f"mode is {known}, not {mode!r}")
+        choice = choose(problem, algorithm, self._environment, self._tables, mode)
+        reason = choice.reason
+        if self._stale and choice.source == "cost model":
+            reason += f"; {self._stale}"
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         return Explanation(
             asked.label,
@@ -589,8 +664,9 @@ class Communicator:
             choice.candidate.algorithm,
             choice.candidate.launch,
             choice.source,
-            choice.reason,
+            reason,
             legal,
+            mode,
         )
 
     def candidates(self, x: torch.Tensor, op: str = "all_reduce") -> list[str]:

@@ -49,7 +49,7 @@ def norm_operands(
 
     Raises ConfigError or UnsupportedError, saying what was wrong and what is accepted.
     """
-    rows, all_rows = _inputs(name, device, x, residual, weight, eps, shards)
+    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards)
     shape = all_rows if gather else rows
     if out is None:
         normed, new_residual = x.new_empty(shape), x.new_empty(rows)
@@ -76,7 +76,7 @@ def fp8_operands(
     out: Fp8Normed | None,
 ) -> tuple[Norm, NormTensors]:
     """As :func:`norm_operands`, with FP8: by ``scale``, or by one a row that the call finds."""
-    rows, all_rows = _inputs(name, device, x, residual, weight, eps, shards)
+    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards)
     shape = all_rows if gather else rows
     scales = torch.Size((*shape[:-1], 1))
     if scale is not None:
@@ -110,7 +110,7 @@ def fp8_operands(
     return norm, NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given)
 
 
-def _inputs(
+def norm_rows(
     name: str,
     device: torch.device,
     x: torch.Tensor,
@@ -119,7 +119,7 @@ def _inputs(
     eps: float,
     shards: int,
 ) -> tuple[torch.Size, torch.Size]:
-    """Shapes of this rank's rows, and of all rows."""
+    """Shapes of this rank's rows, and of all rows. Raises ConfigError or UnsupportedError for other inputs."""
     valid(x, "x", device)
     valid(residual, "residual", device)
     valid(weight, "weight", device)

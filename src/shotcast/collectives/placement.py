@@ -71,7 +71,12 @@ def executor_for(
         from shotcast.memory.shm import ShmBuffer
 
         shared = ShmBuffer(host, Layout.of(max_bytes).nbytes)
-        return Placement(TritonExecutor(shared, host, max_bytes, timeout_s, device), "interpreter", "", False)
+        return Placement(
+            TritonExecutor(shared, host, max_bytes, timeout_s, device),
+            "interpreter",
+            "",
+            bool(shared.multicast_address),
+        )
     indices = [place[1] for place in places]
     obstacle = peer_obstacle(device, indices)
     for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
@@ -83,9 +88,9 @@ def executor_for(
     from shotcast.memory.cuda import CudaBuffer
 
     buffer = CudaBuffer(group, Layout.of(max_bytes).nbytes, device, host.order)
-    return Placement(
-        TritonExecutor(buffer, host, max_bytes, timeout_s, device), "triton", "", bool(buffer.multicast_address)
-    )
+    # a choice depends on it, and SHOTCAST_MULTICAST may differ between ranks
+    multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
+    return Placement(TritonExecutor(buffer, host, max_bytes, timeout_s, device), "triton", "", multicast)
 
 
 def boot_id() -> str:

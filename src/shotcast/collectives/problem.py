@@ -63,7 +63,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What :meth:`Communicator.explain` says: the choice for a call, and what else was legal."""
+    """What :meth:`Communicator.explain` says: the choice for a call, and what else was legal.
+
+    Attributes:
+        source: who decided: ``argument``, ``environment``, ``user table``, ``packaged table``, ``cost model``, or
+            ``legality`` where nothing but the vendor library can serve the call.
+        reason: why, in words; for a table its name and the sizes its row serves.
+        mode: how the call is made, ``graph`` (captured in a CUDA graph) or ``eager``.
+    """
 
     op: str
     nbytes: int
@@ -73,6 +80,7 @@ class Explanation:
     source: str
     reason: str
     candidates: tuple[str, ...]
+    mode: str = "eager"
 
     def __str__(self) -> str:
         shape = self.launch
@@ -85,7 +93,8 @@ class Explanation:
                 else f" ({shape.programs} programs of {shape.num_warps} warps, {shape.block_words} words a tile)"
             )
         )
+        dtype = f"{self.dtype}, captured" if self.mode == "graph" else self.dtype
         return (
-            f"{self.op} of {self.nbytes} bytes, {self.dtype}: {self.algorithm}{how}, by {self.source}: {self.reason}; "
+            f"{self.op} of {self.nbytes} bytes, {dtype}: {self.algorithm}{how}, by {self.source}: {self.reason}; "
             f"legal: {', '.join(self.candidates)}"
         )

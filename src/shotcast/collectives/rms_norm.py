@@ -13,8 +13,8 @@ from shotcast.wire import Norm
 def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
     """Norm ``total`` [rows, hidden] into the tensors of as many rows.
 
-    By a kernel (``kernels/norm.py``; the tensors begin at multiples of 16 bytes), which gives the bits of the fused
-    kernels; by plain torch on compiled CPU ranks, and for rows too long for a kernel.
+    By a kernel (``kernels/norm.py``; the tensors begin at multiples of 16 bytes), or without ``by_kernel`` by compiled
+    host code (``cpu/rows.py``): the bits of the fused operations. By plain torch if rows are too long for a kernel.
     """
     if total.numel() == 0:
         return
@@ -23,6 +23,11 @@ def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kerne
         from shotcast.kernels.norm import launch_add_rms_norm
 
         launch_add_rms_norm(total, tensors, norm)
+        return
+    if not by_kernel:
+        from shotcast.cpu import rows
+
+        rows.add_rms_norm(total, tensors, norm)
         return
     new_residual = reference.add_residual(total, tensors.residual)
     normed = reference.rms_norm(new_residual, tensors.weight, tensors.eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shotcast.collectives.candidates import PLAIN, candidates, obstacle
+from shotcast.collectives.candidates import PLAIN, candidates, keeps_bits, obstacle
 from shotcast.collectives.problem import Candidate, Choice, CollectiveProblem
 from shotcast.collectives.table import Table
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
@@ -13,7 +13,13 @@ from shotcast.units import format_size
 from shotcast.wire import ALGORITHMS
 
 
-def choose(problem: CollectiveProblem, argument: str, environment: str, tables: Sequence[tuple[str, Table]]) -> Choice:
+def choose(
+    problem: CollectiveProblem,
+    argument: str,
+    environment: str,
+    tables: Sequence[tuple[str, Table]],
+    mode: str = "eager",
+) -> Choice:
     """Choose for ``problem``. All inputs are the same on all ranks, and so is the outcome.
 
     Args:
@@ -21,6 +27,7 @@ def choose(problem: CollectiveProblem, argument: str, environment: str, tables: 
         argument: algorithm named in the call, or ``"auto"``.
         environment: algorithm named by SHOTCAST_ALGORITHM, or ``"auto"``; passed over where it is not legal.
         tables: (source, table), the first to be asked first.
+        mode: ``"graph"`` for a call captured in a CUDA graph, else ``"eager"``; what tables are looked up by.
 
     Raises:
         ConfigError: the call names an algorithm that is unknown or cannot serve it.
@@ -39,17 +46,28 @@ def choose(problem: CollectiveProblem, argument: str, environment: str, tables: 
         return Choice(legal[environment], "environment", "SHOTCAST_ALGORITHM")
     if list(legal) == ["vendor"]:
         return Choice(legal["vendor"], "legality", _why_vendor(problem))
+    passed = []
+    if environment != "auto":
+        passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
     for source, table in tables:
-        row = table.lookup(problem.op.label, problem.dtype, problem.nbytes)
+        row = table.lookup(problem.op.label, problem.dtype, problem.nbytes, mode)
         tuned = row.launch if row else None
         if row is None and problem.op in PLAIN:
             # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
-            row = table.lookup(PLAIN[problem.op].label, problem.dtype, problem.nbytes)
-        if row and row.algorithm in legal:
-            launch = tuned or legal[row.algorithm].launch
-            limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
-            return Choice(Candidate(row.algorithm, launch), source, f"{table.name}: {row.algorithm} for {limit}")
-    return _by_model(problem, legal)
+            row = table.lookup(PLAIN[problem.op].label, problem.dtype, problem.nbytes, mode)
+        if row is None:
+            continue
+        if row.algorithm not in legal:
+            passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
+            continue
+        candidate = legal[row.algorithm]
+        if tuned is not None and row.algorithm != "vendor":
+            candidate = Candidate(row.algorithm, tuned)
+        limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
+        of = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
+        return Choice(candidate, source, "; ".join((f"{table.name}: {row.algorithm} for {limit}{of}", *passed)))
+    choice = _by_model(problem, legal)
+    return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 
 
 def _why_vendor(problem: CollectiveProblem) -> str:
@@ -62,7 +80,9 @@ def _why_vendor(problem: CollectiveProblem) -> str:
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
     place = problem.topology
     link = NVLINK4 if place.device == "cuda" else SHARED_MEMORY
-    own = [name for name in legal if name != "vendor"]
+    own = [name for name in legal if keeps_bits(problem, name) and name != "vendor"]
+    if not own:
+        return Choice(legal["vendor"], "legality", _why_vendor(problem))
     op = PLAIN.get(problem.op, problem.op)
     times = {name: collective_us(op.label, name, problem.nbytes, place.world_size, link) for name in own}
     best = min(own, key=times.__getitem__)

@@ -38,9 +38,14 @@ class StreamChain:
         self._handle = 0
         self._capture = 0
 
+    @staticmethod
+    def capturing() -> bool:
+        """Whether a call made now, on the current stream, would be captured in a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def enter(self, device: torch.device) -> bool:
         """Order a call about to be made on the current stream; True while that stream is being captured."""
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = self.capturing()
         handle = raw_stream(device.index)
         if self._last is not None and handle == self._handle and not capturing and not self._capture:
             return False

@@ -102,7 +102,7 @@ def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def add_up(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    """Calls the :class:`~shotcast.cpu.compilation.Arithmetic` at address ``function``."""
+    """Calls the :class:`~shotcast.cpu.compilation.Arithmetic` at address ``function`` with the four others."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)

@@ -2,7 +2,8 @@
 
 Functions are compiled when first needed and kept by numba on disk (beside the sources, or in the user's cache
 directory), so other ranks and later runs load them. numba looks only at the file a function is written in; a schedule
-also contains code of the files it calls, so the kept code carries the digest of the whole directory instead.
+also contains code of the files it calls, and numbers that ranks agree on, so the kept code carries the digest of the
+whole directory and of ``wire.py`` instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _LOCK = threading.Lock()
 @functools.cache
 def _sources_digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in (*sorted(here.glob("*.py")), here.parent / "wire.py"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

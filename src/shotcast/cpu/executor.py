@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 
 from shotcast import wire
-from shotcast.cpu import copies, layout, one_shot, point_to_point, ring, two_shot
-from shotcast.cpu.compilation import Schedule
+from shotcast.cpu import blocks, copies, fused, layout, one_shot, point_to_point, ring, two_shot, two_shot_fp8
+from shotcast.cpu.compilation import Arithmetic, Schedule
 from shotcast.cpu.floats import SUMS
+from shotcast.cpu.norm import ADDS, NORMS
+from shotcast.cpu.rows import put_tensors
 from shotcast.cpu.waiting import ABORTED, DONE, MISMATCHED, TIMED_OUT
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _SCHEDULES: dict[tuple[Op, str], Schedule] = {
     (Op.ALL_REDUCE, "one_shot"): one_shot.ALL_REDUCE,
     (Op.ALL_REDUCE, "two_shot"): two_shot.ALL_REDUCE,
+    (Op.ALL_REDUCE, "two_shot_fp8"): two_shot_fp8.ALL_REDUCE,
     (Op.ALL_REDUCE, "ring"): ring.ALL_REDUCE,
     (Op.REDUCE_SCATTER, "one_shot"): one_shot.REDUCE_SCATTER,
     (Op.REDUCE_SCATTER, "ring"): ring.REDUCE_SCATTER,
@@ -38,9 +41,15 @@ _SCHEDULES: dict[tuple[Op, str], Schedule] = {
     (Op.BROADCAST, "one_shot"): copies.BROADCAST,
     (Op.SEND, "one_shot"): point_to_point.SEND,
     (Op.RECV, "one_shot"): point_to_point.RECV,
+    (Op.ALL_REDUCE_RMS_NORM, "one_shot"): fused.ONE_SHOT,
+    (Op.ALL_REDUCE_RMS_NORM, "two_shot"): fused.TWO_SHOT,
+    (Op.REDUCE_SCATTER_RMS_NORM, "one_shot"): fused.REDUCE_SCATTER,
+    (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot"): fused.REDUCE_SCATTER_ALL_GATHER,
 }
 _POINT_TO_POINT = (Op.SEND, Op.RECV)
-_REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+_FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
+_TO_BLOCKS = (Op.REDUCE_SCATTER, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
+_REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *_FUSED)
 
 _LINE_BYTES = 64
 _MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
@@ -48,6 +57,7 @@ _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
 _SPINS = 20
 """Looks before the core is offered to others, under a microsecond. More gains nothing where ranks have cores of their
 own, and costs where they share them, which a scheduler may decide even with cores to spare."""
+_GATHER_CHUNK = 256 << 10
 _KEPT_PLANS = 4096
 _GRACE_S = 0.2
 
@@ -59,6 +69,15 @@ class _Entry(NamedTuple):
     run: Callable[[int, int, int, int], int]
     record_address: int
     record: array[int]
+
+
+def _fill_with_nan(tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype is torch.float8_e4m3fn:
+        tensor.view(torch.uint8).fill_(0x7F)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
 
 
 class CpuExecutor:
@@ -111,24 +130,33 @@ class CpuExecutor:
         """Makes the call ``plan`` on contiguous CPU tensors; blocks until it is done or has failed (:meth:`fault`).
 
         ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
-        ``out``, a broadcast or all_reduce is in place. Raises UnsupportedError for a combination of operation,
-        algorithm and dtype that is not served here, and ClosedError.
+        ``out``, a broadcast or all_reduce is in place. The fused operations write what ``norm`` has, and no ``out``.
+        Raises UnsupportedError for a combination of operation, algorithm and dtype that is not served here, and
+        ClosedError.
         """
         entry = self._by_identity.get(id(plan))
         if entry is None or entry.plan is not plan:
             entry = self._ready(plan)
+        if plan.op in _FUSED and plan.algorithm != "vendor":
+            self._place(plan, norm)
         source = 0 if x is None else x.data_ptr()
         target = source if out is None else out.data_ptr()
         status = entry.run(self._context_address, entry.record_address, source, target)
         if status != DONE:
-            self._fail(status, entry, x if out is None and plan.op is not Op.SEND else out)
+            self._fail(status, entry)
+            if norm is None:
+                written = [x if out is None and plan.op is not Op.SEND else out]
+            else:
+                # A dynamic scale is written, a static one is the caller's.
+                by_row = plan.norm is not None and plan.norm.quantize == "dynamic"
+                written = [norm.new_residual, norm.normed, norm.quantized, norm.scale if by_row else None]
+            for tensor in written:
+                _fill_with_nan(tensor)
 
     def prepare(self, plan: CallPlan) -> bool:
         """Compiles or loads what ``run(plan)`` needs; True when this process had not done so before."""
-        schedule = self._schedule(plan)
-        fresh = not schedule.ready()
-        if not fresh and self._adds(plan):
-            fresh = not SUMS[plan.dtype].ready()
+        code: list[Schedule | Arithmetic] = [self._schedule(plan), *self._arithmetic(plan).values()]
+        fresh = not all(part.ready() for part in code)
         if id(plan) not in self._by_identity:
             self._ready(plan)
         return fresh
@@ -140,12 +168,28 @@ class CpuExecutor:
     def _adds(self, plan: CallPlan) -> bool:
         return plan.op in _REDUCTIONS and plan.algorithm != "vendor"
 
+    def _arithmetic(self, plan: CallPlan) -> dict[int, Arithmetic]:
+        """What the schedule of ``plan`` calls, by word of its record."""
+        if not self._adds(plan):
+            return {}
+        if plan.algorithm == "two_shot_fp8":
+            return {
+                layout.ARITHMETIC: blocks.SUM,
+                layout.ENCODE: blocks.ENCODE[plan.dtype],
+                layout.DECODE: blocks.DECODE[plan.dtype],
+            }
+        found = {layout.ARITHMETIC: SUMS[plan.dtype]}
+        if plan.norm is not None:
+            found |= {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
+        return found
+
     def _schedule(self, plan: CallPlan) -> Schedule:
         if plan.algorithm == "vendor" or plan.op is Op.BARRIER:
             return copies.BARRIER
-        # A ring of one rank has no neighbours; every schedule of one rank is one-shot.
-        alone = self._world_size == 1 and plan.op not in _POINT_TO_POINT
-        schedule = _SCHEDULES.get((plan.op, "one_shot" if alone else plan.algorithm))
+        schedule = _SCHEDULES.get((plan.op, plan.algorithm))
+        if schedule is not None and plan.algorithm == "ring" and self._world_size == 1:
+            # A ring of one rank has no neighbours.
+            schedule = _SCHEDULES[plan.op, "one_shot"]
         if schedule is None or (self._adds(plan) and plan.dtype not in SUMS):
             raise UnsupportedError(f"compiled CPU ranks have no {plan.algorithm} {plan.op.label} of {plan.dtype}")
         return schedule
@@ -168,6 +212,8 @@ class CpuExecutor:
         schedule = self._schedule(plan)
         if plan.op in _POINT_TO_POINT and not (0 <= plan.root < self._world_size and plan.root != self._rank):
             raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._rank}")
+        if plan.op in _FUSED and plan.algorithm != "vendor":
+            self._check_rows(plan)
         # The header of a message names its sender on both sides.
         header = (dataclasses.replace(plan, root=self._rank) if plan.op is Op.SEND else plan).header
         itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
@@ -182,11 +228,32 @@ class CpuExecutor:
         put(layout.CHUNK, self._chunk_bytes(plan))
         put(layout.ROOT, plan.root)
         put(layout.ITEMSIZE, itemsize)
-        put(layout.ARITHMETIC, SUMS[plan.dtype].address() if self._adds(plan) else 0)
+        for offset, arithmetic in self._arithmetic(plan).items():
+            put(offset, arithmetic.address())
+        if plan.norm is not None:
+            put(layout.HIDDEN, plan.norm.hidden)
+            gathered = plan.launch.chunk_bytes or _GATHER_CHUNK
+            put(layout.GATHER_CHUNK, max(_LINE_BYTES, min(gathered, self._generation) // _LINE_BYTES * _LINE_BYTES))
         for rank, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
             put(layout.EXTENTS + 8 * rank, size)
             put(layout.OFFSETS + 8 * rank, end - size)
         return _Entry(plan, schedule.get(), record.buffer_info()[0], record)
+
+    def _check_rows(self, plan: CallPlan) -> None:
+        hidden = 0 if plan.norm is None else plan.norm.hidden
+        parts = self._world_size if plan.op in _TO_BLOCKS else 1
+        if hidden < 1 or plan.nbytes % (parts * hidden * wire.DTYPES[plan.dtype]):
+            among = f" for each of {parts} ranks" if parts > 1 else ""
+            raise ConfigError(
+                f"{plan.op.label} takes whole rows of at least one element{among}: {plan.nbytes} bytes of {plan.dtype} "
+                f"are no rows of {hidden}"
+            )
+
+    def _place(self, plan: CallPlan, norm: NormTensors | None) -> None:
+        """Writes down where the tensors of a fused call begin."""
+        if norm is None or plan.norm is None:
+            raise ConfigError(f"{plan.op.label}: the residual and what else belongs to the norm is missing")
+        put_tensors(self._context, norm, plan.norm)
 
     def _chunk_bytes(self, plan: CallPlan) -> int:
         """Bytes of a pipeline step: as the plan says or the default, within what a generation holds."""
@@ -194,16 +261,25 @@ class CpuExecutor:
         wanted = plan.launch.chunk_bytes
         if plan.op is Op.ALL_REDUCE and plan.algorithm == "ring":
             most, default = room * world_size, (256 << 10) * world_size
-        elif plan.op is Op.ALL_REDUCE and plan.algorithm == "two_shot":
+        elif plan.op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM) and plan.algorithm == "two_shot":
             # A chunk and a slice of it, with room for the rounding up of slices.
             most, default = (room - 64) * world_size // (world_size + 1), 256 << 10
-        elif plan.algorithm == "one_shot" and plan.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
+        elif plan.algorithm == "two_shot_fp8":
+            # Of a slice: blocks of this piece of all slices, and of the sums of one.
+            block = wire.FP8_BLOCK * wire.DTYPES[plan.dtype]
+            most = room // ((world_size + 1) * blocks.BLOCK_BYTES) * block
+            return max(1, min(wanted or (256 << 10) // world_size, most) // block) * block
+        elif plan.op is Op.ALL_TO_ALL or (plan.op in _TO_BLOCKS and plan.algorithm != "ring"):
             most, default = room // world_size, (512 << 10) // world_size
-        elif plan.op is Op.ALL_REDUCE:
+        elif plan.op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM):
             most, default = room, (512 << 10) // world_size
         else:
             most, default = room, 256 << 10
         chunk = min(wanted or default, most)
+        row = plan.norm.hidden * wire.DTYPES[plan.dtype] if plan.norm is not None else 0
+        if 0 < row <= chunk:
+            # Whole rows, so that each is normed in the step that adds it up.
+            return chunk // row * row
         return max(_LINE_BYTES, chunk // _LINE_BYTES * _LINE_BYTES)
 
     # -- faults --------------------------------------------------------------------------------------------------
@@ -233,7 +309,7 @@ class CpuExecutor:
     def _progress(self, rank: int) -> int:
         return ctypes.c_int64.from_address(self._regions[rank] + layout.PROGRESS).value
 
-    def _fail(self, status: int, entry: _Entry, out: torch.Tensor | None) -> None:
+    def _fail(self, status: int, entry: _Entry) -> None:
         plan = entry.plan
         if status != ABORTED:
             if plan.op in _POINT_TO_POINT:
@@ -251,8 +327,6 @@ class CpuExecutor:
                 if abort_word.value == 0:
                     abort_word.value = word
             logger.info("rank %d stops: %s", self._rank, self.fault())
-        if out is not None and (out.is_floating_point() or out.is_complex()):
-            out.fill_(float("nan"))
 
     def _absent(self) -> list[int]:
         """Who has not come to this call; if all have, who is behind in it (those it keeps waiting are a step ahead)."""

@@ -40,9 +40,26 @@ GENERATION = 56
 MAIL_PIECE = 64
 REGIONS = 128
 SOURCES = 256
-CONTEXT_WORDS = 48
+ROW = 320
+CONTEXT_WORDS = 80
+
+# Words of ROW, where a fused call is: addresses of the next element (0: not wanted), moved on as the call goes; eps and
+# what sums start at as float32 bits; how many columns of the row are summed, their squares in float32 number c % 32.
+RESIDUAL = 0
+NEW_RESIDUAL = 8
+WEIGHT = 16
+NORMED = 24
+QUANTIZED = 32
+SCALE = 40
+DYNAMIC = 48
+EPS = 56
+START = 64
+COLUMN = 72
+SQUARES = 128
+SQUARES_LANES = 32
 
 # Plan words. EXTENTS and OFFSETS are by rank: bytes and places of the parts of an all_gather.
+# From ADD on: of fused calls, whose GATHER_CHUNK is the bytes of a step of the all_gather behind the norm.
 HEADER = 0
 NBYTES = 8
 CHUNK = 16
@@ -51,4 +68,10 @@ ITEMSIZE = 32
 ARITHMETIC = 40
 EXTENTS = 64
 OFFSETS = 128
-PLAN_WORDS = 24
+ADD = 192
+NORM = 200
+HIDDEN = 208
+GATHER_CHUNK = 216
+ENCODE = 224
+DECODE = 232
+PLAN_WORDS = 30

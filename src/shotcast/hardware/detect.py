@@ -83,7 +83,7 @@ def detect() -> HostFacts:
     gpus, peers, error = _gpus(torch)
     driver = _cuda_driver_version()
     return HostFacts(
-        cpu_model=_cpu_model(),
+        cpu_model=cpu_model(),
         cores=available_cores(),
         cores_installed=os.cpu_count() or 1,
         memory_bytes=memory.get("MemTotal", 0),
@@ -133,11 +133,16 @@ def cgroup_quota(root: Path, membership: Path) -> float | None:
     return min(quotas, default=None)
 
 
-def _cpu_model() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model"):
-            return value.strip()
+def cpu_model() -> str:
+    """The processor's name, as the kernel gives it; its architecture where there is none."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:  # of many cores, only the first is read
+                key, _, value = line.partition(":")
+                if key.strip() in ("model name", "Model"):
+                    return value.strip()
+    except OSError:
+        pass
     return platform.machine()
 
 
@@ -234,6 +239,11 @@ def _cuda_driver_version() -> int:
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return 0
     return version.value
+
+
+def nvidia_driver() -> str:
+    """Version of the kernel driver, such as 580.159.04; empty without one."""
+    return _read(Path("/sys/module/nvidia/version")).strip()
 
 
 def _device_attribute(index: int, attribute: int) -> bool | None:

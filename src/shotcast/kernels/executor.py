@@ -20,6 +20,7 @@ from shotcast.kernels.fused_two_shot import two_shot_rms_norm
 from shotcast.kernels.launch import Launch
 from shotcast.kernels.layout import Layout
 from shotcast.kernels.mail import mail
+from shotcast.kernels.multimem import multimem_all_reduce
 from shotcast.kernels.norm import DTYPES, NORM_ADDRESSES, norm_addresses, norm_arguments
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
@@ -31,6 +32,12 @@ from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.wire import CallPlan, Fault, Op
 
 _COPIES = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCAST}
+
+_IN_PIECES = ("two_shot", "multimem")
+"""Algorithms that pass an all-reduce beyond the workspace in pieces."""
+MULTICAST_OPTIONS = {"maxnreg": 128}
+"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on a
+GPU; with this limit it keeps all tiles in registers just so."""
 
 Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
@@ -146,7 +153,10 @@ class TritonExecutor:
         launches = []
         for piece, start in self._pieces(plan):
             kernel, programs, warps, arguments = self._bind(piece, self._unit(piece, aligned))
-            launches.append((Launch(kernel, programs, arguments, names, self._options(warps)), start))
+            options = self._options(warps)
+            if plan.norm is None and arguments.get("MULTICAST", kernel is multimem_all_reduce):
+                options |= MULTICAST_OPTIONS
+            launches.append((Launch(kernel, programs, arguments, names, options), start))
         if len(self._entries) >= _KEPT_PLANS:
             self._entries.clear()
         # the entry keeps its plan alive, so an identity is never another plan's
@@ -156,7 +166,7 @@ class TritonExecutor:
     def _pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
         """The calls that make up ``plan``, with the byte each begins at: several, where it is beyond the workspace."""
         most = self._layout.max_bytes // 16 * 16
-        if plan.op is not Op.ALL_REDUCE or plan.algorithm != "two_shot" or plan.nbytes <= most:
+        if plan.op is not Op.ALL_REDUCE or plan.algorithm not in _IN_PIECES or plan.nbytes <= most:
             return [(plan, 0)]
         pieces = []
         for start in range(0, plan.nbytes, most):
@@ -228,6 +238,11 @@ class TritonExecutor:
             slice_nbytes = wire.slice_bytes(plan.nbytes, self._world) if plan.op is Op.ALL_REDUCE else part
             sizes = {"nbytes": plan.nbytes, "slice_nbytes": slice_nbytes}
             return ring, programs, warps, common | sizes | {"REDUCE": plan.op is not Op.ALL_GATHER, "GATHER": gathers}
+        if plan.algorithm == "multimem":
+            # a quad that two threads of a program summed could come out in two ways, so each quad has one thread
+            block = max(block, 128 * warps) if not INTERPRETED else block
+            flags = {"nbytes": plan.nbytes, "flags_at": where.flags_at, "BLOCK": block}
+            return multimem_all_reduce, 1 + min(shape.programs, layout.FLAG_ROWS), warps, common | flags
         common["CLEARS"] = self._clears(plan)
         if plan.algorithm == "two_shot":
             return two_shot_all_reduce, programs, warps, common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast}

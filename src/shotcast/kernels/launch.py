@@ -2,7 +2,7 @@
 
 Triton's launcher binds, specialises and hashes all arguments at every call, tens of microseconds of host time. Here
 that is done once; a launch fills in addresses and calls what Triton's launcher calls at its end. The only file that
-knows Triton's launch interface; ``tests/collectives/test_cuda_launch.py`` holds it against the public launcher.
+knows Triton's launch interface; ``tests/kernels/test_launch.py`` holds it against the public launcher.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Launch:
 
     def __call__(self, stream: int, given: Sequence[Any]) -> None:
         """Enqueue on the CUDA stream with this handle, of the current device."""
-        hooked = not INTERPRETED and triton.knobs.runtime.launch_enter_hook is not None  # a profiler wants to know
-        if INTERPRETED or hooked:
+        if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler's, which wants to know
             arguments = self._arguments | dict(zip(self._open_names, given, strict=True))
             self._kernel[(self._programs,)](**arguments, **self._options)
             return

@@ -1,7 +1,7 @@
 """Where things lie in a rank's region of symmetric memory; plain numbers for host and kernels.
 
-A region is, in this order: the control block, mailboxes of send and recv, two generations of flag cells, three
-generations of sentinel slots. Offsets never depend on a call, so calls of different sizes cannot overlap.
+A region is, in this order: the control block, mailboxes of send and recv, flags of programs, two generations of flag
+cells, three generations of sentinel slots. Offsets never depend on a call, so calls of different sizes cannot overlap.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ MAIL_LANES = 32
 MAIL_WORDS = 512
 """32-bit words a chunk of mail carries; two chunks a lane are under way."""
 
+FLAG_ROWS = 1024
+"""Programs of a grid that can raise flags; each has a row of one 64-bit word a rank."""
+FLAG_ROW_QUADS = MAX_WORLD_SIZE // 2
+
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
 
@@ -42,6 +46,7 @@ MANY_BYTES = 4 << 20
 """Calls with larger slots clear them as they read; of smaller ones the next call clears them, hidden under its wait."""
 
 _MAIL_BYTES = MAX_WORLD_SIZE * MAIL_LANES * 2 * MAIL_WORDS * 8
+_FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Layout:
 
     max_bytes: int
     mail_at: int
+    flags_at: int
     cells_at: int
     cells_quads: int
     slots_at: int
@@ -63,11 +69,13 @@ class Layout:
         slots = align_up(2 * (max_bytes + slack), 4096)
         cells = align_up(max_bytes + 2 * slack, 4096)
         mail_at = CONTROL_WORDS * 8
-        cells_at = mail_at + _MAIL_BYTES
+        flags_at = mail_at + _MAIL_BYTES
+        cells_at = flags_at + _FLAG_BYTES
         slots_at = cells_at + 2 * cells
         return cls(
             max_bytes=max_bytes,
             mail_at=mail_at // QUAD,
+            flags_at=flags_at // QUAD,
             cells_at=cells_at // QUAD,
             cells_quads=cells // QUAD,
             slots_at=slots_at // QUAD,

@@ -20,7 +20,8 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.kernels import layout
-from shotcast.kernels.target import await_prior_kernel, multicast_words, now_ns, relax
+from shotcast.kernels.multicast import multicast_words
+from shotcast.kernels.target import acquire, await_prior_kernel, now_ns, relax, store_release
 
 EPOCH = tl.constexpr(layout.EPOCH)
 READERS = tl.constexpr(layout.READERS)
@@ -180,6 +181,12 @@ def store_to(call, rank, quads, offs, words, mask, CELLS: tl.constexpr):
 
 
 @triton.jit
+def multicast_address(call, quads):
+    """The address that stands for ``quads`` past the start of every rank's region: the table's last entry."""
+    return tl.load(call.peers + MAX_WORLD) + quads.to(tl.int64) * 16
+
+
+@triton.jit
 def store_to_all(
     call,
     quads,
@@ -196,12 +203,10 @@ def store_to_all(
 
     Programs with different ``turn`` begin with different ranks, which keeps all wires busy.
 
-    With MULTICAST that is one store, which the switch repeats for all; the table's entry after the ranks' is the
-    address.
+    With MULTICAST that is one store, which the switch repeats for all; ``mask`` must take whole quads.
     """
     if MULTICAST:
-        address = tl.load(call.peers + MAX_WORLD) + quads.to(tl.int64) * 16
-        multicast_words(address, offs, words, mask & (call.live != 0))
+        multicast_words(multicast_address(call, quads), offs, words, mask & (call.live != 0))
     else:
         for i in tl.static_range(WORLD - OTHERS):
             store_to(call, (call.rank + 1 + (turn + i) % (WORLD - OTHERS)) % WORLD, quads, offs, words, mask, CELLS)
@@ -364,6 +369,50 @@ def every_thread(WARPS: tl.constexpr):
     """Numbers of the program's threads. A reduction over these passes through all warps, so all see its result alike;
     one over a shorter range is done by each warp for itself, and a branch on it could part them."""
     return tl.arange(0, 32 * WARPS)
+
+
+@triton.jit
+def raise_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Tell all ranks that what this program has stored so far, in its own region, may be read.
+
+    Rank r's flag is a 64-bit word at ``quads`` past the start of each region, plus r: the epoch, which never repeats.
+    """
+    tl.debug_barrier()
+    threads = every_thread(WARPS)
+    bases = tl.load(call.peers + threads % MAX_WORLD, mask=threads < WORLD, other=0)
+    flags = bases.to(tl.pointer_type(tl.int64)) + quads * 2 + call.rank
+    store_release(flags, call.epoch + threads * 0, (threads < WORLD) & (call.live != 0))
+
+
+@triton.jit
+def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Wait until every rank has raised its flag of this epoch; then all threads may read what it stored before.
+
+    A rank's next flag takes the place of this one, so wait only where no rank can end the call without this program.
+    Each thread has seen one rank's flag; the barrier joins what they know. The stopped call returns with ``live`` 0.
+    """
+    threads = every_thread(WARPS)
+    lanes = threads % MAX_WORLD
+    ranks = lanes < WORLD
+    flags = tl.load(call.own + quads * 2 + lanes, mask=ranks, other=0, volatile=True)
+    late = ranks & (flags != call.epoch)
+    waiting = tl.max(late.to(tl.int32), axis=0) & call.live
+    started = call.started
+    live = call.live
+    polls = 0
+    while waiting != 0:
+        relax()
+        flags = tl.load(call.own + quads * 2 + lanes, mask=ranks, other=0, volatile=True)
+        late = ranks & (flags != call.epoch)
+        waiting = tl.max(late.to(tl.int32), axis=0)
+        polls += 1
+        if polls % POLLS_PER_LOOK == 0:
+            silent = tl.sum((late & (threads < MAX_WORLD)).to(tl.int32) << lanes, axis=0)
+            started, live = look_at_clock(call, started, silent, True, WORLD)
+            waiting = waiting & live
+    acquire()
+    tl.debug_barrier()
+    return Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
 
 
 @triton.jit

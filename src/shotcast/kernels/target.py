@@ -40,6 +40,7 @@ _NOT_SPECIALIZED = [
     "s7",
     "s8",
     "mail_at",
+    "flags_at",
     "cells_at",
     "cells_quads",
     "slots_at",
@@ -76,9 +77,12 @@ if INTERPRETED:
     def release_next_kernel(PDL: Any) -> None:
         """Allow the next kernel of the stream to be scheduled (it still awaits this one's end)."""
 
-    def multicast_words(address: Any, offs: Any, words: Any, mask: Any) -> None:
-        """Store words at every rank's copy of ``address``."""
-        raise RuntimeError("the interpreter has no multicast memory; its buffers carry no multicast address")
+    def store_release(pointers: Any, values: Any, mask: Any) -> None:
+        """Store after all that the program stored, in the order in which any rank sees it."""
+        tl.store(pointers, values, mask=mask)
+
+    def acquire() -> None:
+        """Let this thread's loads from here on, by any address, see what came before the stores it has read."""
 
     def round_to(value: Any, DTYPE: Any) -> Any:
         """float32 to bits of a 16-bit float in an int32, to nearest even; NaN stays NaN."""
@@ -109,19 +113,34 @@ else:
             gdc_launch_dependents()
 
     @triton.jit
-    def multicast_words(address, offs, words, mask):
+    def store_release(pointers, values, mask):
         tl.inline_asm_elementwise(
             """{
             .reg .pred p;
-            setp.ne.b32 p, $12, 0;
-            @p multimem.st.relaxed.sys.global.v4.f32 [$4], {$8, $9, $10, $11};
-            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+            setp.ne.b32 p, $3, 0;
+            @p st.release.sys.global.b64 [$1], $2;
+            mov.b32 $0, 0;
             }""",
-            "=r,=r,=r,=r,l,l,l,l,r,r,r,r,r,r,r,r",
-            [address + offs.to(tl.int64) * 4, words, mask.to(tl.int32)],
+            "=r,l,l,r",
+            [pointers.to(tl.int64), values, mask.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
-            pack=4,
+            pack=1,
+        )
+
+    @triton.jit
+    def acquire():
+        tl.inline_asm_elementwise(
+            """
+            fence.acq_rel.sys;
+            fence.proxy.alias;
+            mov.b32 $0, 0;
+            """,
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
     @triton.jit

@@ -40,7 +40,8 @@ class StoreGroup:
         self.world_size = len(self.order)
         self._timeout_s = timeout_s
         name = group.group_name
-        self._store = dist.PrefixStore(f"shotcast/{name}/{_built[name]}", _job_store())
+        self.name = f"{name}/{_built[name]}"  # the same on all ranks; no other object of this process has it
+        self._store = dist.PrefixStore(f"shotcast/{self.name}", _job_store())
         _built[name] += 1
         self._step = 0
 

@@ -1,0 +1,30 @@
+"""Communicators by name: an operator in a graph holds a string, not an object."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from shotcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shotcast.collectives.communicator import Communicator
+
+_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+
+
+def register(comm: Communicator) -> None:
+    """Make ``comm`` known by its name, as long as it lives."""
+    _communicators[comm.name] = comm
+
+
+def named(name: str) -> Communicator:
+    """The communicator called ``name``. Raises ConfigError if this process has none."""
+    comm = _communicators.get(name)
+    if comm is None:
+        known = ", ".join(sorted(_communicators)) or "none"
+        raise ConfigError(
+            f"no communicator of this process is called {name!r} (there are: {known}); the one that a graph was "
+            f"compiled with must live as long as the graph is used"
+        )
+    return comm

@@ -1,0 +1,148 @@
+"""The functions of ``torch.distributed._functional_collectives``, served by a :class:`shotcast.Communicator`.
+
+Code written for those runs with these: where they take a process group, pass a communicator. Differences:
+
+- Results are ordinary tensors: complete on the CPU, enqueued on the current stream on CUDA. :func:`wait_tensor` (and
+  PyTorch's own) returns them as they are.
+- Results are differentiable where the communicator's calls are (sums, averages and copies), under every name: the
+  ``_autograd`` names are the same functions. PyTorch's plain names are so from 2.12 on.
+- ``avg`` is the sum, rounded to the dtype, divided by the number of ranks and rounded again. It takes floating point.
+- ``src`` is a rank of the communicator. Uneven splits are refused.
+
+They trace under ``torch.compile(fullgraph=True)``, alone and mixed with PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.compiler import is_compiling
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.errors import ConfigError, UnsupportedError
+
+__all__ = [
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "all_reduce",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
+    "broadcast",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "wait_tensor",
+]
+
+_REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "prod"}
+
+
+def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str = "") -> torch.Tensor:  # noqa: N803
+    """The tensors of all ranks reduced elementwise, on every rank; like ``self``.
+
+    Args:
+        self: any shape.
+        reduceOp: ``sum``, ``avg``, ``max``, ``min`` or ``product``, in any case.
+        group: who takes part.
+        tag: not used.
+    """
+    reduction = _reduction(reduceOp, self)
+    total = _communicator(group).all_reduce(_plain(self), reduction=_REDUCTIONS[reduction])
+    return total / group.world_size if reduction == "avg" else total
+
+
+def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Communicator, tag: str = "") -> torch.Tensor:
+    """The tensors of all ranks, of equal shape, joined along ``gather_dim``."""
+    parts, x = _communicator(group).world_size, _plain(self)
+    if x.dim() == 0:
+        x = x.view(1)
+    dim = _dimension(gather_dim, x)
+    whole = group.all_gather(x)
+    if dim == 0:
+        return whole
+    return whole.view(parts, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter_tensor(
+    self: torch.Tensor,
+    reduceOp: str,  # noqa: N803
+    scatter_dim: int,
+    group: Communicator,
+    tag: str = "",
+) -> torch.Tensor:
+    """This rank's part of the reduced tensors, cut along ``scatter_dim`` into equal parts; as :func:`all_reduce`."""
+    parts, reduction, dim = _communicator(group).world_size, _reduction(reduceOp, self), _dimension(scatter_dim, self)
+    if self.shape[dim] % parts:
+        raise ConfigError(f"dimension {scatter_dim} of {list(self.shape)} is not divisible among {parts} ranks")
+    x = self if dim == 0 else self.unflatten(dim, (parts, -1)).movedim(dim, 0).flatten(0, 1)
+    part = group.reduce_scatter(_plain(x), reduction=_REDUCTIONS[reduction])
+    return part / parts if reduction == "avg" else part
+
+
+def all_to_all_single(
+    self: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Communicator,
+    tag: str = "",
+) -> torch.Tensor:
+    """Part i of this rank's tensor goes to rank i; the parts received, joined in the order of ranks.
+
+    Split sizes are None or say that the parts are equal. Raises UnsupportedError otherwise.
+    """
+    parts, x = _communicator(group).world_size, _plain(self)
+    for sizes in (output_split_sizes, input_split_sizes):
+        if sizes is not None and list(sizes) != [x.shape[0] // parts] * parts:
+            raise UnsupportedError(f"all_to_all_single takes equal parts of {list(x.shape)}, not {list(sizes)}")
+    return group.all_to_all(x)
+
+
+def broadcast(self: torch.Tensor, src: int, group: Communicator, tag: str = "") -> torch.Tensor:
+    """The tensor of rank ``src`` of the communicator, on every rank. Not differentiable, like PyTorch's."""
+    _communicator(group)
+    return group.broadcast(_plain(self).detach().clone(), src)
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which is ready; a result of PyTorch's functions is waited for."""
+    return _plain(tensor, contiguous=False)
+
+
+all_gather_single = all_gather_single_autograd = all_gather_tensor_autograd = all_gather_tensor
+reduce_scatter_single = reduce_scatter_single_autograd = reduce_scatter_tensor_autograd = reduce_scatter_tensor
+all_to_all_single_autograd: Callable[..., torch.Tensor] = all_to_all_single
+
+
+def _communicator(group: Communicator) -> Communicator:
+    if not isinstance(group, Communicator):
+        raise ConfigError(f"group is a shotcast.Communicator, not {type(group).__name__}")
+    return group
+
+
+def _reduction(name: str, x: torch.Tensor) -> str:
+    reduction = name.lower() if isinstance(name, str) else name
+    if reduction not in _REDUCTIONS:
+        raise ConfigError(f"reduceOp is one of {', '.join(_REDUCTIONS)}; it is {name!r}")
+    if reduction == "avg" and not (x.is_floating_point() or x.is_complex()):
+        raise UnsupportedError(f"avg takes floating point, not {x.dtype}")
+    return reduction
+
+
+def _dimension(dim: int, x: torch.Tensor) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ConfigError(f"{list(x.shape)} has no dimension {dim}")
+    return dim % x.dim()
+
+
+def _plain(x: torch.Tensor, contiguous: bool = True) -> torch.Tensor:
+    """``x`` without the wrapper in which PyTorch's functions return a result that may be on its way."""
+    if not is_compiling():  # there are no wrappers in a graph
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(x, AsyncCollectiveTensor):
+            x = x.wait()
+    return x.contiguous() if contiguous else x

@@ -1,0 +1,128 @@
+"""What ranks do in tests/bench/test_tune.py; each process belongs to one test."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+import shotcast
+from shotcast.bench import baselines, tune
+from shotcast.collectives.problem import Candidate
+
+
+def _with(change: Callable[[Candidate, baselines.Call], Callable[[], Any]], plan: tune.TunePlan) -> list[tune.Point]:
+    """Tune with ``change(candidate, call)`` in the place of each candidate's call."""
+    made = tune._Case.call
+
+    def call(self: Any, name: str, candidate: Candidate) -> baselines.Call:
+        right = made(self, name, candidate)
+        return dataclasses.replace(right, run=change(candidate, right))
+
+    tune._Case.call = call  # type: ignore[method-assign]
+    return tune.measure(plan)[1]
+
+
+def _slow(candidate: Candidate) -> bool:
+    """All but two-shot: so that two-shot, were it right, would win."""
+    return candidate.algorithm != "two_shot"
+
+
+def one_is_wrong(plan: tune.TunePlan, rank: int) -> list[tune.Point]:
+    """Two-shot is fastest by far, and wrong in one element on one rank."""
+
+    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+        def run() -> None:
+            call.run()
+            if _slow(candidate):
+                time.sleep(0.003)
+            elif dist.get_rank() == rank:
+                call.results[0][-1] += 1.0
+
+        return run
+
+    return _with(change, plan)
+
+
+def one_launch_is_wrong(plan: tune.TunePlan) -> list[tune.Point]:
+    """Two-shot is right by default and wrong, and fastest, with any other chunk."""
+
+    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+        def run() -> None:
+            call.run()
+            if candidate.algorithm != "two_shot":
+                time.sleep(0.01)
+            elif candidate.launch.chunk_bytes:
+                call.results[0][0] = float("nan")
+            else:
+                time.sleep(0.01)
+
+        return run
+
+    return _with(change, plan)
+
+
+def nothing_is_right(plan: tune.TunePlan) -> str:
+    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+        return lambda: call.results[0].zero_()
+
+    try:
+        _with(change, plan)
+    except shotcast.ShotcastError as error:
+        return str(error)
+    return ""
+
+
+def ranks_differ(plan: tune.TunePlan) -> list[tune.Point]:
+    """Each rank finds another algorithm slow: to rank 0 one-shot, to rank 1 two-shot. The ring is slow to nobody."""
+    slow = {0: "one_shot", 1: "two_shot"}
+
+    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+        def run() -> None:
+            call.run()
+            dist.barrier()  # so that a rank that sleeps delays nobody else's clock for the call before
+            if candidate.algorithm == slow.get(dist.get_rank()):
+                time.sleep(0.02)
+
+        return run
+
+    return _with(change, plan)
+
+
+def by_table(counts: list[int], op: str) -> list[tuple[str, str, str, list[float]]]:
+    """What explain says of calls, and that their results are right."""
+    said = []
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        for count in counts:
+            x = torch.full([count], float(comm.rank + 1))
+            if op == "all_reduce":
+                got = comm.all_reduce(x)
+                explained = comm.explain(x, op)
+            else:
+                got = comm.all_gather(x)
+                explained = comm.explain(got, op)
+            said.append((explained.source, explained.reason, explained.algorithm, [float(got[0]), float(got[-1])]))
+    return said
+
+
+def captured(count: int) -> tuple[Any, Any, list[float]]:
+    """On GPUs: what explain says outside and inside a capture, and the result of a replay."""
+    with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
+        x = torch.full([count], float(comm.rank + 1), device=comm.device)
+        out = torch.empty_like(x)
+        eager = comm.explain(x)
+        comm.all_reduce(x, out=out)  # compiles what the capture needs, which is another kernel
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            inside = comm.explain(x)
+            comm.all_reduce(x, out=out)
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        comm.check()
+        return eager, inside, out.tolist()

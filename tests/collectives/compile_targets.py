@@ -1,0 +1,450 @@
+"""What ranks do in tests/collectives/test_compile.py and test_cuda_compile.py."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import shotcast
+from shotcast import Communicator
+from shotcast.collectives import ops
+from shotcast.collectives.norm_operands import Fp8Normed
+
+
+def values(comm: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Other numbers on each rank. Sums of them round, so their order shows."""
+    generator = torch.Generator().manual_seed(1000 * seed + comm.rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(comm.device, dtype)
+
+
+def same(got: Any, wanted: Any) -> None:
+    """Equal bit by bit, in shape, dtype, strides and in what carries a gradient."""
+    assert len(got) == len(wanted)
+    for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), number
+        assert a.requires_grad == b.requires_grad, number
+        left, right = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+        assert torch.equal(left, right), (number, a, b)
+
+
+def every_call(comm: Communicator, x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each method and each form of it. ``x`` and ``into`` are changed."""
+    n, rank = comm.world_size, comm.rank
+    lengths = [3 * r for r in range(n)]  # rank 0 has nothing
+    total = comm.all_reduce(x)
+    largest = comm.all_reduce(x, reduction="max")
+    part = comm.reduce_scatter(total, algorithm="one_shot")
+    whole = comm.all_gather(part)
+    uneven = comm.all_gather(total[: lengths[rank]], sizes=lengths)
+    turned = comm.all_to_all(whole * (rank + 1))
+    single = comm.all_gather(total.amax())
+    root = comm.broadcast(turned.clone(), n - 1)
+    comm.all_reduce(x, out=x, algorithm="two_shot")  # in place, on an input of the graph
+    comm.reduce_scatter(x + root, out=into)
+    mean = root / n
+    comm.all_reduce(mean, out=mean)  # in place, on a tensor of the graph
+    gathered = torch.empty(n * into.shape[0], *into.shape[1:], device=x.device)
+    comm.all_gather(into, out=gathered)
+    parts = torch.empty(sum(lengths), *x.shape[1:], device=x.device)
+    comm.all_gather(x[: lengths[rank]], out=parts, sizes=lengths)
+    swapped = torch.empty_like(x)
+    comm.all_to_all(x, out=swapped)
+    comm.barrier()
+    message = torch.zeros_like(x)
+    if rank == 0:
+        comm.send(swapped, n - 1)
+    elif rank == n - 1:
+        comm.recv(message, 0)
+    return total, largest, part, whole, uneven, turned, single, root, mean, gathered, parts, swapped, message
+
+
+def compiled_equals_eager(backend: str) -> int:
+    """Returns how many graphs were compiled for three calls."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n = comm.world_size
+        call = functools.partial(every_call, comm)
+        traced = torch.compile(lambda x, into: call(x, into), fullgraph=True, backend=backend)
+        for seed in range(3):
+            x, into = values(comm, 6 * n, 5, seed=seed), torch.zeros(6, 5)
+            y, there = x.clone(), into.clone()
+            wanted = call(x, into)
+            got = traced(y, there)
+            same((*got, y, there), (*wanted, x, into))
+        return counters["stats"]["unique_graphs"]
+
+
+def dynamic_sizes(backend: str) -> int:
+    """Returns how many graphs were compiled for four sizes."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n = comm.world_size
+
+        def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            total = comm.all_reduce(x * 2)
+            part = comm.reduce_scatter(total.cos())
+            return total, part, comm.all_gather(part.sin()), comm.all_to_all(total)
+
+        traced = torch.compile(call, fullgraph=True, backend=backend)
+        for rows in (3 * n, 4 * n, 7 * n, 50 * n):
+            x = values(comm, rows, 3, seed=rows)
+            torch._dynamo.mark_dynamic(x, 0)
+            got = traced(x)
+            for a, b in zip(got, call(x), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # Inductor has a cosine of its own
+        return counters["stats"]["unique_graphs"]
+
+
+def gradients(backend: str) -> int:
+    """Backward of each differentiable call, compiled and eager."""
+    done = 0
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n, rank = comm.world_size, comm.rank
+        lengths = [2 * r for r in range(n)]
+        calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+            "all_reduce": (lambda x: comm.all_reduce(x * 3), 2 * n),
+            "ring": (lambda x: comm.all_reduce(x, algorithm="ring"), 2 * n),
+            "reduce_scatter": (lambda x: comm.reduce_scatter(x), 2 * n),
+            "all_gather": (lambda x: comm.all_gather(x), 2),
+            "all_gather of numbers": (lambda x: comm.all_gather(x.sum()), 2),
+            "uneven": (lambda x: comm.all_gather(x, sizes=lengths), lengths[rank]),
+            "all_to_all": (lambda x: comm.all_to_all(x), 2 * n),
+            "transposed": (lambda x: comm.all_reduce(x).t(), 2),
+            "twice": (lambda x: comm.all_reduce(comm.all_reduce(x).relu()), 2),
+        }
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for name, (call, rows) in calls.items():
+                if dtype is torch.float64 and name == "ring":
+                    continue
+                x = values(comm, rows, 3, dtype=dtype).requires_grad_()
+                weight = values(comm, *call(x).shape, seed=2, dtype=dtype)
+                y = x.detach().clone().requires_grad_()
+                (call(x) * weight).sum().backward()
+                (torch.compile(call, fullgraph=True, backend=backend)(y) * weight).sum().backward()
+                same([y.grad], [x.grad])
+                done += 1
+        # gathers float64, which it cannot add up: the backward takes what can
+        x = values(comm, 2, 3, dtype=torch.float64).requires_grad_()
+        torch.compile(lambda x: comm.all_gather(x, algorithm="one_shot"), fullgraph=True, backend=backend)(
+            x
+        ).sum().backward()
+        assert x.grad.tolist() == [[float(n)] * 3] * 2
+
+        @functools.partial(torch.compile, fullgraph=True, backend=backend)
+        def largest(x: torch.Tensor) -> torch.Tensor:
+            return comm.all_reduce(x, reduction="max")
+
+        assert not largest(x).requires_grad
+        with torch.no_grad():
+            assert not torch.compile(lambda x: comm.all_reduce(x), fullgraph=True, backend=backend)(x).requires_grad
+        with pytest.raises(shotcast.UnsupportedError, match="not for max"):
+            torch.ops.shotcast.all_reduce(x, comm.name, "auto", "max").sum().backward()
+    return done
+
+
+def opcheck() -> list[str]:
+    """PyTorch's own checks of schemas, fake kernels, derivatives and traces. Returns the operators checked."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n, rank, name = comm.world_size, comm.rank, comm.name
+        x = values(comm, 2 * n, 3).requires_grad_()
+        normed = values(comm, 2 * n, 16), values(comm, 2 * n, 16, seed=1), values(comm, 16)
+        scattered = values(comm, 2 * n, 16), values(comm, 2, 16, seed=1), values(comm, 16)
+        arguments: dict[str, list[tuple[Any, ...]]] = {
+            "all_reduce": [(x, name, "auto", "sum"), (x.detach(), name, "vendor", "max")],
+            "reduce_scatter": [(x, name, n, "auto", "sum"), (x.detach().double(), name, n, "ring", "sum", False)],
+            "all_gather": [(x, name, n, "auto")],
+            "all_gather_uneven": [(x[: rank + 1], name, list(range(1, n + 1)), rank, "auto")],
+            "all_to_all": [(x, name, "auto")],
+            "broadcast": [(x.detach(), name, n - 1, "auto")],
+            "send": [(x.detach(), name, n - 1 - rank)],
+            "recv": [(x.detach(), name, n - 1 - rank)],
+            "barrier": [(name,)],
+            "all_reduce_rms_norm": [(*normed, name, 1e-6, "auto")],
+            "all_reduce_rms_norm_fp8": [
+                (*normed, None, name, 1e-6, False, "auto"),
+                (*normed, torch.ones(()), name, 1e-6, True, "auto"),
+            ],
+            "reduce_scatter_rms_norm": [(*scattered, name, 1e-6, gather, "auto") for gather in (False, True)],
+            "reduce_scatter_rms_norm_fp8": [
+                (*scattered, None, name, 1e-6, True, False, "auto"),
+                (*scattered, torch.ones(()), name, 1e-6, False, True, "auto"),
+            ],
+        }
+        assert sorted(arguments) == sorted(ops.OPERATORS)
+        # what is sent in one place is received in the other, as often
+        checked = [op for op in arguments if op not in ("send", "recv")]
+        for op in [*checked, "send" if rank == 0 else "recv", "recv" if rank == 0 else "send"]:
+            for args in arguments[op]:
+                torch.library.opcheck(getattr(torch.ops.shotcast, op).default, args)
+        return [*checked, "send", "recv"]
+
+
+class Block(nn.Module):
+    """Two linear layers, the first cut by columns and the second by rows, and a residual."""
+
+    def __init__(self, comm: Communicator, hidden: int, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.comm = comm
+        generator = torch.Generator().manual_seed(5)
+        up, down = (torch.randn(4 * hidden, hidden, generator=generator) / hidden**0.5 for _ in range(2))
+        mine = slice(comm.rank * 4 * hidden // comm.world_size, (comm.rank + 1) * 4 * hidden // comm.world_size)
+        self.up = nn.Parameter(up[mine].to(comm.device, dtype))
+        self.down = nn.Parameter(down[mine].to(comm.device, dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.comm.all_reduce((x @ self.up.t()).relu() @ self.down)
+
+
+def model_equals_eager(backend: str) -> int:
+    """Inference and training of three layers. Returns how many graphs were compiled."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        model = nn.Sequential(*(Block(comm, 24) for _ in range(3)))
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+        traced = torch.compile(model, fullgraph=True, backend=backend)
+        with torch.no_grad():
+            same([traced(x)], [model(x)])
+            with torch.compiler.set_stance("fail_on_recompile"):
+                same([traced(2 * x)], [model(2 * x)])
+        grads = []
+        for run in (model, traced):
+            model.zero_grad()
+            out = run(x)
+            out.square().sum().backward()
+            grads.append([out, *(parameter.grad.clone() for parameter in model.parameters())])
+        same(*grads)
+        whole = torch.empty(comm.world_size, *grads[0][0].shape)
+        comm.all_gather(grads[1][0].detach()[None], out=whole)
+        assert all(torch.equal(whole[0], other) for other in whole)
+        return counters["stats"]["unique_graphs"]
+
+
+def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> list[Any]:
+    """Each fused method and each form of it. ``residual`` is changed."""
+    k = x.shape[0] // comm.world_size
+    mine, given = residual[k * comm.rank : k * (comm.rank + 1)].clone(), torch.full((), 0.25, device=x.device)
+    made: list[torch.Tensor] = []
+    made += comm.all_reduce_rms_norm(x, residual, weight)
+    made += comm.all_reduce_rms_norm(x, residual, weight, 1e-3, "two_shot", (torch.empty_like(x), residual))
+    made += comm.all_reduce_rms_norm_fp8(x, residual, weight)[:3]
+    made += comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")
+    for gather in (False, True):
+        made += comm.reduce_scatter_rms_norm(x, mine, weight, gather=gather)
+        result = comm.reduce_scatter_rms_norm_fp8(x, mine, weight, gather=gather, with_normed=gather)
+        assert (result.normed is None) is not gather
+        made += [tensor for tensor in result if tensor is not None]
+        out = Fp8Normed(*(torch.empty_like(tensor) for tensor in made[-4:])) if gather else None
+        made += comm.reduce_scatter_rms_norm_fp8(x, mine, weight, 1e-2, None, gather, gather, "auto", out)[:3]
+        if out is not None:
+            made += out
+    return made
+
+
+def fused_equals_eager(backend: str) -> int:
+    """Returns how many graphs were compiled for two calls."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        call = functools.partial(fused_calls, comm)
+        traced = torch.compile(lambda *operands: call(*operands), fullgraph=True, backend=backend)
+        for seed in range(2):
+            x, residual, weight = (
+                values(comm, *shape, seed=seed + number, dtype=torch.bfloat16)
+                for number, shape in enumerate([(2 * comm.world_size, 3, 40), (2 * comm.world_size, 3, 40), (40,)])
+            )
+            weight.requires_grad_()
+            there = residual.clone()
+            wanted = call(x, residual, weight)
+            assert len(wanted) == 32
+            same([*traced(x, there, weight), there], [*wanted, residual])
+        for text, bad in {
+            "of one dtype": lambda: comm.all_reduce_rms_norm(x, residual, weight.float()),
+            "divided among": lambda: comm.reduce_scatter_rms_norm(x[1:], residual, weight),
+            "shapes are": lambda: comm.all_reduce_rms_norm_fp8(x, residual[1:], weight),
+            "out is (normed, new_residual)": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x,)),
+            "out must be": lambda: comm.all_reduce_rms_norm(x, residual, weight, out=(x, None)),
+            "must be": lambda: comm.reduce_scatter_rms_norm(x, residual, weight, out=(x[1:], residual)),
+        }.items():
+            with pytest.raises(Exception, match=re.escape(text)):
+                torch.compile(bad, fullgraph=True, backend=backend)()
+        return counters["stats"]["unique_graphs"]
+
+
+def order_of_the_program(backend: str) -> list[str]:
+    """Calls that do not depend on each other, between other work on each rank, one result unused. Returns them."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        made: list[str] = []
+        run = comm._run
+
+        def logged(op: Any, *args: Any, **kwargs: Any) -> None:
+            made.append(op.label)
+            run(op, *args, **kwargs)
+
+        def call(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if comm.rank == 0:
+                early, late = x @ weight, x.abs()
+            else:
+                early, late = x.abs(), (x @ weight) @ weight
+            comm.all_to_all(x)
+            first = comm.all_reduce(early)
+            comm.barrier()
+            whole = comm.all_gather(x)  # large, and wanted late
+            second = comm.all_reduce(first.abs() + late)
+            return whole.relu(), comm.reduce_scatter(second).relu()
+
+        weight = values(comm, 6, 6).round()  # whole numbers: products are exact
+        traced = torch.compile(call, fullgraph=True, backend=backend)
+        comm._run = logged
+        for seed, requires_grad in ((1, False), (2, True)):
+            x = values(comm, 6, 6, seed=seed).round().requires_grad_(requires_grad)
+            made.clear()
+            wanted = call(x, weight)
+            if requires_grad:
+                sum(t.sum() for t in wanted).backward()
+            program = list(made)
+            made.clear()
+            got = traced(x, weight)
+            if requires_grad:
+                sum(t.sum() for t in got).backward()
+            assert made == program, (made, program)
+            same(got, wanted)
+        return made
+
+
+def cached_by_what_it_says() -> None:
+    """What depends on the number of ranks or on the rank is said by the graph: compiled code is shared by graph."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n, rank = comm.world_size, comm.rank
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return comm.all_gather(x), comm.all_gather(x, sizes=[2] * n), comm.reduce_scatter(comm.all_gather(x))
+
+        torch.compile(call, fullgraph=True, backend=keep)(torch.ones(2, 2))
+        said = {node.target: node.args[1:] for node in graphs[0].graph.nodes if "shotcast" in str(node.target)}
+        made = torch.ops.shotcast
+        assert said == {
+            made.all_gather: (comm.name, n, "auto"),
+            made.all_gather_uneven: (comm.name, [2] * n, rank, "auto"),
+            made.reduce_scatter: (comm.name, n, "auto", "sum"),
+        }
+        with pytest.raises(shotcast.ConfigError, match="compiled on rank 7"):
+            made.all_gather_uneven(torch.ones(2), comm.name, [2] * n, 7, "auto")
+
+
+class _Seen(TorchDispatchMode):
+    """Notes our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "shotcast" in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def who_is_called(backend: str) -> None:
+    """Eager calls go past the operators; names are those of all ranks; a communicator that is gone is said to be."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=60)
+    other = comm.split(0)
+    half = comm.split(comm.rank)
+    assert len({comm.name, other.name, half.name}) == 3
+    names = comm._host.all_gather((comm.name, other.name))
+    assert names == [names[0]] * comm.world_size
+    x = torch.ones(4)
+    with _Seen() as seen:
+        comm.all_reduce(x)
+        comm.all_reduce(x.clone().requires_grad_()).sum().backward()
+        assert seen.names == []
+        torch.ops.shotcast.all_reduce(x, comm.name, "auto", "sum")
+        assert seen.names == ["shotcast.all_reduce.default"]
+    # a compiler may have laid out a tensor in its own way
+    y = values(comm, 4, 3)
+    same([torch.ops.shotcast.all_reduce(y.t(), comm.name, "auto", "sum")], [comm.all_reduce(y.t().contiguous())])
+
+    def call(c: Communicator, x: torch.Tensor) -> torch.Tensor:
+        return c.all_reduce(x)
+
+    traced = torch.compile(call, fullgraph=True, backend=backend)
+    assert traced(comm, x).tolist() == [float(comm.world_size)] * 4
+    assert traced(half, x).tolist() == [1.0] * 4  # other ranks: another graph
+    assert traced(comm, x).tolist() == [float(comm.world_size)] * 4
+    other.close()
+    with pytest.raises(shotcast.ClosedError, match="all_reduce: this communicator was closed"):
+        traced(other, x)
+    comm.close()
+    with pytest.raises(shotcast.ClosedError, match="all_reduce: this communicator was closed"):
+        traced(comm, x)
+    name = half.name
+    half.close()
+    del half
+    with pytest.raises(shotcast.ConfigError, match=f"no communicator of this process is called '{name}'"):
+        torch.ops.shotcast.all_reduce(x, name, "auto", "sum")
+
+
+def bad_calls(backend: str) -> None:
+    """What eager calls refuse is refused while tracing or when called, with the same words."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n = comm.world_size
+        x = torch.ones(2 * n, 3)
+        for text, call in {
+            "x is not contiguous": lambda x: comm.all_reduce(x.t()),
+            "out must be": lambda x: comm.all_reduce(x, out=torch.empty(3)),
+            "out must be ": lambda x: comm.all_gather(x, out=torch.empty(3)),
+            "divided among": lambda x: comm.reduce_scatter(x[1:]),
+            "root is a rank": lambda x: comm.broadcast(x, n),
+            "cannot send to itself": lambda x: comm.send(x, comm.rank),
+            "sizes must hold": lambda x: comm.all_gather(x, sizes=[1]),
+            "unknown algorithm 'tree'": lambda x: comm.all_reduce(x, algorithm="tree"),
+            "unknown reduction 'mean'": lambda x: comm.all_reduce(x, reduction="mean"),
+        }.items():
+            with pytest.raises(Exception, match=text.strip()) as eager:
+                call(x)
+            assert isinstance(eager.value, shotcast.ConfigError)
+            with pytest.raises(Exception, match=text.strip()):
+                torch.compile(call, fullgraph=True, backend=backend)(x)
+        assert torch.equal(comm.all_reduce(x), n * x)
+
+
+def checkpointed(backend: str) -> None:
+    """Recomputed in the backward but for the collectives, which are kept."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        block = Block(comm, 8)
+        kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.shotcast.all_reduce.default])
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(block, x, use_reentrant=False, context_fn=kept)
+
+        x = torch.ones(3, 8)
+        traced = torch.compile(call, fullgraph=True, backend=backend)
+        grads = []
+        for run in (block, traced):
+            block.zero_grad()
+            run(x).square().sum().backward()
+            grads.append([parameter.grad.clone() for parameter in block.parameters()])
+        same(*grads)
+
+
+def without(what: str) -> str:
+    """A PyTorch in which something private that the order of calls rests on is gone. Returns what is said."""
+    import torch._inductor.lowering
+    from torch._inductor import ir
+
+    if what == "Inductor's kernels":
+        del ir.EffectfulKernel
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        x = torch.ones(3)
+        assert comm.all_reduce(x).tolist() == [1.0] * 3
+        with pytest.raises(Exception, match="PyTorch") as caught:
+            torch.compile(lambda x: comm.all_reduce(x), fullgraph=True, backend="aot_eager")(x)
+        return str(caught.value)

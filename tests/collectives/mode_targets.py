@@ -1,0 +1,153 @@
+"""What ranks do in tests/collectives/test_modes.py: CPU ranks whose streams say that they are being captured."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from workers import check, inputs
+
+import shotcast
+from shotcast.collectives import communicator, reference
+from shotcast.collectives.table import Row, parse, render
+from shotcast.errors import ConfigError
+from shotcast.wire import CallPlan, LaunchShape, Op
+
+
+class Chain:
+    """Stands in for a StreamChain, whose streams need a GPU."""
+
+    def __init__(self) -> None:
+        self.graph = False
+        self.entered = 0
+
+    def capturing(self) -> bool:
+        return self.graph
+
+    def enter(self, device: torch.device) -> bool:
+        self.entered += 1
+        return self.graph
+
+
+def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[Row]]:
+    return {(mode, "all_reduce", "float32"): [Row(float("inf"), algorithm, LaunchShape(0, 0, 0, 4096), mode)]}
+
+
+def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
+    """Give ``comm`` a table that takes one-shot captured and two-shot eager; the plans that it will run."""
+    chain, plans = Chain(), []
+    comm._chain = chain
+    text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
+    comm._tables = (("user table", parse(text, "t.json")),)
+    run = comm._executor.run
+
+    def recorded(plan: CallPlan, *tensors: Any) -> None:
+        plans.append(plan)
+        run(plan, *tensors)
+
+    comm._executor.run = recorded
+    return chain, plans
+
+
+def each_mode_has_its_own_choice() -> list[str]:
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        chain, plans = with_modes(comm)
+        xs = inputs(5000, torch.float32, comm.world_size, 1, "cpu")
+        for graph in (False, True, False, True):
+            chain.graph = graph
+            got = comm.all_reduce(xs[comm.rank])
+            check(got, reference.all_reduce(xs, "one_shot"), graph)
+        assert chain.entered == 4
+        assert len(comm._calls) == 2
+        assert {plan.launch.chunk_bytes for plan in plans} == {4096}
+        return [plan.algorithm for plan in plans]
+
+
+def an_eager_call_readies_the_captured_one() -> tuple[list[str], list[str]]:
+    """What was compiled before a capture, and what more after it."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        chain, _ = with_modes(comm)
+        prepared = []
+        prepare = comm._executor.prepare
+        comm._executor.prepare = lambda plan: (prepared.append(plan.algorithm), prepare(plan))[1]
+        x = torch.ones(8)
+        comm.all_reduce(x)
+        before = list(prepared)
+        chain.graph = True
+        assert comm.all_reduce(x).tolist() == [comm.world_size] * 8
+        chain.graph = False
+        comm.all_reduce(torch.ones(16), algorithm="ring")
+        return before, prepared[len(before) :]
+
+
+def capture_without_a_call_before() -> str:
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        chain, _ = with_modes(comm)
+        chain.graph = True
+        with pytest.raises(ConfigError) as caught:
+            comm.all_reduce(torch.ones(8))
+        return str(caught.value)
+
+
+def explained() -> list[tuple[str, str, str]]:
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        chain, _ = with_modes(comm)
+        x = torch.ones(8)
+        said = [comm.explain(x), comm.explain(x, mode="graph"), comm.explain(x, mode="eager")]
+        chain.graph = True
+        said += [comm.explain(x), comm.explain(x, mode="eager")]
+        assert chain.entered == 0, "explain orders nothing"
+        with pytest.raises(ConfigError, match="mode is graph or eager, not 'captured'"):
+            comm.explain(x, mode="captured")
+        assert "float32, captured: one_shot" in str(comm.explain(x))
+        return [(one.mode, one.algorithm, one.source) for one in said]
+
+
+def modes_of_cpu_ranks() -> None:
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        assert comm.explain(torch.ones(8)).mode == "eager"
+        for mode in ("graph", ""):
+            with pytest.raises(ConfigError, match=f"mode is eager, as CPU ranks have no graphs, not '{mode}'"):
+                comm.explain(torch.ones(8), mode=mode)
+
+
+def launched_past_the_choice() -> None:
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        _, plans = with_modes(comm)
+        xs = inputs(5000, torch.bfloat16, comm.world_size, 2, "cpu")
+        out = torch.empty_like(xs[0])
+        for chunk in (64, 704, 64):
+            comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="two_shot", launch=LaunchShape(0, 64, 0, chunk))
+            check(out, reference.all_reduce(xs, "two_shot"), chunk)
+        assert all(len(call.needs) == 1 for call in comm._calls.values()), "what is measured has no twin"
+        comm.all_reduce(xs[comm.rank], out=out, algorithm="two_shot")
+        assert [plan.launch.chunk_bytes for plan in plans] == [64, 704, 64, 0]
+        assert len(comm._calls) == 3
+
+
+def alone_nothing_is_ordered() -> int:
+    with shotcast.Communicator(device="cpu") as comm:
+        chain, _ = with_modes(comm)
+        comm.all_reduce(torch.ones(3))
+        return chain.entered
+
+
+def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:
+    """Reasons of a call that the table would have decided and of one that was named, and what was logged."""
+
+    def stale(part: str, world_size: int) -> None:
+        raise ConfigError("table x.json was made for revision 0 of the kernels")
+
+    communicator.packaged = stale  # type: ignore[assignment]
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shotcast").addHandler(handler)
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        x = torch.ones(8)
+        assert comm.all_reduce(x).tolist() == [comm.world_size] * 8
+        by_model = comm.explain(x)
+        assert by_model.source == "cost model"
+        return by_model.reason, comm.explain(x, algorithm="ring").reason, heard

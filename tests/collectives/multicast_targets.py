@@ -1,0 +1,215 @@
+"""What ranks of tests/collectives/test_multicast.py run: the kernels' multicast forms, over an emulated address.
+
+Stores to peers go by the addresses of a table that the kernels read; stores and loads by multicast go to an address at
+which no memory lies, so what uses it without the emulation ends the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from interpreter_targets import quietly
+from workers import FLOATS, check, differing, failing_call, inputs, shifted, straggle, warm
+
+import shotcast
+from shotcast.collectives import reference
+from shotcast.memory import shm
+
+NOWHERE = itertools.count(1 << 52, 1 << 40)
+"""Addresses beyond what a process can map, one for each buffer."""
+
+
+LATE_S = 5.0
+"""How far past the deadline a late rank comes: the others look at the clock only every 256 polls, and a poll of the
+interpreter can take 10 ms on a busy machine."""
+
+
+class EmulatedBuffer:
+    """Shared memory with a multicast address; a SymmetricBuffer."""
+
+    def __init__(self, group: Any, nbytes: int):
+        from shotcast.kernels import multicast
+
+        self._shared = _ShmBuffer(group, nbytes)
+        self.multicast_address = next(NOWHERE)
+        self.traffic = multicast.emulate(self.multicast_address, self._shared.nbytes, self._shared.addresses)
+
+    @property
+    def nbytes(self) -> int:
+        return self._shared.nbytes
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return self._shared.addresses
+
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._shared.view(rank, offset, shape, dtype)
+
+    def close(self) -> None:
+        self._shared.close()
+
+
+_ShmBuffer = shm.ShmBuffer
+
+
+def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``, whose communicators have a multicast address."""
+    shm.ShmBuffer = EmulatedBuffer  # type: ignore[misc,assignment]
+    return quietly(fn, *args)
+
+
+def moved(comm: shotcast.Communicator) -> tuple[int, int]:
+    """Quads stored, and summed, by multicast so far."""
+    traffic = comm._executor._buffer.traffic
+    return traffic.stored_quads, traffic.summed_quads
+
+
+def quads(nbytes: int) -> int:
+    return -(-nbytes // 16)
+
+
+def slice_quads(nbytes: int, rank: int, world_size: int) -> int:
+    """Quads of rank's slice of a message, counted here from the sizes alone."""
+    width = -(-quads(nbytes) // world_size)
+    return max(0, min(width, quads(nbytes) - rank * width))
+
+
+def every_form(counts: list[int], seed: int) -> int:
+    """All that uses multicast, over dtypes and counts, every other tensor unaligned: bits, and the way words went.
+
+    Returns the number of combinations.
+    """
+    done = 0
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 17, timeout_s=60) as comm:
+        assert comm.topology.multicast
+        rank, size = comm.rank, comm.world_size
+        dice = random.Random(rank)
+        for (name, dtype), count in itertools.product(FLOATS.items(), counts):
+            shift = done % 2
+            xs = inputs(count, dtype, size, seed + count, "cpu")
+            nbytes = count * dtype.itemsize
+            mine = slice_quads(nbytes, rank, size)
+            for algorithm, summed in (("two_shot", 0), ("multimem", mine)):
+                straggle(comm, dice)
+                before = moved(comm)
+                x = shifted(xs[rank], shift)
+                got = comm.all_reduce(x, out=x if done % 3 == 0 else None, algorithm=algorithm)
+                check(got, reference.ordered_sum(xs), (name, count, shift, algorithm))
+                assert moved(comm) == (before[0] + mine, before[1] + summed), (name, count, shift, algorithm)
+            before = moved(comm)
+            check(
+                comm.all_gather(shifted(xs[rank], shift), algorithm="one_shot"), torch.cat(xs), (name, count, "gather")
+            )
+            assert moved(comm) == (before[0] + quads(nbytes), before[1])
+            root = count % size
+            got = comm.broadcast(shifted(xs[rank], shift), root)
+            check(got, xs[root], (name, count, "broadcast"))
+            assert moved(comm) == (before[0] + quads(nbytes) * (1 + (rank == root)), before[1])
+            before = moved(comm)
+            if done % 2:
+                lengths = [max(0, count - 3 * r) for r in range(size)]
+                got = comm.all_gather(shifted(xs[rank][: lengths[rank]], shift), sizes=lengths)
+                check(got, torch.cat([x[:n] for x, n in zip(xs, lengths, strict=True)]), (name, count, "uneven"))
+                assert moved(comm) == (before[0] + quads(lengths[rank] * dtype.itemsize), before[1])
+            else:
+                cells = [x.view(torch.int16 if dtype.itemsize == 2 else torch.int32) for x in xs]
+                check(comm.all_gather(cells[rank]), torch.cat(cells), (name, count, "cells"))
+                assert moved(comm) == before, "flag cells go by peer stores"
+            done += 1
+        comm.check()
+    return done
+
+
+def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
+    """Calls of random size and kind, multimem among them, so that each finds what others left in its generation."""
+    with shotcast.Communicator(device="cpu", timeout_s=60, max_bytes=max(largest * 8, 1 << 16)) as comm:
+        rank, size = comm.rank, comm.world_size
+        shared, own = random.Random(seed), random.Random(seed * 100 + rank)
+        pools = {name: inputs(largest, dtype, size, seed, "cpu") for name, dtype in FLOATS.items()}
+        for number in range(calls):
+            name = shared.choice(list(FLOATS))
+            count = int(largest ** shared.random())
+            xs = [x[:count] for x in pools[name]]
+            straggle(comm, own)
+            kind = shared.choice(["multimem", "multimem", "two_shot", "one_shot", "ring", "gather", "barrier"])
+            if kind == "gather":
+                got, wanted = comm.all_gather(xs[rank]), torch.cat(xs)
+            elif kind == "barrier":
+                comm.barrier()
+                continue
+            else:
+                got, wanted = comm.all_reduce(xs[rank], algorithm=kind), reference.all_reduce(xs, kind)
+            assert int(differing(got, wanted)) == 0, (number, name, count, kind)
+        comm.check()
+        return calls
+
+
+def sums_of_sentinels(count: int) -> list[bool]:
+    """Words that mean "not arrived", in x and so in the sums: NaN arrives, nobody waits, staging is read as it is."""
+    nans = []
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
+        for dtype in FLOATS.values():
+            x = torch.full([count], -1, dtype=torch.int32).view(dtype)
+            nans.append(bool(comm.all_reduce(x, algorithm="multimem").isnan().all()))
+            # a half word of the sentinel beside a number
+            mixed = torch.tensor([0xFFFF, 0x3C00] * count, dtype=torch.int32).to(torch.int16).view(torch.float16)
+            if dtype is torch.float16:
+                got = comm.all_reduce(mixed, algorithm="multimem")
+                check(got, reference.ordered_sum([mixed] * comm.world_size), "mixed")
+        comm.check()
+    return nans
+
+
+def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
+    """Rank ``victim`` exchanges headers and then sends nothing: only the flags can tell the others who it is."""
+    from shotcast.kernels import sync
+
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+        warm(comm, "multimem")
+        comm._host.barrier()
+        programs = 0
+
+        def stall(pdl: Any) -> None:
+            nonlocal programs
+            programs += 1
+            if programs == 2:  # the first is the one that exchanges headers
+                time.sleep(timeout_s + LATE_S)
+
+        if comm.rank == victim:
+            sync.await_prior_kernel = stall
+        error, took, nan = failing_call(comm, "multimem")
+        comm._host.barrier()
+        return {"error": error, "took": took, "nan": nan}
+
+
+def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
+    """Rank ``late`` comes after the deadline of a multimem call; all reset, and results are right again."""
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+        warm(comm, "multimem")
+        comm._host.barrier()
+        if comm.rank == late:
+            time.sleep(timeout_s + LATE_S)
+        error, took, nan = failing_call(comm, "multimem")
+        comm.reset()
+        xs = inputs(1000, torch.bfloat16, comm.world_size, 3, "cpu")
+        for _ in range(4):
+            for name in ("multimem", "two_shot", "one_shot"):
+                check(comm.all_reduce(xs[comm.rank], algorithm=name), reference.all_reduce(xs, name), "after reset")
+        comm.check()
+        return {"error": error, "took": took, "nan": nan}
+
+
+def explained() -> dict[str, Any]:
+    """What is chosen where multicast is there."""
+    with shotcast.Communicator(device="cpu", timeout_s=20, max_bytes=1 << 16) as comm:
+        x = torch.ones(64)
+        return {
+            "candidates": comm.candidates(x),
+            "auto": comm.explain(x).algorithm,
+            "candidates of a gather": comm.candidates(x, "all_gather"),
+        }

@@ -1,0 +1,117 @@
+"""Collectives under torch.compile(fullgraph=True): the same calls, bits and gradients as eager code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import compile_targets as targets
+import pytest
+
+import shotcast
+
+pytestmark = pytest.mark.timeout(150)
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+
+
+@pytest.fixture(autouse=True)
+def code_of_this_test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Code that Inductor made before, and kept, was made by what the package was then."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_call(backend: str) -> None:
+    assert shotcast.spawn(targets.compiled_equals_eager, 2, backend, timeout_s=140) == [1, 1]
+
+
+def test_every_call_of_three() -> None:
+    assert shotcast.spawn(targets.compiled_equals_eager, 3, "aot_eager", timeout_s=140) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fused_calls(backend: str) -> None:
+    graphs = shotcast.spawn(targets.fused_equals_eager, 2, backend, timeout_s=140)
+    assert graphs == [1, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_for_all_sizes(backend: str) -> None:
+    assert shotcast.spawn(targets.dynamic_sizes, 2, backend, timeout_s=140) == [1, 1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients(world_size: int) -> None:
+    assert shotcast.spawn(targets.gradients, world_size, "aot_eager", timeout_s=140) == [26] * world_size
+
+
+def test_operators_are_what_they_say() -> None:
+    checked = shotcast.spawn(targets.opcheck, 2, timeout_s=140)[0]
+    assert len(checked) == 13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model(backend: str) -> None:
+    assert shotcast.spawn(targets.model_equals_eager, 2, backend, timeout_s=140) == [2, 2]  # inference, training
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_order_of_the_program(backend: str) -> None:
+    """Left alone, compilers drop the call whose result nobody uses; Inductor starts with the barrier, gathers last."""
+    made = shotcast.spawn(targets.order_of_the_program, 2, backend, timeout_s=140)
+    assert made[0] == made[1]
+    assert made[0][:6] == ["all_to_all", "all_reduce", "barrier", "all_gather", "all_reduce", "reduce_scatter"]
+    assert sorted(made[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # the backward's
+
+
+def test_what_a_graph_says() -> None:
+    shotcast.spawn(targets.cached_by_what_it_says, 2, timeout_s=140)
+
+
+def test_who_is_called() -> None:
+    shotcast.spawn(targets.who_is_called, 2, "aot_eager", timeout_s=140)
+
+
+def test_bad_calls() -> None:
+    shotcast.spawn(targets.bad_calls, 2, "aot_eager", timeout_s=140)
+
+
+def test_selective_checkpoints() -> None:
+    shotcast.spawn(targets.checkpointed, 2, "aot_eager", timeout_s=140)
+
+
+def test_order_that_cannot_be_kept_is_refused() -> None:
+    said = shotcast.spawn(targets.without, 1, "Inductor's kernels", timeout_s=140)[0]
+    assert "the order of calls in code of PyTorch" in said
+
+
+def test_operators_that_cannot_be_ordered_are_refused(tmp_path: Path) -> None:
+    code = """
+        import torch.library
+        del torch.library._register_effectful_op
+        import shotcast, torch
+        from shotcast.collectives import ops
+        comm = shotcast.Communicator(device="cpu")
+        assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+        try:
+            torch.compile(lambda x: comm.all_reduce(x), fullgraph=True, backend="aot_eager")(torch.ones(2))
+        except Exception as error:
+            print(error)
+    """
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **environment, "PYTHONPATH": str(Path(shotcast.__file__).parent.parent)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "cannot order operators in a graph" in result.stdout

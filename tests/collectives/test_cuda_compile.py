@@ -1,0 +1,172 @@
+"""Compiled models on GPUs, replayed from CUDA graphs: the bits of eager code. Run with ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compile_targets as targets
+import pytest
+import torch
+from compile_targets import Block, same
+from torch import nn
+from torch._dynamo.utils import counters
+
+import shotcast
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+WORLD_SIZES = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
+
+
+class Normed(nn.Module):
+    """A block of a transformer without attention: fused all-reduce and norm, then the linear layers."""
+
+    def __init__(self, comm: shotcast.Communicator, hidden: int):
+        super().__init__()
+        self.comm = comm
+        self.block = Block(comm, hidden, torch.bfloat16)
+        self.weight = nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16, device=comm.device))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.comm.all_reduce_rms_norm(x, residual, self.weight)
+        return (normed @ self.block.up.t()).relu() @ self.block.down, residual
+
+
+def outputs(model: nn.Module, comm: shotcast.Communicator, x: torch.Tensor) -> list[torch.Tensor]:
+    """Two layers and a last sum. Cloned: what a graph returned is overwritten by its next replay."""
+    residual = torch.zeros_like(x)
+    for layer in model:
+        x, residual = layer(x, residual)
+    return [comm.all_reduce(x).clone(), residual.clone()]
+
+
+def inputs(comm: shotcast.Communicator, rows: int, hidden: int, seed: int) -> torch.Tensor:
+    return targets.values(comm, rows, hidden, seed=seed, dtype=torch.bfloat16)
+
+
+def reduce_overhead(rows: list[int]) -> int:
+    """mode="reduce-overhead" on changing inputs, between eager calls. Returns how often the host made calls of it."""
+    hidden = 512
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm, torch.no_grad():
+        model = nn.ModuleList(Normed(comm, hidden) for _ in range(2))
+        made: list[str] = []
+        run = comm._run
+
+        def logged(op: Any, *args: Any, **kwargs: Any) -> Any:
+            made.append(op.label)
+            return run(op, *args, **kwargs)
+
+        def layers(x: torch.Tensor) -> list[torch.Tensor]:
+            residual = torch.zeros_like(x)
+            for layer in model:
+                x, residual = layer(x, residual)
+            return [comm.all_reduce(x), residual]
+
+        traced = torch.compile(layers, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        by_host = 0
+        for seed in range(12):  # first eager, then recorded, then replayed
+            for count in rows:
+                x = inputs(comm, count, hidden, seed)
+                torch.compiler.cudagraph_mark_step_begin()
+                comm._run = logged
+                got = [tensor.clone() for tensor in traced(x)]
+                comm._run = run
+                by_host += len(made)
+                assert seed < 4 or not made, "a replay needs no host"
+                made.clear()
+                same(got, outputs(model, comm, x))
+        torch.cuda.synchronize()
+        comm.check()
+        assert counters["inductor"]["cudagraph_skips"] == 0
+        return by_host
+
+
+def manual_graph(rows: int) -> None:
+    """A compiled module captured with torch.cuda.graph after warm-up, replayed on changed inputs."""
+    hidden = 512
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm, torch.no_grad():
+        model = nn.ModuleList(Normed(comm, hidden) for _ in range(2))
+        traced = torch.compile(lambda x: outputs(model, comm, x), fullgraph=True, dynamic=False)
+        x = inputs(comm, rows, hidden, 0)
+        side = torch.cuda.Stream(comm.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                traced(x)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = traced(x)
+        for seed in range(1, 20):
+            x.copy_(inputs(comm, rows, hidden, seed))
+            graph.replay()
+            same(kept, outputs(model, comm, x))
+        torch.cuda.synchronize()
+        comm.check()
+
+
+def first_use_in_a_capture() -> None:
+    """A compiled call of a new size, which another form of the kernel serves, captured: refused, and usable after."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        traced = torch.compile(lambda x: comm.all_reduce(x, algorithm="two_shot"), fullgraph=True, dynamic=True)
+        traced(torch.ones(64, device=comm.device))
+        x = torch.ones(4 << 20, device=comm.device)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(shotcast.ConfigError, match="inside a graph capture; call it once before"),
+            torch.cuda.graph(graph),
+        ):
+            traced(x)
+        torch.cuda.synchronize()
+        assert traced(x)[-1] == comm.world_size
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = traced(x)
+        x.fill_(3)
+        graph.replay()
+        assert out[-1] == 3 * comm.world_size
+        comm.check()
+
+
+def training(backend: str) -> None:
+    """Forward and backward of compiled blocks, with the gradients of eager ones."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        model = nn.Sequential(*(Block(comm, 256) for _ in range(2)))
+        traced = torch.compile(model, fullgraph=True, backend=backend)
+        for seed in range(3):
+            x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).to(comm.device)
+            grads: list[list[Any]] = []
+            for run in (model, traced):
+                model.zero_grad()
+                run(x).square().sum().backward()
+                grads.append([parameter.grad.clone() for parameter in model.parameters()])
+            for got, wanted in zip(grads[1], grads[0], strict=True):
+                torch.testing.assert_close(got, wanted)
+        torch.cuda.synchronize()
+        comm.check()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("rows", [[1], [8, 512]], ids=str)
+def test_reduce_overhead_replays_on_changed_inputs(world_size: int, rows: list[int]) -> None:
+    by_host = shotcast.spawn(reduce_overhead, world_size, rows, timeout_s=380)
+    # three calls in the first run, which is eager, and three more while they are recorded
+    assert by_host == [6 * len(rows)] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("rows", [1, 256])
+def test_a_captured_compiled_model_replays_on_changed_inputs(world_size: int, rows: int) -> None:
+    shotcast.spawn(manual_graph, world_size, rows, timeout_s=380)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_first_use_in_a_capture(world_size: int) -> None:
+    shotcast.spawn(first_use_in_a_capture, world_size, timeout_s=200)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training(world_size: int, backend: str) -> None:
+    shotcast.spawn(training, world_size, backend, timeout_s=380)

@@ -1,0 +1,106 @@
+"""The multicast forms of the kernels, run by Triton's interpreter over a multicast address that is emulated.
+
+Each test counts what went by multicast, so it fails if a kernel falls back to peer stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from interpreter_targets import with_late_programs
+from multicast_targets import (
+    LATE_S,
+    changing_sizes_by_multicast,
+    every_form,
+    explained,
+    reset_by_multicast,
+    silent_after_its_header,
+    sums_of_sentinels,
+    with_multicast,
+)
+from workers import SIGNALS, killed
+
+import shotcast
+
+COUNTS = [0, 1, 5, 333, 2048]
+
+
+def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100, **kwargs: Any) -> Any:
+    """``shotcast.spawn`` for ranks that interpret kernels and have a multicast address."""
+    env = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
+    return shotcast.spawn(with_multicast, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=[pytest.mark.full, pytest.mark.timeout(600)])])
+def test_every_form(world_size: int) -> None:
+    """Sums and copies have their bits, and as many words went by multicast as the sizes say."""
+    limit_s = 500 if world_size == 8 else 100
+    done = interpreted(with_late_programs, world_size, every_form, COUNTS, 1, timeout_s=limit_s)
+    assert done == [3 * len(COUNTS)] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "calls", "largest"), [(2, 120, 60), (3, 40, 3000), (4, 20, 500)])
+def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int, largest: int) -> None:
+    """What multimem leaves in a generation, staging included, is cleared before the generation is used again."""
+    interpreted(with_late_programs, world_size, changing_sizes_by_multicast, calls, largest, 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_that_are_sentinels_arrive_as_nan(world_size: int) -> None:
+    assert interpreted(sums_of_sentinels, world_size, 50) == [[True] * 3] * world_size
+
+
+def test_multimem_is_taken_by_name_only() -> None:
+    for said in interpreted(explained, 2):
+        assert said["candidates"] == ["one_shot", "two_shot", "ring", "multimem", "vendor"]
+        assert said["auto"] in ("one_shot", "two_shot")
+        assert "multimem" not in said["candidates of a gather"]
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
+    assert isinstance(said["error"], shotcast.CollectiveTimeout), said
+    assert said["error"].missing == (missing,)
+    assert timeout_s * 0.9 < said["took"] < timeout_s + LATE_S
+    assert said["nan"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how", "algorithm"),
+    [(3, "killed", "multimem"), (2, "stopped", "multimem"), (2, "killed", "two_shot")],
+)
+def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
+    victim, timeout_s = world_size - 1, 3.0
+    results = interpreted(
+        killed, world_size, "cpu", algorithm, victim, SIGNALS[how], timeout_s, timeout_s=20, return_exceptions=True
+    )
+    assert isinstance(results[victim], shotcast.RankFailed)
+    for said in results[:victim]:
+        assert isinstance(said, dict), said
+        expect_timeout(said, victim, timeout_s)
+        assert isinstance(said["again"], shotcast.CollectiveTimeout)
+        assert said["again_s"] < 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
+    victim, timeout_s = 0, 2.0
+    results = interpreted(silent_after_its_header, world_size, victim, timeout_s)
+    for rank, said in enumerate(results):
+        if rank != victim:
+            expect_timeout(said, victim, timeout_s)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reset_after_a_late_rank(world_size: int) -> None:
+    timeout_s = 2.0
+    results = interpreted(reset_by_multicast, world_size, 1, timeout_s)
+    for rank, said in enumerate(results):
+        if rank == 1:
+            assert said["error"].missing == (1,)
+        else:
+            expect_timeout(said, 1, timeout_s)

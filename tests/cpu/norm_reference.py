@@ -1,0 +1,62 @@
+"""What the fused operations compute, in plain torch and NumPy, with the order of the squares written out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+LANES = 32
+
+
+class Normed(NamedTuple):
+    new_residual: torch.Tensor
+    normed: torch.Tensor
+    quantized: torch.Tensor | None
+    scale: torch.Tensor | None
+
+
+def sum_of_squares(row: np.ndarray) -> np.float32:
+    """Column c into partial sum c % 32, one after the other; then halves onto halves."""
+    partial = np.zeros(LANES, np.float32)
+    for start in range(0, len(row), LANES):
+        squares = row[start : start + LANES] * row[start : start + LANES]
+        partial[: len(squares)] = partial[: len(squares)] + squares
+    while len(partial) > 1:
+        half = len(partial) // 2
+        partial = partial[:half] + partial[half:]
+    return partial[0]
+
+
+def quantize(normed: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As bytes, and the scale: the one given, or one a row."""
+    value = normed.float()
+    if scale is None:
+        largest = torch.where(value.isnan(), 0.0, value.abs()).amax(-1, keepdim=True)
+        scale = (largest / 448.0).clamp_min(2.0**-126)
+    scaled = (value * (1.0 / scale)).clamp(-448.0, 448.0)
+    quantized = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(scaled.isnan(), torch.full_like(quantized, 0x7F), quantized), scale
+
+
+def reference(
+    total: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    quantization: str,
+    scale: torch.Tensor,
+) -> Normed:
+    """total, residual: [rows, hidden], total as rounded to the dtype."""
+    dtype = total.dtype
+    new_residual = (total.float() + residual.float()).to(dtype)
+    with np.errstate(all="ignore"):
+        values = new_residual.float().numpy()
+        squares = np.array([sum_of_squares(row) for row in values], np.float32).reshape(-1, 1)
+        factor = np.float32(1) / np.sqrt(squares / np.float32(values.shape[1]) + np.float32(eps))
+        normed = torch.from_numpy(values * factor * weight.float().numpy()).to(dtype)
+    if not quantization:
+        return Normed(new_residual, normed, None, None)
+    quantized, scale = quantize(normed, scale if quantization == "static" else None)
+    return Normed(new_residual, normed, quantized, scale)

@@ -1,0 +1,118 @@
+"""FP8 conversions alone: every byte, every tie and its neighbours, every exponent, specials; vectors and scalars."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from shotcast.cpu.float8 import BYTE, from_e4m3, to_e4m3
+from shotcast.cpu.floats import F32, LANES, WORD, vector
+
+
+@intrinsic(prefer_literal=True)
+def _convert(_context, lanes, to_bytes, destination, source, count):
+    """``count`` groups of ``lanes`` elements, from float32 to bytes or back."""
+    width = lanes.literal_value
+    kinds = (F32, BYTE) if to_bytes.literal_value else (BYTE, F32)
+    convert = to_e4m3 if to_bytes.literal_value else from_e4m3
+
+    def generate(target, builder, _signature, arguments):
+        _, _, destination, source, count = arguments
+
+        def place(address, kind, index):
+            step = width * (4 if kind is F32 else 1)
+            address = builder.add(address, builder.mul(index, WORD(step)))
+            return builder.inttoptr(address, vector(kind, width).as_pointer())
+
+        with cgutils.for_range(builder, count) as group:
+            value = builder.load(place(source, kinds[0], group.index), align=1)
+            builder.store(convert(builder, value, width), place(destination, kinds[1], group.index), align=1)
+        return target.get_dummy_value()
+
+    return signature(types.void, lanes, to_bytes, *(types.int64,) * 3), generate
+
+
+@njit
+def _vectors_to_bytes(destination, source, count):
+    _convert(LANES, 1, destination, source, count)
+
+
+@njit
+def _scalars_to_bytes(destination, source, count):
+    _convert(1, 1, destination, source, count)
+
+
+@njit
+def _vectors_from_bytes(destination, source, count):
+    _convert(LANES, 0, destination, source, count)
+
+
+@njit
+def _scalars_from_bytes(destination, source, count):
+    _convert(1, 0, destination, source, count)
+
+
+WAYS = {LANES: (_vectors_to_bytes, _vectors_from_bytes), 1: (_scalars_to_bytes, _scalars_from_bytes)}
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+def padded(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values, values.new_zeros(-len(values) % LANES)])
+
+
+def expected_bytes(values: torch.Tensor) -> torch.Tensor:
+    # Written out, since PyTorch turns what is beyond 464 into NaN; and gives NaN a sign, which is not kept here.
+    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(values.isnan(), torch.full_like(expected, 0x7F), expected)
+
+
+def check(lanes: int, values: torch.Tensor) -> None:
+    values = padded(values)
+    out = torch.full((len(values),), 0x55, dtype=torch.uint8)
+    WAYS[lanes][0](out.data_ptr(), values.data_ptr(), len(values) // lanes)
+    wrong = out != expected_bytes(values)
+    assert not wrong.any(), (values[wrong][:5], out[wrong][:5], expected_bytes(values)[wrong][:5])
+
+
+def all_bytes() -> torch.Tensor:
+    return torch.arange(256, dtype=torch.int32).to(torch.uint8)
+
+
+@pytest.mark.parametrize("lanes", WAYS)
+def test_every_byte_is_read(lanes):
+    source = all_bytes()
+    out = torch.empty(256)
+    WAYS[lanes][1](out.data_ptr(), source.data_ptr(), 256 // lanes)
+    expected = source.view(torch.float8_e4m3fn).float()
+    nan = expected.isnan()
+    assert nan.sum() == 2
+    assert torch.equal(bits(out)[~nan], bits(expected)[~nan])
+    assert bits(out)[nan].tolist() == [0x7FC00000] * 2
+
+
+@pytest.mark.parametrize("lanes", WAYS)
+def test_every_value_tie_and_neighbour(lanes):
+    values = all_bytes()[:0x7F].view(torch.float8_e4m3fn).float()
+    ties = (values[1:] + values[:-1]) / 2
+    exact = torch.cat([values, ties, torch.tensor([464.0, 480.0])])
+    near = torch.cat([bits(exact) + step for step in (-2, -1, 0, 1, 2)]).clamp(min=0).view(torch.float32)
+    check(lanes, torch.cat([near, -near]))
+
+
+@pytest.mark.parametrize("lanes", WAYS)
+def test_every_exponent_and_specials(lanes):
+    generator = torch.Generator().manual_seed(3)
+    mantissas = torch.randint(0, 1 << 23, (40,), generator=generator, dtype=torch.int32)
+    mantissas = torch.cat([mantissas, torch.tensor([0, 1, 0x7FFFFF, 0x400000, 0x3FFFFF, 0x400001], dtype=torch.int32)])
+    words = torch.arange(256, dtype=torch.int32).repeat_interleave(len(mantissas)) << 23 | mantissas.repeat(256)
+    values = words.view(torch.float32)
+    assert values.isnan().any()
+    assert values.isinf().any()
+    check(lanes, torch.cat([values, (words | -(1 << 31)).view(torch.float32)]))
