@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "unknown algorithm": (
         lambda c: c.all_reduce(x(6), algorithm="tree"),
         ConfigError,
-        ("unknown algorithm 'tree'", "auto, ring, one_shot, two_shot, vendor"),
+        ("unknown algorithm 'tree'", "auto, ring, one_shot, two_shot"),
     ),
     "unknown algorithm to explain": (lambda c: c.explain(x(6), algorithm="tree"), ConfigError, ("'tree'",)),
     "unknown reduction": (
@@ -166,6 +166,97 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ConfigError,
         ("weight [hidden]", "[2, 6], [2, 6], [2]"),
     ),
+    "norm with a weight of another dtype": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6).half()),
+        UnsupportedError,
+        ("of one dtype", "torch.float32, torch.float32 and torch.float16"),
+    ),
+    "norm with a negative eps": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), -1e-6),
+        ConfigError,
+        ("eps is a number from 0 up, not -1e-06",),
+    ),
+    "norm with eps no number": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), "1"),
+        ConfigError,
+        ("eps is a number from 0 up, not '1'",),
+    ),
+    "norm into one tensor": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=x(2, 6)),
+        ConfigError,
+        ("out is (normed, new_residual), not Tensor",),
+    ),
+    "norm into one tensor twice": (
+        lambda c: (lambda y: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(y, y)))(x(2, 6)),
+        ConfigError,
+        ("normed and new_residual of out are one tensor",),
+    ),
+    "norm into another shape": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(x(2, 6), x(3, 6))),
+        ConfigError,
+        ("new_residual of out must be [2, 6] of torch.float32", "it is [3, 6]"),
+    ),
+    "norm into what has a gradient": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(leaf(2, 6), x(2, 6))),
+        ConfigError,
+        ("normed of out requires grad", "detach()"),
+    ),
+    "norm by the ring": (
+        lambda c: c.all_reduce_rms_norm(x(2, 8), x(2, 8), x(8), algorithm="ring"),
+        ConfigError,
+        ("there is no ring all_reduce_rms_norm; there is one_shot, two_shot",),
+    ),
+    "scattered norm, not divisible": (
+        lambda c: c.reduce_scatter_rms_norm(x(7, 6), x(1, 6), x(6)),
+        ConfigError,
+        ("reduce_scatter_rms_norm: the first dimension of x", "[7, 6]"),
+    ),
+    "scattered norm of one row": (
+        lambda c: c.reduce_scatter_rms_norm(x(6), x(6), x(6)),
+        ConfigError,
+        ("[N * k, ..., hidden]", "[6]"),
+    ),
+    "scattered norm with all residuals": (
+        lambda c: c.reduce_scatter_rms_norm(x(6, 8), x(6, 8), x(8)),
+        ConfigError,
+        ("residual [k, ..., hidden]", "[6, 8], [6, 8], [8]"),
+    ),
+    "FP8 by two scales": (
+        lambda c: c.all_reduce_rms_norm_fp8(x(2, 6), x(2, 6), x(6), scale=x(2)),
+        ConfigError,
+        ("scale is one float32, or None for one a row; it is [2] of torch.float32",),
+    ),
+    "FP8 by a scale of another dtype": (
+        lambda c: c.all_reduce_rms_norm_fp8(x(2, 6), x(2, 6), x(6), scale=x(1).double()),
+        ConfigError,
+        ("it is [1] of torch.float64",),
+    ),
+    "FP8 by a number": (
+        lambda c: c.all_reduce_rms_norm_fp8(x(2, 6), x(2, 6), x(6), scale=0.5),
+        ConfigError,
+        ("scale is a torch.Tensor, not float",),
+    ),
+    "FP8 into no norm": (
+        lambda c: c.all_reduce_rms_norm_fp8(
+            x(2, 6), x(2, 6), x(6), with_normed=True, out=(x(2, 6).to(torch.float8_e4m3fn), x(2, 1), x(2, 6), None)
+        ),
+        ConfigError,
+        ("normed of out must be [2, 6] of torch.float32; it is None",),
+    ),
+    "FP8 into integers": (
+        lambda c: c.reduce_scatter_rms_norm_fp8(
+            x(6, 8), x(6 // c.world_size, 8), x(8), gather=True, out=(x(6, 8).to(torch.uint8), x(6, 1), x(2, 8), None)
+        ),
+        ConfigError,
+        ("quantized of out must be [6, 8] of torch.float8_e4m3fn; it is [6, 8] of torch.uint8",),
+    ),
+    "FP8 into one scale": (
+        lambda c: c.all_reduce_rms_norm_fp8(
+            x(2, 6), x(2, 6), x(6), out=(x(2, 6).to(torch.float8_e4m3fn), x(1), x(2, 6), None)
+        ),
+        ConfigError,
+        ("scale of out must be [2, 1] of torch.float32; it is [1]",),
+    ),
     "norm without a weight": (lambda c: c.all_reduce_rms_norm(x(6), x(6), None), ConfigError, ("weight is a torch",)),
     "timeout 0": (lambda c: c.set_timeout(0), ConfigError, ("above 0, not 0",)),
     "timeout no number": (lambda c: c.set_timeout("1"), ConfigError, ("not '1'",)),
@@ -203,6 +294,9 @@ METHODS: dict[str, Call] = {
     "recv": lambda c: c.recv(x(6), 1 - c.rank),
     "barrier": lambda c: c.barrier(),
     "all_reduce_rms_norm": lambda c: c.all_reduce_rms_norm(x(6), x(6), x(6)),
+    "all_reduce_rms_norm_fp8": lambda c: c.all_reduce_rms_norm_fp8(x(6), x(6), x(6)),
+    "reduce_scatter_rms_norm": lambda c: c.reduce_scatter_rms_norm(x(2, 6), x(1, 6), x(6)),
+    "reduce_scatter_rms_norm_fp8": lambda c: c.reduce_scatter_rms_norm_fp8(x(2, 6), x(1, 6), x(6), gather=True),
     "integers": lambda c: c.all_reduce(x(6).long()),
     "check": lambda c: c.check(),
     "reset": lambda c: c.reset(),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import time
 from typing import Any, NamedTuple
 
 import torch
-from workers import FLOATS, check, settle, shifted, straggle
+from workers import FLOATS, check, differing, inputs, settle, shifted, straggle
 
 import shotcast
 from shotcast.collectives import reference, rms_norm
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.norm_operands import norm_operands
+from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
+from shotcast.kernels import layout
 from shotcast.wire import Op
 
 EPS = 1e-5
@@ -20,7 +23,7 @@ QUANTIZATIONS = ("", "static", "dynamic")
 
 
 class Case(NamedTuple):
-    """Rows of one length, as each fused operation gets them. ``rows``: those of a rank after a reduce-scatter."""
+    """Rows of one length. ``rows`` is what a rank ends up with, also of a reduce-scatter."""
 
     dtype: str
     rows: int
@@ -121,8 +124,12 @@ def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor,
     return Results(tensors.new_residual, normed)
 
 
-def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.Random) -> int:
-    """Every algorithm and every form of one operation. Returns the number of calls."""
+FORMS = (("", True), ("static", True), ("dynamic", False), ("static", False), ("dynamic", True))
+"""FP8 by one scale, by one a row, or none; and whether the norm is given too."""
+
+
+def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.Random, forms: int) -> int:
+    """``forms`` forms of one operation by every algorithm. Returns the number of calls."""
     rank, size = comm.rank, comm.world_size
     shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
     made = data(case, shards, size, seed, comm.device)
@@ -139,9 +146,8 @@ def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.R
     close_to_exact(plain.normed, everything if gathered else wanted, made.weight, (case, op, "unfused"))
     done = 1
     algorithms = [name for name in comm.candidates(x, op.label) if name != "vendor"] or ["auto"]
-    for algorithm, quantize, keeps in itertools.product(algorithms, QUANTIZATIONS, (True, False)):
-        if not quantize and not keeps:
-            continue
+    chosen = [FORMS[(seed + i) % len(FORMS)] for i in range(forms)]
+    for algorithm, (quantize, keeps) in itertools.product(algorithms, chosen):
         what = (case, op.label, algorithm, quantize, keeps)
         straggle(comm, dice)
         got = call(comm, op, x, residual, made, quantize, keeps, algorithm)
@@ -159,12 +165,319 @@ def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.R
     return done
 
 
-def cases(device: str, listed: list[Case], ops: list[Op], max_bytes: int) -> int:
+def cases(device: str, listed: list[Case], ops: list[Op], max_bytes: int, forms: int = len(FORMS)) -> int:
     """Each case of each operation, with random stragglers. Returns the number of calls."""
     done = 0
     with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
         dice = random.Random(comm.rank)
         for number, (case, op) in enumerate(itertools.product(listed, ops)):
-            done += check_case(comm, case, op, number, dice)
+            done += check_case(comm, case, op, number, dice, forms)
         settle(comm)
     return done
+
+
+FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
+
+
+def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: int) -> int:
+    """``out`` tensors, the new residual over the old one and the norm over ``x``. Returns the number of calls."""
+    done = 0
+    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        for seed, op in enumerate(FUSED):
+            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+            made = data(Case(dtype, rows, hidden), shards, size, seed, comm.device)
+            whole = op is not Op.REDUCE_SCATTER_RMS_NORM
+            for algorithm, quantize in itertools.product(comm.candidates(made.xs[0], op.label), QUANTIZATIONS):
+                if algorithm == "vendor":
+                    continue
+                residual = made.residuals[rank % shards]
+                wanted = call(comm, op, made.xs[rank], residual, made, quantize, True, algorithm)
+                x, given = shifted(made.xs[rank], shift), shifted(residual, shift)
+                over = x if whole else torch.empty_like(given)
+                if quantize:
+                    scale = torch.empty(*over.shape[:-1], 1, device=comm.device) if quantize == "dynamic" else None
+                    bytes_ = torch.empty(over.shape, dtype=torch.float8_e4m3fn, device=comm.device)
+                    got = call(
+                        comm, op, x, given, made, quantize, True, algorithm, Fp8Normed(bytes_, scale, given, over)
+                    )
+                    assert got.quantized is bytes_
+                    check(bytes_.float(), wanted.quantized.float(), (op, algorithm, quantize))
+                    if scale is not None:
+                        assert got.scale is scale
+                        check(scale, wanted.scale, (op, algorithm, quantize))
+                else:
+                    got = call(comm, op, x, given, made, "", True, algorithm, (over, given))
+                assert got.normed is over
+                assert got.new_residual is given
+                check(over, wanted.normed, (op, algorithm, quantize, "normed"))
+                check(given, wanted.new_residual, (op, algorithm, quantize, "new residual"))
+                done += 1
+        settle(comm)
+    return done
+
+
+def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], seed: int) -> int:
+    """Fused calls of random form and size between plain ones, with random stragglers: over all generations of slots."""
+    with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        shared, own = random.Random(seed), random.Random(seed * 100 + rank)
+        wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+        for number in range(calls):
+            straggle(comm, own)
+            dtype = shared.choice(list(FLOATS))
+            if shared.random() < 0.3:
+                xs = inputs(shared.randrange(1, 3000), FLOATS[dtype], size, number, comm.device)
+                algorithm = shared.choice(["one_shot", "two_shot"])
+                wrong += differing(comm.all_reduce(xs[rank], algorithm=algorithm), reference.ordered_sum(xs))
+                continue
+            op = shared.choice(FUSED)
+            case = Case(dtype, shared.randrange(most_rows + 1), shared.choice(lengths))
+            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+            made = data(case, shards, size, number, comm.device)
+            x, residual = made.xs[rank], made.residuals[rank % shards]
+            total = reference.ordered_sum(made.xs)
+            wanted = reference.add_residual(total.view(shards, -1)[rank % shards].view_as(residual), residual)
+            quantize, keeps = shared.choice([("", True), ("static", False), ("dynamic", True), ("dynamic", False)])
+            algorithm = shared.choice([name for name in comm.candidates(x, op.label) if name != "vendor"] or ["auto"])
+            got = call(comm, op, x, residual, made, quantize, keeps, algorithm)
+            wrong += differing(got.new_residual, wanted)
+            if case.rows:
+                plain = unfused(comm, op, x, residual, made)
+                if keeps:
+                    wrong += differing(got.normed, plain.normed)
+                if quantize:
+                    quantized, scale = reference.quantize(plain.normed, made.scale if quantize == "static" else None)
+                    wrong += differing(got.quantized.float(), quantized.float()) + differing(got.scale, scale)
+        assert int(wrong) == 0, f"{int(wrong)} values differ"
+        settle(comm)
+    return calls
+
+
+def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
+    """The norm of the same rows by each algorithm, and of each row by itself: batch size does not change a bit."""
+    results = []
+    with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=60) as comm:
+        rank = comm.rank
+        for dtype, hidden in itertools.product(FLOATS, lengths):
+            made = data(Case(dtype, 3, hidden), 1, comm.world_size, hidden, comm.device)
+            x, residual = made.xs[rank], made.residuals[0]
+            wanted = unfused(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, made).normed
+            for algorithm in comm.candidates(x, Op.ALL_REDUCE_RMS_NORM.label):
+                if algorithm == "vendor":
+                    continue
+                got = call(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, made, "", True, algorithm).normed
+                check(got, wanted, (dtype, hidden, algorithm))
+                for row in range(3):
+                    part = slice(row, row + 1)
+                    got = call(comm, Op.ALL_REDUCE_RMS_NORM, x[part], residual[part], made, "", True, algorithm).normed
+                    check(got, wanted[part], (dtype, hidden, algorithm, row))
+            results.append(bytes(torch.nan_to_num(wanted.float()).cpu().numpy()))
+        settle(comm)
+    return results
+
+
+def graphs(replays: int, hidden: int) -> None:
+    """Graphs of fused calls, replayed on changed inputs with stragglers between eager calls. GPUs only."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        shared, own = random.Random(1), random.Random(rank)
+        made = []
+        for op, rows in itertools.product(FUSED, (1, 7, 64)):
+            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+            first = data(Case("bfloat16", rows, hidden), shards, size, rows, comm.device)
+            x, residual = first.xs[rank].clone(), first.residuals[rank % shards].clone()
+            for algorithm in comm.candidates(x, op.label):
+                if algorithm == "vendor":
+                    continue
+                shape = residual.shape if op is Op.REDUCE_SCATTER_RMS_NORM else x.shape
+                plain = torch.empty(shape, dtype=x.dtype, device=comm.device), torch.empty_like(residual)
+                fp8 = Fp8Normed(
+                    torch.empty(shape, dtype=torch.float8_e4m3fn, device=comm.device),
+                    torch.empty(shape[0], 1, device=comm.device),
+                    torch.empty_like(residual),
+                    None,
+                )
+
+                def both(
+                    op: Op = op,
+                    x: torch.Tensor = x,
+                    residual: torch.Tensor = residual,
+                    algorithm: str = algorithm,
+                    plain: Any = plain,
+                    fp8: Fp8Normed = fp8,
+                    made: Data = first,
+                ) -> None:
+                    call(comm, op, x, residual, made, "", True, algorithm, plain)
+                    call(comm, op, x, residual, made, "dynamic", False, algorithm, fp8)
+
+                both()
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    both()
+                    both()
+                made.append((op, rows, shards, x, residual, plain, fp8, graph))
+        wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+        for replay in range(replays):
+            op, rows, shards, x, residual, plain, fp8, graph = shared.choice(made)
+            fresh = data(Case("bfloat16", rows, hidden), shards, size, replay, comm.device)
+            x.copy_(fresh.xs[rank])
+            residual.copy_(fresh.residuals[rank % shards])
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(300_000))
+            graph.replay()
+            wanted = unfused(comm, op, x, residual, fresh)
+            quantized, scale = reference.quantize(wanted.normed)
+            wrong += differing(plain[0], wanted.normed) + differing(plain[1], wanted.new_residual)
+            wrong += differing(fp8.new_residual, wanted.new_residual) + differing(fp8.scale, scale)
+            wrong += differing(fp8.quantized.float(), quantized.float())
+        assert int(wrong) == 0
+        settle(comm)
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+class Stopped(NamedTuple):
+    """What a rank saw of a call that could not complete, and of the same call again."""
+
+    error: BaseException | None
+    took: float
+    nan: dict[str, bool]
+    again: BaseException | None
+    again_s: float
+
+
+def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.device) -> Fp8Normed:
+    """Zeros to be written over."""
+    whole = rows * (1 if op is Op.ALL_REDUCE_RMS_NORM else world_size)
+    here = rows if op is Op.REDUCE_SCATTER_RMS_NORM else whole
+    return Fp8Normed(
+        torch.zeros(here, hidden, device=device).to(torch.float8_e4m3fn),
+        torch.zeros(here, 1, device=device),
+        torch.zeros(rows, hidden, device=device),
+        torch.zeros(here, hidden, device=device),
+    )
+
+
+def was_told(comm: Communicator) -> bool:
+    """Whether a peer has stopped the call that this rank is late for."""
+    executor: Any = comm._executor
+    return bool(executor.fault()) if comm.topology.kernels == "compiled" else bool(executor._control[layout.ABORT] != 0)
+
+
+def failing_call(comm: Communicator, op: Op, algorithm: str, made: Data, x: torch.Tensor) -> Stopped:
+    """One call that is expected to fail, twice."""
+    rows, hidden = made.residuals[0].shape
+    errors, times = [], []
+    for _ in range(2):
+        out = outputs_of(op, rows, hidden, comm.world_size, comm.device)
+        started = time.monotonic()
+        error: BaseException | None = None
+        try:
+            call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm, out)
+            settle(comm)
+        except shotcast.ShotcastError as caught:
+            error = caught
+        errors.append(error)
+        times.append(time.monotonic() - started)
+        if len(errors) == 1:
+            nan = {name: bool(value.float().isnan().all()) for name, value in out._asdict().items()}
+    return Stopped(errors[0], times[0], nan, errors[1], times[1])
+
+
+def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, timeout_s: float) -> Stopped | None:
+    """Rank ``victim`` gets signal ``how``, or comes too late; the others call on. The late rank and all others reset,
+    and then get what they should."""
+    comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
+    shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
+    made = data(Case("float32", 3, 64), shards, comm.world_size, 1, comm.device)
+    x = made.xs[comm.rank]
+    for _ in range(4):  # words in all generations
+        wanted = call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm)
+    settle(comm)
+    comm._host.barrier()
+    if comm.rank == victim:
+        if isinstance(how, int):
+            os.kill(os.getpid(), how)
+            time.sleep(600)
+        while not was_told(comm):
+            time.sleep(0.01)
+    time.sleep(0.2)
+    said = failing_call(comm, op, algorithm, made, x)
+    if isinstance(how, str):
+        comm.reset()
+        for _ in range(4):
+            got = call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm)
+            for name in ("new_residual", "normed", "scale"):
+                check(getattr(got, name), getattr(wanted, name), ("after reset", name))
+            check(got.quantized.float(), wanted.quantized.float(), "after reset")
+        settle(comm)
+    comm.close()
+    return said
+
+
+def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
+    """Rank ``victim`` stops when ``programs`` of a two-shot have pushed: what its peers sum has left it by then.
+
+    It goes on when they have given up. Interpreter only, which runs programs one after the other.
+    """
+    from shotcast.kernels import fused_one_shot, fused_two_shot
+
+    pushed = -1
+
+    def release(pdl: Any) -> None:
+        nonlocal pushed
+        if pushed >= 0:
+            pushed += 1
+        if pushed == programs:
+            comm._host.barrier()
+
+    # before the first call: the interpreter keeps what it has once read
+    fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+        shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
+        made = data(Case("float32", 1, 64), shards, comm.world_size, 1, comm.device)
+        x = made.xs[comm.rank]
+        call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
+        comm._host.barrier()
+        if comm.rank == victim:
+            pushed = 0
+        error = None
+        started = time.monotonic()
+        try:
+            call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
+        except shotcast.ShotcastError as caught:
+            error = caught
+        took = time.monotonic() - started
+        if comm.rank != victim:
+            comm._host.barrier()
+        return error, took
+
+
+def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]:
+    """The last rank wants something else of the same rows. What it was told, and after a reset all is right."""
+    with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
+        odd = comm.rank == comm.world_size - 1
+        made = data(Case("float32", 2, 64), comm.world_size, comm.world_size, 1, comm.device)
+        x, residual = made.xs[comm.rank], made.residuals[0]
+        gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+        usual = (gather, "static", True)
+        others = {
+            "op": (Op.REDUCE_SCATTER_RMS_NORM, "static", True),
+            "quantize": (gather, "dynamic", True),
+            "normed": (gather, "static", False),
+        }
+        error: BaseException | None = None
+        try:
+            op, quantize, keeps = others[what] if odd else usual
+            call(comm, op, x, residual, made, quantize, keeps, "auto")
+            settle(comm)
+        except shotcast.ShotcastError as caught:
+            error = caught
+        comm.reset()
+        got = call(comm, usual[0], x, residual, made, "", True, "auto")
+        check(got.normed, unfused(comm, gather, x, residual, made).normed, "after reset")
+        settle(comm)
+        return error, list(getattr(error, "fields", []))

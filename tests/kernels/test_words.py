@@ -52,3 +52,10 @@ def test_every_tail_is_moved_and_nothing_beside(unit: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sentinel_is_sent_as_nan(dtype: str) -> None:
     interpreted(targets.guards, dtype)
+
+
+@pytest.mark.parametrize(
+    ("waited", "patient", "goes_on"), [(0.9, False, True), (1.1, False, False), (1.1, True, True), (1.4, True, False)]
+)
+def test_patient_programs_wait_a_quarter_longer(waited: float, patient: bool, goes_on: bool) -> None:
+    assert interpreted(targets.patience, waited, patient) == (goes_on, not goes_on)

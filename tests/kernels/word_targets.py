@@ -6,6 +6,7 @@ A module of its own, since Triton decides at import whether it interprets.
 # ruff: noqa: N803, RUF005 (Triton: compile-time arguments are upper case, and tuples are joined by +)
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import triton
 import triton.language as tl
 
 from shotcast.collectives import reference
-from shotcast.kernels.sync import without_sentinel
+from shotcast.kernels import layout
+from shotcast.kernels.sync import Call, look_at_clock, without_sentinel
 from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_words, unpack
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
@@ -65,6 +67,16 @@ def guard_kernel(words, sent, stopped, DTYPE: tl.constexpr, SIZE: tl.constexpr):
     live = tl.load(words) * 0
     tl.store(sent + offs, nan_unless(live + 1, value, DTYPE))
     tl.store(stopped + offs, nan_unless(live, value, DTYPE))
+
+
+@triton.jit
+def look_kernel(control, table, started, live, PATIENT: tl.constexpr):
+    own = control.to(tl.int64).to(tl.pointer_type(tl.int64))
+    peers = table.to(tl.int64).to(tl.pointer_type(tl.int64))
+    zero = tl.program_id(0) * 0
+    call = Call(own, peers, zero, tl.load(started) * 0, tl.load(started) * 0 + 5, zero, zero + 1, tl.load(started))
+    _, still = look_at_clock(call, tl.load(started), zero + 1, False, 1, PATIENT)
+    tl.store(live, still)
 
 
 def quietly(fn: Callable[..., Any], *args: Any) -> Any:
@@ -219,3 +231,16 @@ def guards(name: str) -> None:
     assert floats_of(sent[was], dtype).isnan().all()
     assert floats_of(stopped, dtype).isnan().all()
     assert not (stopped == -1).any()
+
+
+def patience(waited: float, patient: bool) -> tuple[bool, bool]:
+    """A program that has waited ``waited`` of its timeout looks at the clock: (it goes on, it stopped the call)."""
+    timeout_ns = 10**10
+    control = torch.zeros(layout.CONTROL_WORDS, dtype=torch.int64)
+    status = torch.zeros(1, dtype=torch.int64)
+    control[layout.TIMEOUT], control[layout.STATUS] = timeout_ns, status.data_ptr()
+    table = torch.tensor([control.data_ptr()] * 9)
+    started = torch.tensor([time.monotonic_ns() - int(waited * timeout_ns)])
+    live = torch.zeros(1, dtype=torch.int32)
+    look_kernel[(1,)](control, table, started, live, patient)
+    return bool(live[0]), bool(control[layout.ABORT] != 0)

@@ -28,31 +28,12 @@ from shotcast.kernels.sync import (
     without_sentinel,
 )
 from shotcast.kernels.target import kernel, release_next_kernel
-from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_on
-
-
-@triton.jit
-def send(call, quads, offs, words, mask, OTHERS: tl.constexpr, MULTICAST: tl.constexpr, WORLD: tl.constexpr):
-    """Push words to the same place in every rank's region, or with OTHERS in every other rank's."""
-    if OTHERS:
-        for i in tl.static_range(WORLD - 1):
-            store_to(call, (call.rank + 1 + i) % WORLD, quads, offs, words, mask, False)
-    else:
-        store_to_all(call, quads, offs, words, mask, False, MULTICAST, WORLD)
+from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_on, with_own
 
 
 @triton.constexpr_function
 def smaller(a, b):
     return min(a, b)
-
-
-@triton.jit
-def with_own(parts, mine, rank, WORLD: tl.constexpr):
-    """Tiles of all ranks, this one's from its own tensor instead of through a slot."""
-    whole = ()
-    for r in tl.static_range(WORLD):
-        whole = whole + (tl.where(rank == r, mine, parts[r]),)
-    return whole
 
 
 @triton.jit
@@ -209,24 +190,25 @@ def one_shot_rms_norm(
         release_next_kernel(PDL)
         exchange_headers(call, WORLD, WARPS)
     elif program <= pushers:
+        worker = program - 1
         span = quads * 4
-        for start in range((program - 1) * BLOCK, span, pushers * BLOCK):
+        for start in range(worker * BLOCK, span, pushers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if SCATTER:
                 parts = ()
-                for i in tl.static_range(WORLD - 1 if OWN else WORLD):
-                    peer = (rank + 1 + i) % WORLD
+                for i in tl.static_range(WORLD - OWN):
+                    peer = (rank + 1 + (worker + i) % (WORLD - OWN)) % WORLD
                     parts = parts + (load_words(x, peer * nbytes, offs, nbytes, 16),)
-                for i in tl.static_range(WORLD - 1 if OWN else WORLD):
-                    peer = (rank + 1 + i) % WORLD
+                for i in tl.static_range(WORLD - OWN):
+                    peer = (rank + 1 + (worker + i) % (WORLD - OWN)) % WORLD
                     store_to(call, peer, slots + rank * quads, offs, without_sentinel(parts[i]), offs < span, False)
             else:
                 # to itself too: where the norm goes back into x, a row's end must wait for whoever sends it
                 words = without_sentinel(load_words(x, 0, offs, nbytes, 16))
-                store_to_all(call, slots + rank * quads, offs, words, offs < span, False, False, WORLD)
+                store_to_all(call, slots + rank * quads, offs, words, offs < span, False, False, WORLD, False, worker)
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
+        clear_previous(call, slots_at, slots_quads, worker, programs - 1, BLOCK)
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
@@ -273,15 +255,18 @@ def one_shot_rms_norm(
             if GATHER:
                 to = second_shot + (first_row + row) * SENT_QUADS
                 if KEEPS_NORMED:
-                    send(call, to, offs, without_sentinel(norm), offs < ROW // 4, OTHERS, MULTICAST, WORLD)
+                    words = without_sentinel(norm)
+                    store_to_all(call, to, offs, words, offs < ROW // 4, False, MULTICAST, WORLD, OTHERS, worker)
                 if QUANTIZE != NONE:
                     few = tl.arange(0, FP8_BLOCK)
-                    send(call, to + NORM_QUADS, few, packed, few < FP8_WORDS, OTHERS, MULTICAST, WORLD)
+                    at = to + NORM_QUADS
+                    store_to_all(call, at, few, packed, few < FP8_WORDS, False, MULTICAST, WORLD, OTHERS, worker)
                 if QUANTIZE == DYNAMIC:
                     # by a store to each peer: of a tile this small, each thread would multicast the whole
                     four = tl.arange(0, 4)
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
-                    send(call, to + NORM_QUADS + FP8_QUADS, four, words, four < 4, OTHERS, False, WORLD)
+                    at = to + NORM_QUADS + FP8_QUADS
+                    store_to_all(call, at, four, words, four < 4, False, False, WORLD, OTHERS, worker)
         if GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):

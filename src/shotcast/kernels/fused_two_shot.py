@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from shotcast.kernels.fused_one_shot import with_own
 from shotcast.kernels.norm import finish_row
 from shotcast.kernels.sync import (
     await_words,
@@ -27,7 +26,7 @@ from shotcast.kernels.sync import (
     without_sentinel,
 )
 from shotcast.kernels.target import kernel, release_next_kernel
-from shotcast.kernels.words import load_words, sum_words
+from shotcast.kernels.words import load_words, sum_words, with_own
 
 
 @kernel
@@ -74,30 +73,33 @@ def two_shot_rms_norm(
         release_next_kernel(PDL)
         exchange_headers(call, WORLD, WARPS)
     elif program <= pushers:
+        worker = program - 1
         slice_words = slice_quads * 4
         slice_bytes = slice_quads * 16
         total = quads * 4
-        for start in range((program - 1) * BLOCK, slice_words, pushers * BLOCK):
+        for start in range(worker * BLOCK, slice_words, pushers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             parts = ()
             for i in tl.static_range(WORLD - 1):
-                peer = (rank + 1 + i) % WORLD
+                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
                 left = tl.minimum(nbytes - peer * slice_bytes, slice_bytes)
                 parts = parts + (load_words(x, peer * slice_bytes, offs, left, 16),)
             for i in tl.static_range(WORLD - 1):
-                peer = (rank + 1 + i) % WORLD
+                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
                 mask = (offs < slice_words) & (offs < total - peer * slice_words)
                 store_to(call, peer, first_shot + rank * slice_quads, offs, without_sentinel(parts[i]), mask, False)
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
+        clear_previous(call, slots_at, slots_quads, worker, programs - 1, BLOCK)
         mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0))
-        for start in range((program - 1) * BLOCK, mine, pushers * BLOCK):
+        for start in range(worker * BLOCK, mine, pushers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             words = load_words(x, rank * slice_bytes, offs, mine * 4, 16)
             parts, call = await_words(call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD, True)
             words = without_sentinel(sum_words(with_own(parts, words, rank, WORLD), WORLD, DTYPE))
-            store_to_all(call, second_shot + rank * slice_quads, offs, words, offs < mine, False, MULTICAST, WORLD)
+            store_to_all(
+                call, second_shot + rank * slice_quads, offs, words, offs < mine, False, MULTICAST, WORLD, False, worker
+            )
     else:
         offs = tl.arange(0, ROW_BLOCK)
         gain = load_words(weight, 0, offs, ROW, 16)
@@ -107,9 +109,8 @@ def two_shot_rms_norm(
         for row in range(program - 1 - pushers, nbytes // ROW, row_programs):
             before = load_words(residual, row * ROW, offs, ROW, 16)
             at = row * (ROW // 16)
-            owners = (2 << ((at + ROW // 16 - 1) // slice_quads)) - (1 << (at // slice_quads))
             parts, call = await_words(
-                call, second_shot + at, 0, offs, ROW // 4, 0, ROW // 4, owners, False, 1, WORLD, False, True, True
+                call, second_shot + at, 0, offs, ROW // 4, slice_quads, ROW // 4, at, False, 1, WORLD, False, True, True
             )
             finish_row(
                 call.live,

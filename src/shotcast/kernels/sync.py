@@ -283,8 +283,9 @@ def await_words(
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
 
-    What tile r holds comes from rank ``(first + r) % WORLD``; with SHARED ``first`` is a mask of ranks, any of which
-    may have sent it. A stopped call returns at once, with ``live`` 0. PATIENT: see :func:`look_at_clock`.
+    What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0. With
+    SHARED the one tile lies ``first`` quads into slices of ``step`` quads that come from rank 0, 1, ... PATIENT: see
+    :func:`look_at_clock`.
     """
     parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
     waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
@@ -298,12 +299,16 @@ def await_words(
         polls += 1
         if polls % POLLS_PER_LOOK == 0:
             silent = call.rank * 0
-            for r in tl.static_range(COUNT):
-                lacking = tl.max(absent(parts[r], call.epoch, CELLS).to(tl.int32), axis=0)
-                if SHARED:
-                    silent = silent | lacking * first
-                else:
-                    silent = silent | (lacking << ((first + r) % WORLD))
+            if SHARED:
+                sender = (first + offs // 4) // step
+                for r in tl.static_range(WORLD):
+                    lacking = absent(parts[0], call.epoch, CELLS) & (sender == r)
+                    silent = silent | (tl.max(lacking.to(tl.int32), axis=0) << r)
+            else:
+                for r in tl.static_range(COUNT):
+                    silent = silent | (
+                        tl.max(absent(parts[r], call.epoch, CELLS).to(tl.int32), axis=0) << ((first + r) % WORLD)
+                    )
             started, live = look_at_clock(call, started, silent, True, WORLD, PATIENT)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)

@@ -1,0 +1,143 @@
+"""The fused kernels by Triton's interpreter: values, generations, stragglers, faults (see test_interpreter.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import fused_targets as targets
+import pytest
+from fused_targets import FUSED, Case, Stopped
+from interpreter_targets import with_late_programs
+from test_interpreter import interpreted
+from workers import SIGNALS
+
+import shotcast
+from shotcast.wire import Op
+
+DTYPES = ["float32", "float16", "bfloat16"]
+LENGTHS = [64, 576, 1000, 2048]
+"""Elements of a row: a power of two and none; FP8 of no multiple of 16 bytes; several warps."""
+CASES = {
+    2: [
+        Case("bfloat16", 5, 64),
+        Case("float32", 1, 1000, shift=1),
+        Case("float16", 9, 576),
+        Case("float32", 0, 64),
+        Case("bfloat16", 2, 2048),
+    ],
+    3: [Case("float16", 4, 64), Case("bfloat16", 1, 1000), Case("float32", 3, 2048)],
+    4: [Case("float32", 2, 576), Case("float16", 1, 2048), Case("bfloat16", 7, 576, shift=1)],
+    5: [Case("float16", 3, 1000)],
+}
+"""By world size. Five ranks poll a row of 500 words in two groups."""
+
+
+def test_cases_are_all_here() -> None:
+    listed = [case for cases in CASES.values() for case in cases]
+    assert {(case.dtype, case.hidden) for case in listed} == set(itertools.product(DTYPES, LENGTHS))
+    assert {0, 1, 9} < {case.rows for case in listed}
+    assert {case.shift for case in listed} == {0, 1}
+
+
+@pytest.mark.parametrize("world_size", list(CASES))
+@pytest.mark.parametrize("op", FUSED, ids=lambda op: op.label)
+def test_values(op: Op, world_size: int) -> None:
+    listed = CASES[world_size]
+    done = interpreted(targets.cases, world_size, "cpu", listed, [op], 1 << 18, 2)
+    each = 2 * (2 if op is Op.ALL_REDUCE_RMS_NORM else 1) + 1
+    assert done == [each * len(listed)] * world_size
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_value(dtype: str, world_size: int) -> None:
+    listed = [Case(dtype, rows, hidden, rows % 2) for rows, hidden in itertools.product(range(10), LENGTHS)]
+    interpreted(targets.cases, world_size, "cpu", listed, list(FUSED), 1 << 20, timeout_s=1700)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_bits_do_not_depend_on_algorithm_or_batch(world_size: int) -> None:
+    results = interpreted(targets.bits_of_every_algorithm, world_size, "cpu", [64, 1000])
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_results_in_given_tensors(shift: int) -> None:
+    assert interpreted(targets.into_given_tensors, 2, "cpu", "bfloat16", 5, 72, shift) == [12, 12]
+
+
+@pytest.mark.parametrize(("world_size", "calls"), [(2, 60), (3, 16), pytest.param(4, 300, marks=pytest.mark.full)])
+@pytest.mark.timeout(400)
+def test_changing_calls_over_all_generations(world_size: int, calls: int) -> None:
+    """Calls find sentinels where fused ones left sums, norms, FP8 and scales."""
+    args = ("cpu", calls, 5, [8, 64, 200], 7)
+    interpreted(with_late_programs, world_size, targets.changing_calls, *args, timeout_s=380)
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def expect_timeout(said: Stopped, missing: int, timeout_s: float, op: Op) -> None:
+    error = said.error
+    assert isinstance(error, shotcast.CollectiveTimeout), error
+    assert error.missing == (missing,)
+    assert error.op == op.label
+    assert timeout_s < said.took < timeout_s + 12, "a program looks at the clock every 256 polls, a second or more here"
+    assert said.nan == {"quantized": True, "scale": True, "new_residual": True, "normed": True}
+    assert isinstance(said.again, shotcast.CollectiveTimeout)
+    assert said.again_s < 1
+
+
+TROUBLE = [
+    (Op.ALL_REDUCE_RMS_NORM, "one_shot", 2),
+    (Op.ALL_REDUCE_RMS_NORM, "two_shot", 3),
+    (Op.REDUCE_SCATTER_RMS_NORM, "one_shot", 3),
+    (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot", 2),
+]
+
+
+@pytest.mark.parametrize(("op", "algorithm", "world_size"), TROUBLE)
+def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
+    victim = world_size - 1
+    results = interpreted(
+        targets.stopped, world_size, "cpu", op, algorithm, victim, SIGNALS["killed"], 2.0, return_exceptions=True
+    )
+    assert isinstance(results[victim], shotcast.RankFailed)
+    for said in results[:victim]:
+        assert isinstance(said, Stopped), said
+        expect_timeout(said, victim, 2.0, op)
+
+
+@pytest.mark.parametrize(("op", "algorithm", "world_size"), TROUBLE)
+def test_reset_after_a_late_rank(op: Op, algorithm: str, world_size: int) -> None:
+    for rank, said in enumerate(interpreted(targets.stopped, world_size, "cpu", op, algorithm, 0, "late", 2.0)):
+        if rank == 0:
+            assert said.error.missing == (0,)
+        else:
+            expect_timeout(said, 0, 2.0, op)
+
+
+@pytest.mark.parametrize(("op", "programs"), [(Op.ALL_REDUCE_RMS_NORM, 3), (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5)])
+def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
+    """Its header and its part of the sums have left it, so the others wait for its sums, or norms: a quarter longer
+    than whoever lacks a first shot would. They name it alone, though one row has parts of three ranks."""
+    timeout_s, victim = 2.0, 1
+    for rank, said in enumerate(interpreted(targets.silent_between_shots, 3, op, victim, programs, timeout_s)):
+        error, took = said
+        if rank != victim:  # which may have had all it needs
+            assert isinstance(error, shotcast.CollectiveTimeout), error
+            assert error.missing == (victim,), (rank, error)
+            assert took > timeout_s * 1.25
+
+
+@pytest.mark.parametrize(("what", "field"), [("op", "op"), ("quantize", "root"), ("normed", "root")])
+def test_mismatch(what: str, field: str) -> None:
+    """Ranks that want different things of the same rows are told so."""
+    for error, fields in interpreted(targets.mismatched, 2, "cpu", what):
+        assert isinstance(error, shotcast.CollectiveMismatch), error
+        assert field in fields
+        if what == "quantize":
+            assert "dynamic FP8 and the norm" in str(error)
+            assert "static FP8 and the norm" in str(error)
