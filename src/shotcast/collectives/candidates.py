@@ -89,7 +89,13 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
         rows = problem.nbytes // (problem.norm.hidden * wire.DTYPES[problem.dtype])
         needed = problem.nbytes + rows * gathered_row_quads(problem.norm, problem.dtype) * QUAD
         room = 2 * place.max_bytes
-    elif PLAIN.get(problem.op, problem.op) is Op.ALL_REDUCE and algorithm == "one_shot":
+    elif problem.op is Op.ALL_REDUCE_RMS_NORM:
+        block = _fused_tile(problem)
+        row_words = (problem.norm or Norm(0)).hidden * wire.DTYPES[problem.dtype] // 4
+        tiles = problem.nbytes // (4 * row_words) * -(-row_words // block)
+        copies = tiles * world_size if algorithm == "one_shot" else 2 * align_up(tiles, world_size)
+        needed, room = copies * block * 4, 2 * place.max_bytes
+    elif problem.op is Op.ALL_REDUCE and algorithm == "one_shot":
         needed, room = problem.nbytes * world_size, 2 * place.max_bytes
     elif problem.sizes:
         needed = align_up(max(problem.sizes) * wire.DTYPES[problem.dtype], 16) * world_size
@@ -147,21 +153,33 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
     return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)
 
 
-def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
-    """Programs that push (and reduce) tiles of ``block_words``, and as many or fewer that norm rows.
+def _fused_tile(problem: CollectiveProblem) -> int:
+    """Words of a tile of a fused all-reduce: a warp's, and no longer than a row.
 
-    Rows decide the warps (see :func:`row_tile`), so all programs of the grid have as many, and a tile is 16 bytes a
-    thread: with less, threads would poll the same words and see them arrive at different times. 16 warps a
-    multiprocessor are the bound, of 132: so a grid is resident at once with up to 128 registers a thread.
+    The interpreter runs programs one after the other, so there a tile is a row.
+    """
+    norm = problem.norm or Norm(0)
+    row = 1 << max(4, (max(1, norm.hidden * wire.DTYPES[problem.dtype] // 4) - 1).bit_length())
+    return row if problem.topology.kernels == "interpreter" else min(row, 128)
+
+
+def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
+    """All-reduce: one program a tile, or a tile of every slice.
+
+    Reduce-scatter: programs that push tiles of ``block_words``, and as many or fewer that norm rows. Rows decide the
+    warps (see :func:`row_tile`), so all programs of the grid have as many, and a tile is 16 bytes a thread: with less,
+    threads would poll the same words and see them arrive at different times. 16 warps a multiprocessor are the bound,
+    of 132: so a grid is resident at once with up to 128 registers a thread.
     """
     place, norm = problem.topology, problem.norm or Norm(0)
-    row_words = norm.hidden * wire.DTYPES[problem.dtype] // 4
-    rows = problem.nbytes // (4 * row_words) if row_words else 0
-    words = problem.nbytes // 4
-    if problem.op is not Op.ALL_REDUCE_RMS_NORM:
-        rows //= place.world_size
-    if problem.op is not Op.ALL_REDUCE_RMS_NORM or algorithm == "two_shot":
-        words = -(-words // place.world_size)
+    row_words = max(1, norm.hidden * wire.DTYPES[problem.dtype] // 4)
+    if problem.op is Op.ALL_REDUCE_RMS_NORM:
+        block = _fused_tile(problem)
+        tiles = problem.nbytes // (4 * row_words) * -(-row_words // block)
+        programs = tiles if algorithm == "one_shot" else -(-tiles // place.world_size)
+        return LaunchShape(programs=programs, block_words=block, num_warps=1)
+    rows = problem.nbytes // (4 * row_words) // place.world_size
+    words = -(-problem.nbytes // 4 // place.world_size)
     if place.kernels == "interpreter":
         block = 1 << max(4, min(11, (words // 2).bit_length()))
         return LaunchShape(programs=4, block_words=block, num_warps=1)
@@ -220,6 +238,10 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
 
 def _share(problem: CollectiveProblem, algorithm: str) -> int:
     """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it."""
-    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring", "multimem"):
+    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in (
+        "two_shot",
+        "ring",
+        "multimem",
+    ):
         return -(-problem.nbytes // problem.topology.world_size)
     return problem.nbytes

@@ -523,6 +523,8 @@ class Communicator:
                 self._execute(call, x, out, capturing, tensors)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
+            if call.needs:
+                self._calls[key] = call._replace(needs=())  # all is compiled now
             return call
         finally:
             self._lock.release()
@@ -555,7 +557,8 @@ class Communicator:
         if executor is not None:
             if fault := executor.fault():
                 raise self._error(fault)
-            self._compile(call, capturing)
+            if call.needs:
+                self._compile(call, capturing)
         if not self._nvtx:
             self._launch(call, x, out, tensors)
             return

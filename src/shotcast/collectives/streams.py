@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shotcast.memory.streams import raw_stream
+from shotcast.memory.streams import capturing, raw_stream
 
 
 def _capture_id(stream: torch.cuda.Stream) -> int:
@@ -41,18 +41,18 @@ class StreamChain:
     @staticmethod
     def capturing() -> bool:
         """Whether a call made now, on the current stream, would be captured in a graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return capturing()
 
     def enter(self, device: torch.device) -> bool:
         """Order a call about to be made on the current stream; True while that stream is being captured."""
-        capturing = self.capturing()
+        captured = capturing()
         handle = raw_stream(device.index)
-        if self._last is not None and handle == self._handle and not capturing and not self._capture:
+        if self._last is not None and handle == self._handle and not captured and not self._capture:
             return False
         self._handle = handle
         stream = torch.cuda.current_stream(device)
-        capture = _capture_id(stream) if capturing else 0
+        capture = _capture_id(stream) if captured else 0
         if self._last is not None and stream != self._last and capture == self._capture:
             stream.wait_stream(self._last)
         self._last, self._capture = stream, capture
-        return capturing
+        return captured

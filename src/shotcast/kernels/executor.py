@@ -16,6 +16,7 @@ from shotcast.kernels import layout
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.kernels.fused_one_shot import one_shot_rms_norm
+from shotcast.kernels.fused_scatter import scatter_rms_norm
 from shotcast.kernels.fused_two_shot import two_shot_rms_norm
 from shotcast.kernels.launch import Launch
 from shotcast.kernels.layout import Layout
@@ -27,7 +28,7 @@ from shotcast.kernels.ring import ring
 from shotcast.kernels.target import INTERPRETED
 from shotcast.kernels.two_shot import two_shot_all_reduce
 from shotcast.memory.operands import NormTensors
-from shotcast.memory.streams import raw_stream
+from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.wire import CallPlan, Fault, Op
 
@@ -83,6 +84,8 @@ class TritonExecutor:
         self._own_address, self._peers_address = buffer.addresses[self._rank], self._peers.data_ptr()
         self.many_bytes = layout.MANY_BYTES
         self._multicast = bool(buffer.multicast_address)
+        # parts of rows' sums: a cell of 8 bytes a tile of 128 words, and up to as many again in each of two places
+        self._cells = torch.zeros(4 * (max_bytes // 512 + wire.MAX_WORLD_SIZE), dtype=torch.int64, device=device)
         self._prepared: set[str] = set()
         self._entries: dict[tuple[int, bool], _Entry] = {}
         self._timeout_s = timeout_s
@@ -107,7 +110,7 @@ class TritonExecutor:
             entry = self._ready(plan, aligned)
         stream = 0
         if not INTERPRETED:
-            if torch.cuda.current_device() != self._device.index:
+            if current_device() != self._device.index:
                 with torch.cuda.device(self._device):
                     self.run(plan, x, out, norm)
                 return
@@ -257,9 +260,20 @@ class TritonExecutor:
     def _fused(self, plan: CallPlan) -> tuple[Any, int, dict[str, Any]]:
         """Kernel, warps and arguments of a fused call beside those that all kernels have."""
         assert plan.norm is not None
-        scatter = plan.op is not Op.ALL_REDUCE_RMS_NORM
-        nbytes = plan.nbytes // self._world if scatter else plan.nbytes
         row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
+        if plan.op is Op.ALL_REDUCE_RMS_NORM:
+            cells = self._cells.data_ptr()
+            arguments = norm_arguments(plan.norm, self._own_address) | {
+                "nbytes": plan.nbytes,
+                "cells": cells,
+                "more_cells": cells + self._cells.nbytes // 2,
+                "PARTS": -(-row_words // plan.launch.block_words),
+            }
+            if plan.algorithm == "one_shot":
+                return one_shot_rms_norm, plan.launch.num_warps, arguments
+            more = {"MULTICAST": self._multicast, "CLEARS": self._clears(plan)}
+            return two_shot_rms_norm, plan.launch.num_warps, arguments | more
+        nbytes = plan.nbytes // self._world
         row_block, warps = layout.row_tile(row_words)
         arguments = norm_arguments(plan.norm, self._own_address) | {
             "nbytes": nbytes,
@@ -270,11 +284,9 @@ class TritonExecutor:
             "ROW_BLOCK": row_block,
             "WARPS": 1 if INTERPRETED else warps,
         }
-        if plan.op is Op.ALL_REDUCE_RMS_NORM and plan.algorithm == "two_shot":
-            return two_shot_rms_norm, warps, arguments
         gather = plan.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
         at_once = min(self._world, layout.slots_at_once(row_block, warps))
-        return one_shot_rms_norm, warps, arguments | {"SCATTER": scatter, "GATHER": gather, "GROUP": at_once}
+        return scatter_rms_norm, warps, arguments | {"GATHER": gather, "GROUP": at_once}
 
     def _copy_arguments(self, plan: CallPlan, part: int) -> dict[str, Any]:
         item = wire.DTYPES[plan.dtype]
@@ -344,6 +356,7 @@ class TritonExecutor:
         """Put all memory as new, the last call being number ``epoch``. On every rank, between two host barriers."""
         where = self._layout
         self._control.zero_()
+        self._cells.zero_()
         words = self._buffer.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
         words[where.mail_at * 4 : where.cells_at * 4].zero_()
         words[where.slots_at * 4 :].fill_(-1)

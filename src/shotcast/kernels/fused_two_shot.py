@@ -1,21 +1,21 @@
 """Two-shot all-reduce with residual add, RMSNorm and FP8 in the same kernel.
 
-    shot 1: rank i sends slice j of x_i to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in rank order
+    shot 1: rank i sends slice j of its tiles to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in order
     shot 2: rank j sends s_j to all
     every rank norms every row of s_0, s_1, ..., s_{N-1}
 
-Wins from where two-shot beats one-shot. Slices are those of the plain two-shot, whatever the rows: the sums of shot 2
-lie side by side, so a row is one stretch of them. After the program of the headers come programs that push and reduce
-tiles, then programs that norm whole rows (see ``fused_one_shot.py``).
+Wins from where two-shot beats one-shot. Slices are of whole tiles, PARTS to a row. A program has the tile of its number
+in every slice, and norms those with the other programs of their rows (see ``fused_tiles.py``).
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from shotcast.kernels.norm import finish_row
+from shotcast.kernels.fused_tiles import finish_tiles, load_tiles, where_tile
 from shotcast.kernels.sync import (
     await_words,
+    clear_parts,
     clear_previous,
     enter,
     exchange_headers,
@@ -44,90 +44,91 @@ def two_shot_rms_norm(
     rank,
     header,
     nbytes,
-    row_programs,
+    cells,
+    more_cells,
     slots_at,
     slots_quads,
     MULTICAST: tl.constexpr,
+    CLEARS: tl.constexpr,
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """As many programs as a slice has tiles, of BLOCK words."""
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    TILE: tl.constexpr = BLOCK // 4  # quads
     call = enter(own, peers, rank, header, WARPS, PDL)
-    quads = nbytes // 16
-    slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
-    extent = slice_quads * (2 * WORLD)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    pushers = programs - 1 - row_programs
-    first_shot = slots_of(call.generation, slots_at, slots_quads)
-    second_shot = first_shot + slice_quads * WORLD
-    if program == 0:
+    tiles = nbytes // ROW * PARTS
+    slice_tiles = (tiles + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    extent = 0 if CLEARS else slice_tiles * (2 * WORLD * TILE)
+    if tl.program_id(0) == 0:
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         exchange_headers(call, WORLD, WARPS)
-    elif program <= pushers:
-        worker = program - 1
-        slice_words = slice_quads * 4
-        slice_bytes = slice_quads * 16
-        total = quads * 4
-        for start in range(worker * BLOCK, slice_words, pushers * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            parts = ()
-            for i in tl.static_range(WORLD - 1):
-                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
-                left = tl.minimum(nbytes - peer * slice_bytes, slice_bytes)
-                parts = parts + (load_words(x, peer * slice_bytes, offs, left, 16),)
-            for i in tl.static_range(WORLD - 1):
-                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
-                mask = (offs < slice_words) & (offs < total - peer * slice_words)
-                store_to(call, peer, first_shot + rank * slice_quads, offs, without_sentinel(parts[i]), mask, False)
-        leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, programs - 1, BLOCK)
-        mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0))
-        for start in range(worker * BLOCK, mine, pushers * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            words = load_words(x, rank * slice_bytes, offs, mine * 4, 16)
-            parts, call = await_words(call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD, True)
-            words = without_sentinel(sum_words(with_own(parts, words, rank, WORLD), WORLD, DTYPE))
-            store_to_all(
-                call, second_shot + rank * slice_quads, offs, words, offs < mine, False, MULTICAST, WORLD, False, worker
-            )
     else:
-        offs = tl.arange(0, ROW_BLOCK)
-        gain = load_words(weight, 0, offs, ROW, 16)
-        clear_previous(call, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
+        worker = tl.program_id(0) - 1
+        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        second_shot = first_shot + slice_tiles * (WORLD * TILE)
+        stride = slice_tiles * TILE
+        offs = tl.arange(0, BLOCK)
+        for i in tl.static_range(WORLD - 1):
+            peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
+            tile = peer * slice_tiles + worker
+            _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
+            words = load_words(x, at, offs, here, 16)
+            # whole tiles travel, with zeros beyond a row's end, so that all tiles are waited for alike
+            place = first_shot + (rank * slice_tiles + worker) * TILE
+            store_to(call, peer, place, offs, without_sentinel(words), (offs >= 0) & (tile < tiles), False)
+        own_tile = rank * slice_tiles + worker
+        _, _, at, here = where_tile(own_tile, tiles, ROW, BLOCK, PARTS)
+        own_words = load_words(x, at, offs, here, 16)
+        before = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, False)
+        gains = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, True)
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        for row in range(program - 1 - pushers, nbytes // ROW, row_programs):
-            before = load_words(residual, row * ROW, offs, ROW, 16)
-            at = row * (ROW // 16)
-            parts, call = await_words(
-                call, second_shot + at, 0, offs, ROW // 4, slice_quads, ROW // 4, at, False, 1, WORLD, False, True, True
-            )
-            finish_row(
-                call.live,
-                row,
-                row,
-                parts[0],
-                before,
-                gain,
-                new_residual,
-                normed,
-                quantized,
-                scale,
-                eps,
-                HIDDEN,
-                QUANTIZE,
-                KEEPS_NORMED,
-                DTYPE,
-                16,
-                ROW_BLOCK,
-            )
+        clear_previous(call, slots_at, slots_quads, worker, slice_tiles, BLOCK)
+        span = tl.where(own_tile < tiles, BLOCK, 0)
+        place = first_shot + worker * TILE
+        parts, call = await_words(call, place, stride, offs, span, 0, span, 0, False, WORLD, WORLD, True)
+        mine = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+        sums = second_shot + own_tile * TILE
+        store_to_all(call, sums, offs, mine, offs < span, False, MULTICAST, WORLD, True, worker)
+        if CLEARS:
+            clear_parts(call, place, stride, offs, span, 0, span, WORLD, True)
+        place = second_shot + worker * TILE
+        step = slice_tiles * BLOCK
+        beyond = (tiles - worker) * BLOCK
+        parts, call = await_words(
+            call, place, stride, offs, BLOCK, step, beyond, 0, False, WORLD, WORLD, not MULTICAST, True
+        )
+        if CLEARS:
+            clear_parts(call, place, stride, offs, BLOCK, step, beyond, WORLD, not MULTICAST)
+        finish_tiles(
+            call,
+            cells,
+            more_cells,
+            worker,
+            slice_tiles,
+            tiles,
+            with_own(parts, mine, rank, WORLD),
+            before,
+            gains,
+            new_residual,
+            normed,
+            quantized,
+            scale,
+            eps,
+            WORLD,
+            HIDDEN,
+            QUANTIZE,
+            KEEPS_NORMED,
+            DTYPE,
+            BLOCK,
+            PARTS,
+        )

@@ -5,8 +5,8 @@
     quantized = e4m3(clamp(normed * (1 / scale), -448, 448)),  scale given, or max |normed| / 448 of the row
 
 in float32, with ``residual'`` and ``normed`` as rounded. A program holds a whole row in registers, as 32-bit words. The
-squares add up in an order that only the row's tile and warps decide (``layout.row_tile``, by the row's length alone),
-so every kernel that norms a row gives the same bits.
+squares add up in an order that the row's length alone decides (:func:`tree_sum_of_squares`), so every kernel that norms
+a row gives the same bits.
 """
 
 from __future__ import annotations
@@ -33,16 +33,39 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def add_norm(total, residual, weight, eps, HIDDEN: tl.constexpr, DTYPE: tl.constexpr):
+def tree_sum(values, COUNT: tl.constexpr):
+    """Sum of COUNT values, a power of two: neighbours, then neighbouring pairs, and so on, whatever holds them."""
+    for level in tl.static_range(10):
+        if COUNT >> level > 1:
+            values = tl.sum(tl.reshape(values, [COUNT >> (level + 1), 2]), axis=1)
+    return tl.sum(values, axis=0)
+
+
+@triton.jit
+def tree_sum_of_squares(words, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Sum of the squares of all values in BLOCK words (16 or more): of each quad, then of 32 quads by the lanes of a
+    warp, then a tree of those. Nothing is left to the compiler's choice of who holds what, so a row comes out the same
+    whether one program holds it or several do, with a tile each.
+    """
+    QUADS: tl.constexpr = BLOCK // 4
+    LANES: tl.constexpr = QUADS if QUADS < 32 else 32
+    low, high = unpack(words, DTYPE)
+    squares = low * low
+    if DTYPE != tl.float32:
+        squares = squares + high * high
+    even, odd = tl.split(tl.reshape(squares, [QUADS, 2, 2]))
+    first, second = tl.split(even + odd)
+    return tree_sum(tl.sum(tl.reshape(first + second, [QUADS // LANES, LANES]), axis=1), QUADS // LANES)
+
+
+@triton.jit
+def add_norm(total, residual, weight, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     """(new residual, norm) of a row: words of the sum, the residual and the weight; zero beyond the row's end."""
     low, high = unpack(total, DTYPE)
     more_low, more_high = unpack(residual, DTYPE)
     new_residual = pack(low + more_low, high + more_high, DTYPE)
     low, high = unpack(new_residual, DTYPE)
-    squares = low * low
-    if DTYPE != tl.float32:
-        squares = squares + high * high
-    factor = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + eps)
+    factor = tl.rsqrt(tree_sum_of_squares(new_residual, BLOCK, DTYPE) / HIDDEN + eps)
     weight_low, weight_high = unpack(weight, DTYPE)
     return new_residual, pack(low * factor * weight_low, high * factor * weight_high, DTYPE)
 
@@ -55,10 +78,8 @@ def magnitude(value):
 
 
 @triton.jit
-def row_scale(normed, DTYPE: tl.constexpr):
-    """A row's own scale: max |normed| / 448 over all that is no NaN, at least 2^-126, whose inverse is finite."""
-    low, high = unpack(normed, DTYPE)
-    largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=0)
+def scale_of(largest):
+    """A row's own scale: its largest :func:`magnitude` / 448, at least 2^-126, whose inverse is finite."""
     return tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), E4M3_MAX), SMALLEST_SCALE)
 
 
@@ -113,7 +134,7 @@ def finish_row(
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4 if HIDDEN % 4 == 0 else 2 if HIDDEN % 2 == 0 else 1
     FP8_BLOCK: tl.constexpr = BLOCK // (DTYPE.primitive_bitwidth // 8)
     offs = tl.arange(0, BLOCK)
-    after, norm = add_norm(nan_unless(live, total, DTYPE), before, gain, eps, HIDDEN, DTYPE)
+    after, norm = add_norm(nan_unless(live, total, DTYPE), before, gain, eps, HIDDEN, BLOCK, DTYPE)
     store_words(new_residual, row * ROW, offs, after, ROW, UNIT)
     if KEEPS_NORMED:
         store_words(normed, at * ROW, offs, norm, ROW, UNIT)
@@ -121,7 +142,9 @@ def finish_row(
     row_factor = eps
     if QUANTIZE != NONE:
         if QUANTIZE == DYNAMIC:
-            row_factor = tl.where(live != 0, row_scale(norm, DTYPE), float("nan"))
+            low, high = unpack(norm, DTYPE)
+            largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=0)
+            row_factor = tl.where(live != 0, scale_of(largest), float("nan"))
             tl.store(scale.to(tl.pointer_type(tl.float32)) + at, row_factor)
         else:
             row_factor = tl.load(scale.to(tl.pointer_type(tl.float32)))

@@ -53,6 +53,8 @@ _NOT_SPECIALIZED = [
     "scale",
     "eps",
     "row_programs",
+    "cells",
+    "more_cells",
 ]
 
 
