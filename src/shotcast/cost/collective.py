@@ -6,7 +6,7 @@ which a rank takes in what has arrived (reads it, uses it, clears it):
     one-shot   T = f + a + (N-1) M / b + N M / m             every rank sends M to N-1 peers at once, and adds up N M
     two-shot   T = f + 2a + 2 (N-1)/N M / b + M / m          a slice to each owner, then a slice to everyone
     ring       T = f + (2N-2) (a + M / (N b)) + M / m        2N-2 steps of one slice each
-    multimem   T = f + 3a + (N+1)/N M / b + 2 M / m          staging and a flag, a load that the switch sums, a store to all
+    multimem   T = f + 3a + (N+1)/N M / b + 2 M / m      staging and a flag, a load that the switch sums, a store to all
 
 In multimem the switch reads a slice of M/N from every rank, itself included, for each of the N owners, and the result
 goes back to its owner; then it takes M/N from each owner to every rank, itself included. So a rank sends M + M/N and

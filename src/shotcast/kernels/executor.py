@@ -38,8 +38,8 @@ _IN_PIECES = ("two_shot", "multimem")
 FUSED_OPTIONS = {"maxnreg": 128}
 """The grids of fused kernels count on 16 warps a multiprocessor (``candidates._fused_launch_shape``)."""
 MULTICAST_OPTIONS = {"maxnreg": 128}
-"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on a
-GPU; with this limit it keeps all tiles in registers just so."""
+"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on
+a GPU; with this limit it keeps all tiles in registers just so."""
 
 Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
