@@ -39,6 +39,11 @@ def test_bits_do_not_depend_on_algorithm_or_batch(world_size: int) -> None:
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_sentinels_arrive_as_nan(world_size: int) -> None:
+    shotcast.spawn(targets.sentinels, world_size, "cuda", timeout_s=100)
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_results_in_given_tensors(world_size: int, shift: int) -> None:

@@ -88,7 +88,7 @@ def check(form: Form, tmp_path: Path) -> None:
     used = cross.resources(kernel, tmp_path)
     assert used["LOCAL"] == 0
     assert used["REG"] <= 128
-    assert used["STACK"] <= MAX_STACK
+    assert used["STACK"] <= (MAX_STACK if form.world_size < 8 else 48)
 
 
 def sum_layouts(kernel: Any) -> set[str]:
@@ -114,6 +114,9 @@ def test_every_kernel_adds_the_squares_of_a_row_in_one_order(dtype: str, hidden:
         for quantize, keeps in (("", True), ("static", True), ("dynamic", False)):
             made = cross.compiled_fused(name, dtype, hidden, quantize, keeps, world_size)
             found[name, quantize] = sum_layouts(made)
+    for name in ("fused_gather", "fused_two_shot"):
+        made = cross.compiled_fused(name, dtype, hidden, "dynamic", True, world_size, 90, True)
+        found[name, "multicast"] = sum_layouts(made)
     assert all(len(layouts) == 1 for layouts in found.values()), found
     assert len(set.union(*found.values())) == 1, found
 

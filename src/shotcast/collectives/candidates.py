@@ -155,7 +155,7 @@ def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchSha
     multiprocessor are the bound, of 132: so a grid is resident at once with up to 128 registers a thread.
     """
     place, norm = problem.topology, problem.norm or Norm(0)
-    row_words = norm.hidden * wire.DTYPES[problem.dtype] // 4
+    row_words = norm.hidden * wire.DTYPES.get(problem.dtype, 1) // 4
     rows = problem.nbytes // (4 * row_words) if row_words else 0
     words = problem.nbytes // 4
     if problem.op is not Op.ALL_REDUCE_RMS_NORM:
