@@ -441,7 +441,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     It goes on when they have given up. Interpreter only, which runs programs one after the other.
     """
-    from shotcast.kernels import fused_one_shot, fused_two_shot
+    from shotcast.kernels import fused_one_shot, fused_two_shot, sync
 
     pushed = -1
 
@@ -452,7 +452,8 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
         if pushed == programs:
             comm._host.barrier()
 
-    # before the first call: the interpreter keeps what it has once read
+    # before the first call: the interpreter keeps what it has once read. Many looks, to see a deadline when it passes
+    sync.POLLS_PER_LOOK = 8
     fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
