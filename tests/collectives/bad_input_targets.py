@@ -159,7 +159,7 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "norm of two dtypes": (
         lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6).half(), x(6)),
         UnsupportedError,
-        ("torch.float32 and torch.float16",),
+        ("they are torch.float32, torch.float16 and torch.float32",),
     ),
     "norm with another weight": (
         lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(2)),

@@ -277,6 +277,24 @@ def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
     return results
 
 
+def sentinels(device: str) -> int:
+    """Rows, residuals and weights of words that mean "not arrived" come out as NaN. Returns the number of calls."""
+    done = 0
+    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=20) as comm:
+        for dtype, op in itertools.product(FLOATS.values(), FUSED):
+            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
+            whole = torch.full([2 * shards, 64 * dtype.itemsize], 0xFF, dtype=torch.uint8, device=comm.device)
+            x, weight = whole.view(dtype), whole[0].view(dtype)
+            made = Data([x], [x[:2]], weight, torch.ones(1, device=comm.device))
+            for algorithm in comm.candidates(x, op.label):
+                got = call(comm, op, x, x[:2], made, "static", True, algorithm)
+                for value in (got.new_residual, got.normed, got.quantized):
+                    assert value.float().isnan().all(), (dtype, op, algorithm)
+                done += 1
+        settle(comm)
+    return done
+
+
 def graphs(replays: int, hidden: int) -> None:
     """Graphs of fused calls, replayed on changed inputs with stragglers between eager calls. GPUs only."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
@@ -423,7 +441,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     It goes on when they have given up. Interpreter only, which runs programs one after the other.
     """
-    from shotcast.kernels import fused_one_shot, fused_two_shot
+    from shotcast.kernels import fused_one_shot, fused_two_shot, sync
 
     pushed = -1
 
@@ -434,7 +452,8 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
         if pushed == programs:
             comm._host.barrier()
 
-    # before the first call: the interpreter keeps what it has once read
+    # before the first call: the interpreter keeps what it has once read. Many looks, to see a deadline when it passes
+    sync.POLLS_PER_LOOK = 8
     fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size

@@ -68,6 +68,11 @@ def test_results_in_given_tensors(shift: int) -> None:
     assert interpreted(targets.into_given_tensors, 2, "cpu", "bfloat16", 5, 72, shift) == [12, 12]
 
 
+def test_sentinels_arrive_as_nan() -> None:
+    """Also those that a peer makes: a norm of such words is one, for a processor that keeps what a NaN carries."""
+    assert interpreted(targets.sentinels, 2, "cpu") == [21, 21]
+
+
 @pytest.mark.parametrize(("world_size", "calls"), [(2, 60), (3, 16), pytest.param(4, 300, marks=pytest.mark.full)])
 @pytest.mark.timeout(400)
 def test_changing_calls_over_all_generations(world_size: int, calls: int) -> None:

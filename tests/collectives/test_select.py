@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shotcast import wire
 from shotcast.collectives import select
 from shotcast.collectives.candidates import (
+    PLAIN,
     candidates,
     keeps_bits,
     launch_obstacle,
@@ -25,6 +26,9 @@ from shotcast.collectives.table import KERNELS, MODES, Table, parse
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
 from shotcast.errors import ConfigError
 from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
+
+ROW = 16
+"""Elements of a fused operation's row."""
 
 
 def ground(
@@ -46,7 +50,8 @@ def problem(
     sizes: tuple[int, ...] = (),
     reduction: str = "sum",
 ) -> CollectiveProblem:
-    return CollectiveProblem(op, nbytes, dtype, topology or ground(), 0, sizes, reduction)
+    norm = Norm(ROW) if op in PLAIN else None
+    return CollectiveProblem(op, nbytes, dtype, topology or ground(), 0, sizes, reduction, norm)
 
 
 def table(
@@ -225,6 +230,9 @@ class TestLegality:
         (Op.SEND, ["one_shot", "vendor"]),
         (Op.RECV, ["one_shot", "vendor"]),
         (Op.BARRIER, ["one_shot", "vendor"]),
+        (Op.ALL_REDUCE_RMS_NORM, ["one_shot", "two_shot", "vendor"]),
+        (Op.REDUCE_SCATTER_RMS_NORM, ["one_shot", "vendor"]),
+        (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, ["two_shot", "vendor"]),
     )
 
     @pytest.mark.parametrize(("op", "names"), OFFERED)
@@ -405,6 +413,82 @@ class TestLaunch:
     def test_larger_tiles_from_half_a_mebibyte_a_rank(self, share: int) -> None:
         asked = problem(nbytes=4 * share, topology=ground("triton", max_bytes=1 << 28))
         assert launch_shape(asked, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
+
+
+def rows(
+    hidden: int,
+    op: Op = Op.ALL_REDUCE_RMS_NORM,
+    count: int = 4,
+    dtype: str = "bfloat16",
+    quantize: str = "",
+    topology: Topology | None = None,
+) -> CollectiveProblem:
+    norm = Norm(hidden, quantize)
+    nbytes = count * hidden * wire.DTYPES[dtype]
+    return CollectiveProblem(op, nbytes, dtype, topology or ground("triton", max_bytes=1 << 26), norm=norm)
+
+
+class TestFused:
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            (rows(1001), "fused kernels take rows of a multiple of 16 bytes, and these have 2002"),
+            (rows(4, dtype="float16"), "fused kernels take rows of a multiple of 16 bytes, and these have 8"),
+            (rows(0), "fused kernels take rows of a multiple of 16 bytes, and these have 0"),
+            (rows(16392), "fused kernels take rows of up to 32 KiB, and these have 32784 B"),
+            (rows(64, dtype="int32"), "own kernels add up float32, float16, bfloat16, and this is int32"),
+        ],
+    )
+    def test_rows_that_no_program_can_hold(self, asked: CollectiveProblem, said: str) -> None:
+        assert obstacle(asked, "one_shot") == obstacle(asked, "two_shot") == said
+        choice = choose(asked, "auto", "auto", ())
+        assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
+        assert choice.reason == f"{said}; so the sum is a call of its own, and the norm follows it"
+
+    def test_rows_at_the_limit(self) -> None:
+        for asked in (rows(8), rows(16384), rows(8192, dtype="float32")):
+            assert obstacle(asked, "one_shot") == obstacle(asked, "two_shot") == ""
+
+    def test_compiled_ranks_take_any_rows(self) -> None:
+        assert obstacle(rows(1001, topology=ground()), "two_shot") == ""
+        assert obstacle(rows(0, topology=ground()), "two_shot") == "rows have no elements"
+
+    @pytest.mark.parametrize(("quantize", "fits"), [("", 512), ("static", 409), ("dynamic", 408)])
+    def test_gathered_rows_and_scales_need_room(self, quantize: str, fits: int) -> None:
+        """Rows of 2 KiB in 1 MiB: beside themselves 2 KiB of norm, 1 KiB of FP8, 16 bytes of scale, of twice that."""
+        gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+        place = ground("triton", max_bytes=1 << 20)
+        assert obstacle(rows(1024, gather, fits, quantize=quantize, topology=place), "two_shot") == ""
+        beyond = rows(1024, gather, fits + 1, quantize=quantize, topology=place)
+        assert "of a workspace that has 2 MiB" in obstacle(beyond, "two_shot")
+
+    def test_table_of_the_plain_operation_decides_where_it_is_silent_on_the_fused(self) -> None:
+        plain = table([20, "two_shot", {"programs": 7, "block_words": 64, "num_warps": 1}], [None, "vendor", None])
+        fused = table([100, "one_shot", None], op="all_reduce_rms_norm")
+        tables = (("user table", plain), ("packaged table", fused))
+        small, large = problem(Op.ALL_REDUCE_RMS_NORM, 16), problem(Op.ALL_REDUCE_RMS_NORM, 64)
+        choice = choose(small, "auto", "auto", tables)
+        assert (choice.source, choice.candidate.algorithm) == ("user table", "two_shot")
+        assert choice.candidate.launch == launch_shape(small, "two_shot"), "not that of another kernel"
+        assert choose(large, "auto", "auto", tables).candidate.algorithm == "vendor"
+        assert choose(large, "auto", "auto", tables[1:]).candidate.algorithm == "one_shot"
+
+    @given(
+        st.sampled_from(list(PLAIN)),
+        st.integers(1, 2048),
+        st.integers(0, 4096),
+        st.sampled_from(["bfloat16", "float32"]),
+        st.integers(2, 8),
+    )
+    def test_grids_are_resident_at_once(self, op: Op, eighths: int, count: int, dtype: str, world_size: int) -> None:
+        """16 warps a multiprocessor, of 132, the program of the headers included; 16 bytes a thread of a tile."""
+        place = ground("triton", world_size, 1 << 28)
+        asked = rows(8 * eighths, op, count * world_size, dtype, topology=place)
+        for candidate in candidates(asked)[:-1]:
+            shape = candidate.launch
+            assert (1 + shape.programs) * shape.num_warps <= 132 * 16
+            assert shape.programs >= 2
+            assert shape.block_words == 128 * shape.num_warps
 
 
 def test_explanation_in_words() -> None:

@@ -14,17 +14,21 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from shotcast.kernels import layout
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.kernels.executor import MULTICAST_OPTIONS
+from shotcast.kernels.executor import FUSED_OPTIONS, MULTICAST_OPTIONS
+from shotcast.kernels.fused_one_shot import one_shot_rms_norm
+from shotcast.kernels.fused_two_shot import two_shot_rms_norm
 from shotcast.kernels.mail import mail
 from shotcast.kernels.multimem import multimem_all_reduce
-from shotcast.kernels.norm import add_rms_norm
+from shotcast.kernels.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
 from shotcast.kernels.two_shot import two_shot_all_reduce
+from shotcast.wire import QUANTIZATIONS
 
-ADDRESSES = ("x", "out", "data", "own", "peers", "header")
+ADDRESSES = ("x", "out", "data", "own", "peers", "header", *NORM_ADDRESSES[:-1])
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
 MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,6 +54,13 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "barrier": (barrier, {}),
     "send": (mail, {"SENDING": True}),
     "recv": (mail, {"SENDING": False}),
+}
+FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "norm": (add_rms_norm, {}),
+    "fused_one_shot": (one_shot_rms_norm, {"SCATTER": False, "GATHER": False}),
+    "fused_scatter": (one_shot_rms_norm, {"SCATTER": True, "GATHER": False}),
+    "fused_gather": (one_shot_rms_norm, {"SCATTER": True, "GATHER": True}),
+    "fused_two_shot": (two_shot_rms_norm, {}),
 }
 
 
@@ -83,15 +94,38 @@ def compiled(
 
 
 @functools.lru_cache(maxsize=256)
-def compiled_norm(dtype: str, hidden: int, capability: int = 90) -> Any:
-    """The norm's kernel for tensors that begin at multiples of 16 bytes, as PyTorch's do."""
-    pointer = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[dtype]
-    signature = dict.fromkeys(("x", "residual", "weight", "normed", "new_residual"), pointer) | {"eps": "fp32"}
-    block = min(triton.next_power_of_2(hidden), 4096)
-    constants = {"HIDDEN": hidden, "BLOCK": block, "PDL": capability >= 90}
-    signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind == pointer}
-    return build(add_rms_norm, signature, constants, max(1, min(8, block // 256)), capability, aligned)
+def compiled_fused(
+    name: str,
+    dtype: str = "bfloat16",
+    hidden: int = 8192,
+    quantize: str = "",
+    keeps_normed: bool = True,
+    world_size: int = 4,
+    capability: int = 90,
+    multicast: bool = False,
+) -> Any:
+    """A kernel that norms rows, as the executor launches it."""
+    kernel, fixed = FUSED[name]
+    block, warps = layout.row_tile(hidden * (4 if dtype == "float32" else 2) // 4)
+    values = {
+        **fixed,
+        "HIDDEN": hidden,
+        "QUANTIZE": QUANTIZATIONS.index(quantize),
+        "KEEPS_NORMED": keeps_normed,
+        "MULTICAST": multicast,
+        "DTYPE": DTYPES[dtype],
+        "UNIT": 16,
+        "WORLD": world_size,
+        "BLOCK": 128 * warps,
+        "ROW_BLOCK": block,
+        "GROUP": min(world_size, layout.slots_at_once(block, warps)),
+        "WARPS": warps,
+        "PDL": capability >= 90,
+    }
+    constants = {key: value for key, value in values.items() if key in kernel.arg_names}
+    kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
+    signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
+    return build(kernel, signature, constants, warps, capability, options={} if name == "norm" else FUSED_OPTIONS)
 
 
 def build(

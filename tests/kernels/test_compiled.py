@@ -21,7 +21,6 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from shotcast.kernels import target
-from shotcast.kernels.norm import add_rms_norm
 from shotcast.wire import REDUCIBLE
 
 MAIL = ("send", "recv")
@@ -323,37 +322,6 @@ def test_only_16_byte_accesses_grow_with_the_tile(name: str) -> None:
             assert now[key] == was[key] * (2 if key in WIDE else 1), (kind, key)
 
 
-# -- the norm ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "hidden", "capability"),
-    [
-        ("bfloat16", 4096, 90),
-        ("float16", 5120, 90),
-        ("float32", 2880, 90),
-        ("bfloat16", 4096, 80),
-        ("bfloat16", 8192, 100),
-        ("float32", 4096, 120),
-    ],
-)
-def test_norm(dtype: str, hidden: int, capability: int, tmp_path: Path) -> None:
-    made = cross.compiled_norm(dtype, hidden, capability)
-    counts = cross.instructions(made.asm["ptx"])
-    assert counts["griddepcontrol.wait"] == (capability >= 90)
-    if capability >= 90:
-        assert ".global" not in " ".join(cross.instructions(made.asm["ptx"].partition("griddepcontrol.wait")[0]))
-    for kind in ("ld", "st"):
-        assert set(of_kind(counts, kind)) == {"v4.b32"}
-    assert not [key for key in counts if re.match(r"fma.*f32", key)]
-    assert {key for key in counts if ".ftz" in key} == {"rsqrt.approx.ftz.f32"}
-    if dtype != "float32":
-        short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-        assert any(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in counts)
-    used = cross.resources(made, tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0
-
-
 # -- specialisation ---------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +330,7 @@ def runtime_arguments(kernel: Any) -> list[str]:
 
 
 def test_no_runtime_argument_is_specialised() -> None:
-    kernels = {id(kernel): kernel for kernel, _ in cross.KERNELS.values()}.values()
+    kernels = {id(kernel): kernel for kernel, _ in (cross.KERNELS | cross.FUSED).values()}.values()
     named = set()
     for kernel in kernels:
         for param in kernel.params:
@@ -371,10 +339,10 @@ def test_no_runtime_argument_is_specialised() -> None:
     assert set(target._NOT_SPECIALIZED) == named, "names that no kernel has"
 
 
-@pytest.mark.parametrize("name", list(cross.KERNELS))
+@pytest.mark.parametrize("name", [*cross.KERNELS, *cross.FUSED])
 def test_compiled_form_does_not_depend_on_rank_or_addresses(name: str) -> None:
     """What keys Triton's cache of compiled forms is equal for ranks 0, 1 and 7, and for any address and size."""
-    kernel, fixed = cross.KERNELS[name]
+    kernel, fixed = (cross.KERNELS | cross.FUSED)[name]
     backend = make_backend(GPUTarget("cuda", 90, 32))
     key_of = create_function_from_signature(kernel.signature, kernel.params, backend)
     keys = set()
@@ -390,14 +358,11 @@ def test_compiled_form_does_not_depend_on_rank_or_addresses(name: str) -> None:
             if argument == "header"
             else rank
             if argument in ("rank", "root", "peer")
+            else 1.0 / size
+            if argument == "eps"
             else size
             for argument in runtime_arguments(kernel)
         }
         constants = {param.name: fixed.get(param.name, 16) for param in kernel.params if param.is_constexpr}
         keys.add(str(key_of(**values, **constants)[1]))
     assert len(keys) == 1, keys
-
-
-def test_norm_is_specialised_on_nothing_of_a_rank() -> None:
-    """Its arguments are a call's tensors; the host compiles it where it is used, outside any deadline."""
-    assert set(runtime_arguments(add_rms_norm)) == {"x", "residual", "weight", "normed", "new_residual", "eps"}

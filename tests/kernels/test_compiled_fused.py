@@ -1,0 +1,131 @@
+"""The kernels that norm rows, compiled for GPUs that are not here (see test_compiled.py)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cross
+import pytest
+from test_compiled import MAX_STACK, of_kind
+
+from shotcast.kernels import layout
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, as ``cross.compiled_fused`` takes it."""
+
+    name: str
+    dtype: str = "bfloat16"
+    hidden: int = 8192
+    quantize: str = ""
+    keeps_normed: bool = True
+    world_size: int = 4
+    capability: int = 90
+    multicast: bool = False
+
+
+FORMS = [Form(name) for name in cross.FUSED]
+FORMS += [Form(name, quantize="dynamic", keeps_normed=False) for name in ("norm", "fused_two_shot", "fused_gather")]
+FORMS += [Form(name, "float16", 5120, "static") for name in ("norm", "fused_one_shot")]
+FORMS += [Form(name, "float32", 2880, "dynamic", world_size=8) for name in ("fused_scatter", "fused_gather")]
+FORMS += [Form("fused_gather", hidden=4096, quantize="dynamic", capability=capability) for capability in (80, 100, 120)]
+FORMS += [Form(name, quantize="dynamic", multicast=True) for name in ("fused_gather", "fused_two_shot")]
+MORE = [
+    Form(name, dtype, hidden, quantize, True, world_size, capability)
+    for name in cross.FUSED
+    for dtype, hidden in (("bfloat16", 4096), ("bfloat16", 8192), ("float16", 5120), ("float32", 2880))
+    for quantize in ("", "dynamic")
+    for world_size in (2, 4, 8)
+    for capability in (80, 90, 100, 120)
+]
+
+
+def name_of(form: Form) -> str:
+    return "-".join(str(value) for value in form)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=name_of)
+def test_form(form: Form, tmp_path: Path) -> None:
+    check(form, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", MORE, ids=name_of)
+def test_every_form(form: Form, tmp_path: Path) -> None:
+    check(form, tmp_path)
+
+
+def check(form: Form, tmp_path: Path) -> None:
+    kernel = cross.compiled_fused(*form)
+    ptx = kernel.asm["ptx"]
+    counts = cross.instructions(ptx)
+    pdl, exchanges = form.capability >= 90, form.name != "norm"
+    # programmatic dependent launch: the prior kernel is awaited before anything is read
+    assert counts["griddepcontrol.wait"] == pdl
+    assert (counts["griddepcontrol.launch_dependents"] > 0) == (pdl and exchanges)
+    if pdl:
+        before = cross.instructions(ptx.partition("griddepcontrol.wait")[0])
+        assert not [key for key in before if ".global" in key or key.startswith(("atom", "red", "bra", "ret"))]
+    # tiles move in 16 bytes; single words are control words and scales
+    loaded, polled, stored = of_kind(counts, "ld"), of_kind(counts, "ld", "volatile"), of_kind(counts, "st")
+    assert set(loaded) - {"b64", "sys.relaxed.b64"} == {"v4.b32"} | ({"b32"} if form.quantize == "static" else set())
+    assert loaded["b32"] <= 1
+    assert set(polled) == ({"v4.b32", "b64"} if exchanges else set())
+    assert set(stored) <= {"v4.b32", "b64", "b32"} | ({"v2.b32"} if form.dtype == "float32" else set())
+    assert (stored["b32"] > 0) == (form.quantize == "dynamic")
+    multicasts = [key for key in counts if key.startswith("multimem")]
+    assert multicasts == (["multimem.st.relaxed.sys.global.v4.f32"] if form.multicast else [])
+    # the arithmetic that is written, no other
+    assert not [key for key in counts if re.match(r"(fma|mad)\.[\w.]*f(32|16)", key)]
+    assert {key for key in counts if ".ftz" in key} == {"rsqrt.approx.ftz.f32"}
+    short = {"bfloat16": "bf16", "float16": "f16"}.get(form.dtype)
+    rounds = {key for key in counts if re.match(r"cvt\.[\w.]*(?<!\.)\.(bf16|f16)(x2)?\.f32", key)}
+    assert all(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in rounds), rounds
+    assert bool(rounds) == bool(short)
+    # rows stay in registers, and 16 warps of them in a multiprocessor
+    used = cross.resources(kernel, tmp_path)
+    assert used["LOCAL"] == 0
+    assert used["REG"] <= 128
+    assert used["STACK"] <= (MAX_STACK if form.world_size < 8 else 48)
+
+
+def sum_layouts(kernel: Any) -> set[str]:
+    """How the tensors lie over threads whose float32 values are summed: that, and nothing else, orders the sum."""
+    text = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", text, re.M))
+    summed = re.findall(
+        r'"tt\.reduce"\(.*?\) <\{axis = 0.*?\}> \(\{.*?\}\) : \(tensor<(\d+)xf32, (#\w+)>\)', text, re.S
+    )
+    return {f"{size} {layouts[name]}" for size, name in summed}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "world_size"),
+    [
+        ("bfloat16", 4096, 4),
+        *(pytest.param(*some, marks=pytest.mark.full) for some in (("float16", 1000, 8), ("float32", 2880, 2))),
+    ],
+)
+def test_every_kernel_adds_the_squares_of_a_row_in_one_order(dtype: str, hidden: int, world_size: int) -> None:
+    found = {}
+    for name in cross.FUSED:
+        for quantize, keeps in (("", True), ("static", True), ("dynamic", False)):
+            made = cross.compiled_fused(name, dtype, hidden, quantize, keeps, world_size)
+            found[name, quantize] = sum_layouts(made)
+    for name in ("fused_gather", "fused_two_shot"):
+        made = cross.compiled_fused(name, dtype, hidden, "dynamic", True, world_size, 90, True)
+        found[name, "multicast"] = sum_layouts(made)
+    assert all(len(layouts) == 1 for layouts in found.values()), found
+    assert len(set.union(*found.values())) == 1, found
+
+
+@pytest.mark.parametrize("words", [1, 4, 16, 250, 256, 257, 2048, 4096, 5000, layout.MAX_ROW_WORDS])
+def test_row_tiles(words: int) -> None:
+    """A thread has words of its own (16 bytes from 128 words on): or it would poll what others poll, and disagree."""
+    block, warps = layout.row_tile(words)
+    assert words <= block < max(2 * words, 17)
+    assert block >= 128 * warps or warps == 1
+    assert block <= 16 * 32 * warps
+    assert layout.slots_at_once(block, warps) >= 2
