@@ -220,6 +220,10 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
 
 def _share(problem: CollectiveProblem, algorithm: str) -> int:
     """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it."""
-    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in ("two_shot", "ring", "multimem"):
+    if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in (
+        "two_shot",
+        "ring",
+        "multimem",
+    ):
         return -(-problem.nbytes // problem.topology.world_size)
     return problem.nbytes
