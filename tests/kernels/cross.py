@@ -16,7 +16,6 @@ from triton.compiler import ASTSource
 
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.kernels.executor import MULTICAST_OPTIONS
 from shotcast.kernels.mail import mail
 from shotcast.kernels.multimem import multimem_all_reduce
 from shotcast.kernels.norm import add_rms_norm
@@ -78,8 +77,7 @@ def compiled(
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    options = MULTICAST_OPTIONS if name in MULTICASTS else {}
-    return build(kernel, signature, constants, warps, capability, options=options)
+    return build(kernel, signature, constants, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,12 +99,11 @@ def build(
     warps: int,
     capability: int,
     attributes: dict[tuple[int], Any] | None = None,
-    options: dict[str, Any] | None = None,
 ) -> Any:
     return triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
+        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90},
     )
 
 

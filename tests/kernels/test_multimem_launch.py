@@ -54,14 +54,3 @@ def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
     made = launches(LaunchShape(8, 128, 1), nbytes=2 * MAX_BYTES + 32)
     assert [start for _, start in made] == [0, MAX_BYTES, 2 * MAX_BYTES]
     assert [launch._arguments["nbytes"] for launch, _ in made] == [MAX_BYTES, MAX_BYTES, 32]
-
-
-def test_kernels_that_multicast_are_held_to_their_registers() -> None:
-    shape = LaunchShape(8, 128, 1)
-    gather = {"algorithm": "one_shot", "op": Op.ALL_GATHER}
-    for given in ({}, {"algorithm": "two_shot"}, gather):
-        ((launch, _),) = launches(shape, **given)  # type: ignore[arg-type]
-        assert launch._options["maxnreg"] == 128
-    for given in ({"algorithm": "two_shot", "multicast": False}, {**gather, "multicast": False}, {"algorithm": "ring"}):
-        ((launch, _),) = launches(shape, **given)  # type: ignore[arg-type]
-        assert "maxnreg" not in launch._options

@@ -35,9 +35,6 @@ _COPIES = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCA
 
 _IN_PIECES = ("two_shot", "multimem")
 """Algorithms that pass an all-reduce beyond the workspace in pieces."""
-MULTICAST_OPTIONS = {"maxnreg": 128}
-"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on
-a GPU; with this limit it keeps all tiles in registers just so."""
 
 Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
@@ -153,10 +150,7 @@ class TritonExecutor:
         launches = []
         for piece, start in self._pieces(plan):
             kernel, programs, warps, arguments = self._bind(piece, self._unit(piece, aligned))
-            options = self._options(warps)
-            if plan.norm is None and arguments.get("MULTICAST", kernel is multimem_all_reduce):
-                options |= MULTICAST_OPTIONS
-            launches.append((Launch(kernel, programs, arguments, names, options), start))
+            launches.append((Launch(kernel, programs, arguments, names, self._options(warps)), start))
         if len(self._entries) >= _KEPT_PLANS:
             self._entries.clear()
         # the entry keeps its plan alive, so an identity is never another plan's
