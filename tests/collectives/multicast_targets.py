@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fused_targets
 import torch
 from interpreter_targets import quietly
 from workers import FLOATS, check, differing, failing_call, inputs, shifted, straggle, warm
@@ -19,6 +20,7 @@ from workers import FLOATS, check, differing, failing_call, inputs, shifted, str
 import shotcast
 from shotcast.collectives import reference
 from shotcast.memory import shm
+from shotcast.wire import Op
 
 NOWHERE = itertools.count(1 << 52, 1 << 40)
 """Addresses beyond what a process can map, one for each buffer."""
@@ -127,6 +129,14 @@ def every_form(counts: list[int], seed: int) -> int:
             done += 1
         comm.check()
     return done
+
+
+def fused_forms(listed: list[fused_targets.Case], op: Op) -> int:
+    """Fused calls, compared as in tests/collectives/test_interpreter_fused.py. Returns quads that went by multicast."""
+    from shotcast.kernels import multicast
+
+    fused_targets.cases("cpu", listed, [op], 1 << 18, 2)
+    return sum(area.stored_quads for area in multicast._emulated)
 
 
 def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
