@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fused_targets
 import torch
 from interpreter_targets import quietly
 from workers import FLOATS, check, differing, failing_call, inputs, shifted, straggle, warm
@@ -19,14 +20,14 @@ from workers import FLOATS, check, differing, failing_call, inputs, shifted, str
 import shotcast
 from shotcast.collectives import reference
 from shotcast.memory import shm
+from shotcast.wire import Op
 
 NOWHERE = itertools.count(1 << 52, 1 << 40)
 """Addresses beyond what a process can map, one for each buffer."""
 
 
 LATE_S = 5.0
-"""How far past the deadline a late rank comes: the others look at the clock only every 256 polls, and a poll of the
-interpreter can take 10 ms on a busy machine."""
+"""How far past the deadline a late rank comes; a poll of the interpreter can take 10 ms on a busy machine."""
 
 
 class EmulatedBuffer:
@@ -58,7 +59,12 @@ _ShmBuffer = shm.ShmBuffer
 
 
 def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, whose communicators have a multicast address."""
+    """``fn(*args)``, whose communicators have a multicast address and look at the clock often, for the interpreter."""
+    import triton.language as tl
+
+    from shotcast.kernels import sync
+
+    sync.POLLS_PER_LOOK = tl.constexpr(16)
     shm.ShmBuffer = EmulatedBuffer  # type: ignore[misc,assignment]
     return quietly(fn, *args)
 
@@ -123,6 +129,14 @@ def every_form(counts: list[int], seed: int) -> int:
             done += 1
         comm.check()
     return done
+
+
+def fused_forms(listed: list[fused_targets.Case], op: Op) -> int:
+    """Fused calls, compared as in tests/collectives/test_interpreter_fused.py. Returns quads that went by multicast."""
+    from shotcast.kernels import multicast
+
+    fused_targets.cases("cpu", listed, [op], 1 << 18, 2)
+    return sum(area.stored_quads for area in multicast._emulated)
 
 
 def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:

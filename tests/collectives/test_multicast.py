@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fused_targets import FUSED, Case
 from interpreter_targets import with_late_programs
 from multicast_targets import (
     LATE_S,
     changing_sizes_by_multicast,
     every_form,
     explained,
+    fused_forms,
     reset_by_multicast,
     silent_after_its_header,
     sums_of_sentinels,
@@ -23,6 +25,7 @@ from multicast_targets import (
 from workers import SIGNALS, killed
 
 import shotcast
+from shotcast.wire import Op
 
 COUNTS = [0, 1, 5, 333, 2048]
 
@@ -39,6 +42,14 @@ def test_every_form(world_size: int) -> None:
     limit_s = 500 if world_size == 8 else 100
     done = interpreted(with_late_programs, world_size, every_form, COUNTS, 1, timeout_s=limit_s)
     assert done == [3 * len(COUNTS)] * world_size
+
+
+@pytest.mark.parametrize(("op", "world_size"), [(op, 2 + number % 2) for number, op in enumerate(FUSED)])
+def test_fused_forms(op: Op, world_size: int) -> None:
+    """Rows whose FP8 is no multiple of 16 bytes among them. A scattered norm goes to nobody else."""
+    listed = [Case("bfloat16", 5, 72), Case("float32", 3, 1000)]
+    for stored in interpreted(fused_forms, world_size, listed, op):
+        assert (stored > 0) == (op is not Op.REDUCE_SCATTER_RMS_NORM)
 
 
 @pytest.mark.parametrize(("world_size", "calls", "largest"), [(2, 120, 60), (3, 40, 3000), (4, 20, 500)])

@@ -17,8 +17,9 @@ from triton.compiler import ASTSource
 from shotcast.kernels import layout
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.kernels.executor import FUSED_OPTIONS, MULTICAST_OPTIONS
+from shotcast.kernels.executor import ROW_OPTIONS
 from shotcast.kernels.fused_one_shot import one_shot_rms_norm
+from shotcast.kernels.fused_scatter import scatter_rms_norm
 from shotcast.kernels.fused_two_shot import two_shot_rms_norm
 from shotcast.kernels.mail import mail
 from shotcast.kernels.multimem import multimem_all_reduce
@@ -28,7 +29,7 @@ from shotcast.kernels.ring import ring
 from shotcast.kernels.two_shot import two_shot_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
-ADDRESSES = ("x", "out", "data", "own", "peers", "header", *NORM_ADDRESSES[:-1])
+ADDRESSES = ("x", "out", "data", "own", "peers", "header", "cells", "more_cells", *NORM_ADDRESSES[:-1])
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
 MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -57,10 +58,11 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": (add_rms_norm, {}),
-    "fused_one_shot": (one_shot_rms_norm, {"SCATTER": False, "GATHER": False}),
-    "fused_scatter": (one_shot_rms_norm, {"SCATTER": True, "GATHER": False}),
-    "fused_gather": (one_shot_rms_norm, {"SCATTER": True, "GATHER": True}),
-    "fused_two_shot": (two_shot_rms_norm, {}),
+    "fused_one_shot": (one_shot_rms_norm, {}),
+    "fused_two_shot": (two_shot_rms_norm, {"CLEARS": False}),
+    "fused_two_shot_clears": (two_shot_rms_norm, {"CLEARS": True}),
+    "fused_scatter": (scatter_rms_norm, {"GATHER": False}),
+    "fused_gather": (scatter_rms_norm, {"GATHER": True}),
 }
 
 
@@ -89,8 +91,7 @@ def compiled(
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    options = MULTICAST_OPTIONS if name in MULTICASTS else {}
-    return build(kernel, signature, constants, warps, capability, options=options)
+    return build(kernel, signature, constants, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,7 +107,10 @@ def compiled_fused(
 ) -> Any:
     """A kernel that norms rows, as the executor launches it."""
     kernel, fixed = FUSED[name]
-    block, warps = layout.row_tile(hidden * (4 if dtype == "float32" else 2) // 4)
+    words = hidden * (4 if dtype == "float32" else 2) // 4
+    block, warps = layout.row_tile(words)
+    if "PARTS" in kernel.arg_names:
+        warps = 1  # a program has a tile, not a row
     values = {
         **fixed,
         "HIDDEN": hidden,
@@ -118,6 +122,7 @@ def compiled_fused(
         "WORLD": world_size,
         "BLOCK": 128 * warps,
         "ROW_BLOCK": block,
+        "PARTS": -(-words // 128),
         "GROUP": min(world_size, layout.slots_at_once(block, warps)),
         "WARPS": warps,
         "PDL": capability >= 90,
@@ -125,7 +130,9 @@ def compiled_fused(
     constants = {key: value for key, value in values.items() if key in kernel.arg_names}
     kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
     signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
-    return build(kernel, signature, constants, warps, capability, options={} if name == "norm" else FUSED_OPTIONS)
+    return build(
+        kernel, signature, constants, warps, capability, options=ROW_OPTIONS if kernel is scatter_rms_norm else {}
+    )
 
 
 def build(
@@ -135,12 +142,11 @@ def build(
     warps: int,
     capability: int,
     attributes: dict[tuple[int], Any] | None = None,
-    options: dict[str, Any] | None = None,
 ) -> Any:
     return triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
+        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90},
     )
 
 

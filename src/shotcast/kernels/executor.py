@@ -36,11 +36,8 @@ _COPIES = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCA
 
 _IN_PIECES = ("two_shot", "multimem")
 """Algorithms that pass an all-reduce beyond the workspace in pieces."""
-FUSED_OPTIONS = {"maxnreg": 128}
-"""The grids of fused kernels count on 16 warps a multiprocessor (``candidates._fused_launch_shape``)."""
-MULTICAST_OPTIONS = {"maxnreg": 128}
-"""Left alone, the assembler takes up to 168 registers a thread where a store is a multicast, and fewer programs fit on
-a GPU; with this limit it keeps all tiles in registers just so."""
+ROW_OPTIONS = {"maxnreg": 128}
+"""For the kernel whose programs hold rows; ``candidates._fused_launch_shape`` counts on 16 warps a multiprocessor."""
 
 Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
@@ -159,10 +156,8 @@ class TritonExecutor:
         for piece, start in self._pieces(plan):
             kernel, programs, warps, arguments = self._bind(piece, self._unit(piece, aligned))
             options = self._options(warps)
-            if plan.norm is not None:
-                options |= FUSED_OPTIONS
-            elif arguments.get("MULTICAST", kernel is multimem_all_reduce):
-                options |= MULTICAST_OPTIONS
+            if kernel is scatter_rms_norm:
+                options |= ROW_OPTIONS
             launches.append((Launch(kernel, programs, arguments, names, options), start))
         if len(self._entries) >= _KEPT_PLANS:
             self._entries.clear()
