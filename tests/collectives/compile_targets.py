@@ -233,7 +233,7 @@ def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, wei
     made += comm.all_reduce_rms_norm(x, residual, weight)
     made += comm.all_reduce_rms_norm(x, residual, weight, 1e-3, "two_shot", (torch.empty_like(x), residual))
     made += comm.all_reduce_rms_norm_fp8(x, residual, weight)[:3]
-    made += comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")
+    made += [*comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")]
     for gather in (False, True):
         made += comm.reduce_scatter_rms_norm(x, mine, weight, gather=gather)
         result = comm.reduce_scatter_rms_norm_fp8(x, mine, weight, gather=gather, with_normed=gather)
@@ -242,7 +242,7 @@ def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, wei
         out = Fp8Normed(*(torch.empty_like(tensor) for tensor in made[-4:])) if gather else None
         made += comm.reduce_scatter_rms_norm_fp8(x, mine, weight, 1e-2, None, gather, gather, "auto", out)[:3]
         if out is not None:
-            made += out
+            made += [*out]
     return made
 
 

@@ -36,3 +36,12 @@ def test_a_compiled_kernel_can_be_loaded_before_its_launch() -> None:
     from triton.compiler import CompiledKernel
 
     assert callable(CompiledKernel._init_handles)
+
+
+def test_operators_can_be_ordered() -> None:
+    assert {"op", "effect", "lib"} <= set(inspect.signature(torch.library._register_effectful_op).parameters)
+    assert torch.library.EffectType.ORDERED is not None
+    from torch._inductor import ir, lowering
+
+    assert "prev_effect_buffer" in inspect.getsource(ir.EffectfulKernel)
+    assert callable(lowering.register_lowering)
