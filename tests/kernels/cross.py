@@ -141,12 +141,12 @@ def build(
     constants: dict[str, Any],
     warps: int,
     capability: int,
-    attributes: dict[tuple[int], Any] | None = None,
+    options: dict[str, int] | None = None,
 ) -> Any:
     return triton.compile(
-        ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
+        ASTSource(kernel, signature=signature, constexprs=constants),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90},
+        options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
     )
 
 

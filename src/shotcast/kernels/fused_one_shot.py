@@ -70,15 +70,14 @@ def one_shot_rms_norm(
         _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
         offs = tl.arange(0, BLOCK)
         words = load_words(x, at, offs, here, 16)
-        mask = offs * 4 < here
+        span = here // 16 * 4
         place = slots + (rank * tiles + tile) * TILE
-        store_to_all(call, place, offs, without_sentinel(words), mask, False, False, WORLD, True, tile)
+        store_to_all(call, place, offs, without_sentinel(words), offs < span, False, False, WORLD, True, tile)
         before = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, PARTS, False)
         gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, slots_at, slots_quads, tile, tiles, BLOCK)
-        span = here // 4
         parts, call = await_words(
             call, slots + tile * TILE, tiles * TILE, offs, span, 0, span, 0, False, WORLD, WORLD, True
         )

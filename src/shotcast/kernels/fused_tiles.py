@@ -119,7 +119,7 @@ def finish_tiles(
         more_low, more_high = unpack(before[i], DTYPE)
         after = pack(low + more_low, high + more_high, DTYPE)
         store_words(new_residual, at, offs, after, nbytes, 16)
-        beyond = offs * 4 >= nbytes
+        beyond = offs >= nbytes // 4
         after = tl.where(beyond, 0, after)
         rows, parts, present = rows + (row,), parts + (part,), present + (nbytes,)
         afters = afters + (after,)
@@ -144,7 +144,7 @@ def finish_tiles(
         norms = norms + (norm,)
         if QUANTIZE == DYNAMIC:
             low, high = unpack(norm, DTYPE)
-            inside = offs * 4 < nbytes
+            inside = offs < nbytes // 4
             largest = largest + (tl.max(tl.where(inside, tl.maximum(magnitude(low), magnitude(high)), 0), axis=0),)
     if QUANTIZE == DYNAMIC and PARTS > 1:
         all_bits = exchange(call, more_cells, rows, parts, largest, present, COUNT, PARTS)
