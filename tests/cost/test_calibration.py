@@ -36,7 +36,7 @@ def test_constants_are_those_of_the_data() -> None:
         assert given_ == pytest.approx(fitted, rel=0.02), f"NVLINK4 should be {found}"
 
 
-@pytest.mark.parametrize("name", sorted(file.name for file in DATA.glob("*_x?.json")))
+@pytest.mark.parametrize("name", sorted(file.name for file in DATA.glob("all_reduce_*_x?.json")))
 def test_a_choice_by_the_model_costs_little_more_than_the_best(name: str) -> None:
     by_size: dict[int, dict[str, float]] = defaultdict(dict)
     for op, algorithm, nbytes, world_size, time_us in measured(name):
