@@ -159,7 +159,7 @@ def _fused_tile(problem: CollectiveProblem) -> int:
     The interpreter runs programs one after the other, so there a tile is a row.
     """
     norm = problem.norm or Norm(0)
-    row = 1 << max(4, (max(1, norm.hidden * wire.DTYPES[problem.dtype] // 4) - 1).bit_length())
+    row = 1 << max(4, (max(1, norm.hidden * wire.DTYPES.get(problem.dtype, 1) // 4) - 1).bit_length())
     return row if problem.topology.kernels == "interpreter" else min(row, 128)
 
 
@@ -172,12 +172,12 @@ def _fused_launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchSha
     of 132: so a grid is resident at once with up to 128 registers a thread.
     """
     place, norm = problem.topology, problem.norm or Norm(0)
-    row_words = max(1, norm.hidden * wire.DTYPES[problem.dtype] // 4)
+    row_words = max(1, norm.hidden * wire.DTYPES.get(problem.dtype, 1) // 4)
     if problem.op is Op.ALL_REDUCE_RMS_NORM:
         block = _fused_tile(problem)
         tiles = problem.nbytes // (4 * row_words) * -(-row_words // block)
         programs = tiles if algorithm == "one_shot" else -(-tiles // place.world_size)
-        return LaunchShape(programs=programs, block_words=block, num_warps=1)
+        return LaunchShape(programs=max(1, programs), block_words=block, num_warps=1)
     rows = problem.nbytes // (4 * row_words) // place.world_size
     words = -(-problem.nbytes // 4 // place.world_size)
     if place.kernels == "interpreter":

@@ -84,9 +84,9 @@ class Communicator:
     (``docs/numerics.md``).
 
     A replay of a captured graph is a call too: order it with other uses of the communicator, or give it one of its own
-    (:meth:`split`). Kernels wait on the GPU for their peers. Of communicators used at once, one at most may be in a call
-    whose grid fills the GPU (from about 4 MiB on; :meth:`explain` gives the programs): two of them, begun in different
-    order on two GPUs, would wait for each other until the deadline.
+    (:meth:`split`). Kernels wait on the GPU for their peers. Of communicators used at once, one at most may be in a
+    call whose grid fills the GPU (from about 4 MiB on; :meth:`explain` gives the programs). Two of them, begun in
+    another order on each of two GPUs, would wait for each other until the deadline.
 
     Args:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
