@@ -27,6 +27,7 @@ from shotcast.kernels.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
 from shotcast.kernels.two_shot import two_shot_all_reduce
+from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
 ADDRESSES = ("x", "out", "data", "own", "peers", "header", "cells", "more_cells", *NORM_ADDRESSES[:-1])
@@ -41,6 +42,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two_shot_clears": (two_shot_all_reduce, {"CLEARS": True, "MULTICAST": False}),
     "gather_clears": (copy, {"CLEARS": True, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
     "multimem": (multimem_all_reduce, {}),
+    "two_shot_fp8": (two_shot_fp8_all_reduce, {"CLEARS": False}),
+    "two_shot_fp8_clears": (two_shot_fp8_all_reduce, {"CLEARS": True}),
     "ring": (ring, {"REDUCE": True, "GATHER": True}),
     "ring_scatter": (ring, {"REDUCE": True, "GATHER": False}),
     "ring_gather": (ring, {"REDUCE": False, "GATHER": True}),
@@ -86,6 +89,7 @@ def compiled(
         "BLOCK": block,
         "WARPS": warps,
         "PDL": capability >= 90,
+        "NATIVE": capability >= 89,
     }
     constants = {key: value for key, value in values.items() if key in kernel.arg_names}
     signature = {
