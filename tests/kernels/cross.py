@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from shotcast.kernels import layout
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.kernels.executor import ROW_OPTIONS
+from shotcast.kernels.executor import ROW_OPTIONS, fp8_options
 from shotcast.kernels.fused_one_shot import one_shot_rms_norm
 from shotcast.kernels.fused_scatter import scatter_rms_norm
 from shotcast.kernels.fused_two_shot import two_shot_rms_norm
@@ -95,7 +95,8 @@ def compiled(
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    return build(kernel, signature, constants, warps, capability)
+    options = fp8_options(world_size) if kernel is two_shot_fp8_all_reduce else None
+    return build(kernel, signature, constants, warps, capability, options=options)
 
 
 @functools.lru_cache(maxsize=256)

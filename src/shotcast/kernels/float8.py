@@ -1,7 +1,7 @@
 """FP8 (e4m3, finite): bytes with 4 bits of exponent (bias 7) and 3 of mantissa; largest 448, no infinity, NaN 0x7F.
 
-In integer arithmetic for every architecture and the interpreter; with NATIVE (compute capability 8.9 on) by the GPU's own
-conversions, which give the same bits for numbers. OCP 8-bit Floating Point Specification.
+In integer arithmetic for every architecture and the interpreter; with NATIVE (compute capability 8.9 on) by the GPU's
+own conversions, which give the same bits for numbers. OCP 8-bit Floating Point Specification.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def from_e4m3(byte):
     # e4m3's subnormals as float16's, whose exponent has one bit more: half of what has the same bits and bias 15
     value = (size << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where((byte & 0x80) != 0, -value, value)
+    # by its bit: minus is "0 - value" here, which would lose the sign of zero
+    return (value.to(tl.int32, bitcast=True) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

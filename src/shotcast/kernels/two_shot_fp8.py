@@ -10,8 +10,9 @@ to the bit, and the error. Wins where the wires set the time.
 Several blocks make one of slot words, so that no value changes threads: four blocks of float32, or two of 16-bit
 floats, are a *group*, and each word of it takes its bytes from all of them, from the same place in each. A tile is
 [quads, rows, 4 words]: a row is a block's words or a group's slot words, as many either way, and a quad what a thread
-moves at once. (In this order, a row stays in one warp, and so does the search for its largest value.) A slot holds the words of its groups, then the scales of each. A rank's own slice does not travel, but
-is rounded as if it did.
+moves at once. (In this order a row stays in one warp, and so does the search for its largest value.) A slot holds the
+words of its groups, then the scales of each. Passes as in :mod:`shotcast.kernels.two_shot`; a rank's own slice stays at
+home here too, but is rounded as if it had travelled.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def dequantize(words, scales, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def slot_quads_of(quads, DTYPE: tl.constexpr):
-    """Quads of slot words that ``quads`` of a message make; a last group that is not full has those of a block at most."""
+    """Quads of slot words that ``quads`` of a message make. A last group that is not full has what its first block has."""
     if DTYPE == tl.float32:
         words = quads // 128 * 32 + tl.minimum(quads % 128, 32)
     else:
@@ -292,7 +293,8 @@ def await_slots(
 ):
     """Wait until all of a tile of COUNT slots (see :func:`load_slots`) is there. Returns (words, scales, call).
 
-    A stopped call returns at once, with ``live`` 0.
+    A stopped call returns at once, with ``live`` 0. With EACH, whose words are made of others', it is patient (see
+    :func:`shotcast.kernels.sync.look_at_clock`).
     """
     words, scales = load_slots(
         call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
@@ -312,7 +314,7 @@ def await_slots(
             silent = call.rank * 0
             for i in tl.static_range(COUNT):
                 silent = silent | (tl.max(absent(words, scales, i, DTYPE)) << ((first + i) % WORLD))
-            started, live = look_at_clock(call, started, silent, True, WORLD)
+            started, live = look_at_clock(call, started, silent, True, WORLD, EACH)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
     return words, scales, call
