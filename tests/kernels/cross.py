@@ -59,6 +59,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "send": (mail, {"SENDING": True}),
     "recv": (mail, {"SENDING": False}),
 }
+FP8 = ("two_shot_fp8", "two_shot_fp8_clears")
+"""Kernels that send FP8."""
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": (add_rms_norm, {}),
     "fused_one_shot": (one_shot_rms_norm, {}),
@@ -95,7 +97,7 @@ def compiled(
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    options = fp8_options(world_size) if kernel is two_shot_fp8_all_reduce else None
+    options = fp8_options(world_size, capability >= 89) if kernel is two_shot_fp8_all_reduce else None
     return build(kernel, signature, constants, warps, capability, options=options)
 
 

@@ -241,7 +241,7 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
 
 def _share(problem: CollectiveProblem, algorithm: str) -> int:
     """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it, as it is sent."""
-    if algorithm == "two_shot_fp8":
+    if algorithm == "two_shot_fp8" and problem.dtype in wire.REDUCIBLE:
         return -(-problem.nbytes // (problem.topology.world_size * wire.DTYPES[problem.dtype]))
     if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in (
         "two_shot",

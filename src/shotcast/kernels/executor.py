@@ -41,10 +41,12 @@ ROW_OPTIONS = {"maxnreg": 128}
 """For the kernel whose programs hold rows; ``candidates._fused_launch_shape`` counts on 16 warps a multiprocessor."""
 
 
-def fp8_options(world_size: int) -> dict[str, Any]:
-    """Of compiling ``two_shot_fp8``: as few registers a thread as hold its tiles. Left alone, the assembler takes twice
-    as many to reorder loads, and a GPU holds half the warps that loads and conversions need."""
-    return {"maxnreg": 128 if world_size <= 4 else 168}
+def fp8_options(world_size: int, native: bool) -> dict[str, Any]:
+    """Of compiling ``two_shot_fp8``: as few registers a thread as hold its tiles (more if they are converted by integer
+    arithmetic). Left alone, the assembler takes twice as many to reorder loads, and a GPU holds half the warps."""
+    if world_size <= 4:
+        return {"maxnreg": 128}
+    return {"maxnreg": 168} if native else {}
 
 
 Bound = tuple[Any, int, int, dict[str, Any]]
@@ -168,7 +170,7 @@ class TritonExecutor:
             if kernel is scatter_rms_norm:
                 options |= ROW_OPTIONS
             if kernel is two_shot_fp8_all_reduce:
-                options |= fp8_options(self._world)
+                options |= fp8_options(self._world, self._converts_fp8)
             launches.append((Launch(kernel, programs, arguments, names, options), start))
         if len(self._entries) >= _KEPT_PLANS:
             self._entries.clear()

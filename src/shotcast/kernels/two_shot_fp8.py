@@ -146,7 +146,7 @@ def dequantize(words, scales, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def slot_quads_of(quads, DTYPE: tl.constexpr):
-    """Quads of slot words that ``quads`` of a message make. A last group that is not full has what its first block has."""
+    """Quads of slot words that ``quads`` of a message make. A group that is not full has what its first block has."""
     if DTYPE == tl.float32:
         words = quads // 128 * 32 + tl.minimum(quads % 128, 32)
     else:
@@ -336,7 +336,7 @@ def clear_slots(
     """Put sentinels back where :func:`await_slots` has read a tile (see :func:`shotcast.kernels.sync.clear_parts`)."""
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    for i in tl.static_range(1, WORLD):
+    for i in range(1, afresh(call.rank * 0 + WORLD)):  # not unrolled, which would keep all addresses at once
         source = (call.rank + i) % WORLD
         slot = quads + source * stride
         part_quads = quads_of_slice(source if EACH else call.rank, total_quads, slice_quads)
@@ -433,7 +433,7 @@ def two_shot_fp8_all_reduce(
                         values = dequantize(tl.where(is_own, own_words, words[i]), part, DTYPE, NATIVE)
                         total = plus(total, values)
                 sums, sum_scales = quantize(total, DTYPE, NATIVE)
-                for i in range(0, WORLD - 1):
+                for i in tl.static_range(WORLD - 1):
                     peer = (me + 1 + (worker + i) % (WORLD - 1)) % WORLD
                     send(call, peer, second_shot + me * stride, word_quads, rows, sums, sum_scales, mine, DTYPE)
                 values = dequantize(sums, sum_scales, DTYPE, NATIVE)
