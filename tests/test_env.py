@@ -28,6 +28,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
         (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),
         (env.multicast, "SHOTCAST_MULTICAST", True, "False", False),
+        (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "two_shot_fp8", "two_shot_fp8"),
+        (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "1", True),
+        (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "false", False),
         (env.nvtx, "SHOTCAST_NVTX", True, "0", False),
         (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
     ],
@@ -46,6 +49,7 @@ def test_default_and_value(
         (env.algorithm, "SHOTCAST_ALGORITHM"),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS"),
         (env.multicast, "SHOTCAST_MULTICAST"),
+        (env.allow_fp8, "SHOTCAST_ALLOW_FP8"),
         (env.nvtx, "SHOTCAST_NVTX"),
     ],
 )

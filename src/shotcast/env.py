@@ -36,7 +36,7 @@ _FLAG = {"0": False, "1": True, "false": False, "true": True}
 
 def algorithm() -> str:
     """SHOTCAST_ALGORITHM: overrides the choice of every call that does not name its algorithm."""
-    names = ("auto", "ring", "one_shot", "two_shot", "multimem", "vendor")
+    names = ("auto", "ring", "one_shot", "two_shot", "two_shot_fp8", "multimem", "vendor")
     return _read("SHOTCAST_ALGORITHM", _choice(*names), "auto", ", ".join(names))
 
 
@@ -53,6 +53,12 @@ def cpu_kernels() -> str:
 def multicast() -> bool:
     """SHOTCAST_MULTICAST: 0 keeps kernels from using multicast addresses where the allocator offers them."""
     return _read("SHOTCAST_MULTICAST", lambda text: _FLAG[text.lower()], True, "0 or 1")
+
+
+def allow_fp8() -> bool:
+    """SHOTCAST_ALLOW_FP8: 1 lets ``auto`` take two_shot_fp8, which loses precision, in every communicator that does not
+    say by ``allow_fp8``."""
+    return _read("SHOTCAST_ALLOW_FP8", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def nvtx() -> bool:

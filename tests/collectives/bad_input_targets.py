@@ -323,6 +323,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "max_bytes below 0": ({"max_bytes": -1}, ("not -1",)),
     "max_bytes too large": ({"max_bytes": 1 << 30}, ("1..536870912", "not 1073741824")),
     "max_bytes as text": ({"max_bytes": "1M"}, ("not '1M'",)),
+    "allow_fp8 as number": ({"allow_fp8": 1}, ("allow_fp8 is True, False or None, not 1",)),
     "max_bytes as float": ({"max_bytes": 1.5}, ("not 1.5",)),
     "timeout 0": ({"timeout_s": 0}, ("timeout_s", "above 0, not 0")),
     "timeout below 0": ({"timeout_s": -1.0}, ("not -1.0",)),

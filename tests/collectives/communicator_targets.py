@@ -352,7 +352,13 @@ def states() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         assert repr(comm) == f"Communicator(rank={comm.rank}, world_size={comm.world_size}, device=cpu, compiled)"
         assert comm.topology.kernels == "compiled"
-        assert comm.candidates(torch.ones(3)) == ["one_shot", "two_shot", "ring", "vendor"]
+        assert comm.candidates(torch.ones(3)) == [
+            "one_shot",
+            "two_shot",
+            "two_shot_fp8",
+            "ring",
+            "vendor",
+        ]
         assert comm.candidates(torch.ones(3), "broadcast") == ["one_shot", "vendor"]
         assert comm.candidates(torch.ones(3).long()) == ["vendor"]
         for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv", "barrier"):

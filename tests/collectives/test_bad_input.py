@@ -97,6 +97,13 @@ class TestDisagreement:
         said = self.told({1: {"SHOTCAST_ALGORITHM": "ring"}})
         assert said == "the ranks do not agree on SHOTCAST_ALGORITHM: rank 0: auto, rank 1: ring, rank 2: auto"
 
+    def test_allow_fp8(self) -> None:
+        said = self.told({1: {"SHOTCAST_ALLOW_FP8": "1"}})
+        words = "the ranks do not agree on allow_fp8 (SHOTCAST_ALLOW_FP8): "
+        assert said == words + "rank 0: False, rank 1: True, rank 2: False"
+        said = self.told({}, {0: {"allow_fp8": True}})
+        assert said == words + "rank 0: True, rank 1: False, rank 2: False"
+
     @pytest.mark.parametrize("other", [1 << 10, 32 << 20])
     def test_max_bytes(self, other: int) -> None:
         said = self.told({}, {2: {"max_bytes": other}})

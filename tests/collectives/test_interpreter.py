@@ -31,6 +31,7 @@ import shotcast
 
 WORLD_SIZES = range(2, 9)
 SUMS = [f"{kind}/{name}" for kind in ("all_reduce", "in_place") for name in ("one_shot", "two_shot", "ring")]
+SUMS += ["all_reduce/two_shot_fp8", "in_place/two_shot_fp8"]
 SUMS += [f"reduce_scatter/{name}" for name in ("one_shot", "ring")]
 COPIES = ["all_gather/one_shot", "uneven", "all_to_all", "broadcast", "message"]
 FLOATS = ["float32", "float16", "bfloat16"]

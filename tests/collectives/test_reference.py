@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import FLOATS, inputs
 
+from shotcast import wire
 from shotcast.collectives import reference
 
 dtypes = st.sampled_from(list(FLOATS.values()))
@@ -48,6 +49,117 @@ def test_the_bound_is_tight_enough_to_see_a_rounding_too_many() -> None:
         careless += x
     exact = torch.stack(xs).double().sum(0)
     assert bool(((careless.double() - exact).abs() > bound(xs, torch.bfloat16, 1)).any())
+
+
+# -- FP8 transport ----------------------------------------------------------------------------------------------------
+
+
+def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The largest of each block, for each of its elements; slices of ``width`` elements have blocks of their own."""
+    parts = []
+    for part in values.split(width):
+        rows = torch.nn.functional.pad(part, (0, -len(part) % 128)).view(-1, 128)
+        parts.append(rows.amax(1, keepdim=True).expand(rows.shape).reshape(-1)[: len(part)])
+    return torch.cat(parts)
+
+
+def fp8_off(size: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """E(x, a) of docs/numerics.md."""
+    return (1 + 2.0**-20) * torch.maximum(size / 16, largest.clamp_min(2.0**-100) / 458752) + 2.0**-20 * size
+
+
+def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bound that docs/numerics.md states, element by element, and the coarser one, of largest values alone.
+
+    The bound speaks of S, the owner's sum; what is known of it here is that it is near the exact one.
+    """
+    dtype, count = xs[0].dtype, len(xs)
+    width = max(wire.slice_bytes(got.numel() * dtype.itemsize, count) // dtype.itemsize, 1)
+    sizes = [x.double().abs() for x in xs]
+    largest = [widened(size, width) for size in sizes]
+    first = sum(fp8_off(size, top) for size, top in zip(sizes, largest, strict=True))
+    first = first + count * 2.0**-23 * sum(largest)
+    total = torch.stack(xs).double().sum(0).abs() + first
+    unit = torch.finfo(dtype).eps / 2
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+    last = unit * got.double().abs() + least
+    return first + fp8_off(total, widened(total, width)) + last, 0.13 * sum(largest) + 2.0**-100 + last
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dtypes,
+    st.integers(1, 8),
+    st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=300),
+    st.integers(-16, -1),
+    st.booleans(),
+    st.integers(0, 1 << 20),
+)
+def test_fp8_within_its_bound(
+    dtype: torch.dtype, world_size: int, values: list[float], power: int, alike: bool, seed: int
+) -> None:
+    """Numbers as hypothesis makes them (many equal, some tiny, few large), of any sign and order on each rank."""
+    generator = torch.Generator().manual_seed(seed)
+    xs = []
+    for _ in range(world_size):
+        x = torch.tensor(values)[torch.randperm(len(values), generator=generator)] * 2.0**power
+        spread = torch.randint(-6, 1, x.shape, generator=generator).float()
+        xs.append((x if alike else x * 2.0**spread).to(dtype))
+    got = reference.all_reduce(xs, "two_shot_fp8")
+    assert got.dtype is dtype
+    exact = torch.stack(xs).double().sum(0)
+    for bound_of_it in fp8_bound(xs, got):
+        assert bool(((got.double() - exact).abs() <= bound_of_it).all())
+
+
+def test_fp8_bound_is_tight_enough_to_see_a_quantisation_too_many() -> None:
+    """Quantised four times it is outside; and no bound of half the size would hold."""
+    xs = drawn(torch.float32, 4, 4096, 1)
+    exact = torch.stack(xs).double().sum(0)
+    got = reference.all_reduce(xs, "two_shot_fp8")
+    bound_of_it, _ = fp8_bound(xs, got)
+    off = (got.double() - exact).abs()
+    assert bool((off <= bound_of_it).all())
+    assert float((off / bound_of_it).max()) > 0.5
+    assert 0.01 < float(off.norm() / exact.norm()) < 0.04, "about 3%"
+    coarse = torch.stack([reference.through_fp8(x * 5) / 5 for x in xs]).sum(0).mul(1.13).double()
+    assert bool(((coarse - exact).abs() > bound_of_it).any())
+
+
+def test_fp8_rounds_to_what_e4m3_has() -> None:
+    """By hand: a block whose largest is 448 is scaled by 1."""
+    x = torch.tensor([448.0, 1.0, 17.0, 18.5, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0, -(2.0**-11)])
+    got = reference.through_fp8(x)
+    assert got.tolist() == [448.0, 1.0, 16.0, 18.0, 2.0**-9, 0.0, 2.0**-9, 0.0, 0.0]
+    assert got.signbit().tolist() == [False] * 7 + [True, True]
+
+
+def test_fp8_blocks_have_scales_of_their_own() -> None:
+    x = torch.cat([torch.full((128,), 448.0), torch.full((130,), 2.0**-12)])
+    assert torch.equal(reference.through_fp8(x), x)
+    assert reference.through_fp8(x[1:])[127].item() == 0.0, "now in a block with 448"
+    assert torch.equal(reference.through_fp8(x[1:])[128:], x[129:])
+
+
+def test_fp8_makes_a_block_nan_but_not_its_neighbours() -> None:
+    for odd in (float("inf"), float("-inf"), float("nan")):
+        x = torch.ones(384)
+        x[130] = odd
+        got = reference.through_fp8(x)
+        assert got[128:256].isnan().all()
+        assert torch.equal(got[:128], x[:128])
+        assert torch.equal(got[256:], x[256:])
+    huge = [torch.full((8,), 3e38)] * 2
+    assert reference.all_reduce(huge, "two_shot_fp8").isnan().all(), "a sum beyond float32"
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 2.0**-101, 2.0**-100, 1e-20, torch.finfo(torch.float32).max])
+def test_fp8_of_the_smallest_and_the_largest_is_never_nan(size: float) -> None:
+    x = torch.full((128,), size)
+    got = reference.through_fp8(torch.cat([x, -x]))
+    assert not got.isnan().any()
+    assert bool(((got[:128] - x).abs().double() <= fp8_off(x.double(), x.double())).all())
+    assert got[128:].signbit().all()
 
 
 def test_order_and_start_are_part_of_the_contract() -> None:

@@ -37,9 +37,10 @@ def ground(
     max_bytes: int = 1 << 20,
     obstacle: str = "",
     multicast: bool = False,
+    allow_fp8: bool = False,
 ) -> Topology:
     device = "cuda" if kernels == "triton" else "cpu"
-    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes)
+    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes, allow_fp8)
 
 
 def problem(
@@ -78,6 +79,7 @@ problems = st.builds(
         world_size=st.integers(2, 8),
         max_bytes=st.integers(1, 512 << 20),
         multicast=st.booleans(),
+        allow_fp8=st.booleans(),
     ),
     reduction=st.sampled_from(["sum", "max", "min", "prod"]),
 )
@@ -181,7 +183,8 @@ class TestOrder:
         elif legal == ["vendor"]:
             wanted = "legality", "vendor"
         else:
-            named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in legal]
+            may = [name for name in legal if name != "two_shot_fp8" or asked.topology.allow_fp8]
+            named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in may]
             wanted = named[0] if named else ("cost model", choice.candidate.algorithm)
         assert (choice.source, choice.candidate.algorithm) == wanted
         assert choose(asked, argument, environment, tables) == choice
@@ -222,7 +225,7 @@ class TestBits:
 
 class TestLegality:
     OFFERED = (
-        (Op.ALL_REDUCE, ["one_shot", "two_shot", "ring", "vendor"]),
+        (Op.ALL_REDUCE, ["one_shot", "two_shot", "two_shot_fp8", "ring", "vendor"]),
         (Op.REDUCE_SCATTER, ["one_shot", "ring", "vendor"]),
         (Op.ALL_GATHER, ["one_shot", "ring", "vendor"]),
         (Op.ALL_TO_ALL, ["one_shot", "vendor"]),
@@ -322,6 +325,88 @@ class TestLegality:
         assert choice.reason == "own kernels add up float32, float16, bfloat16, and this is int64"
         choice = choose(problem(topology=ground("", obstacle="several hosts")), "auto", "auto", ())
         assert choice.reason == "several hosts"
+
+
+class TestFp8:
+    """FP8 transport: for those who name it, and for ``auto`` where it was allowed."""
+
+    NBYTES = 64 << 20
+    NAMES = table([None, "two_shot_fp8", None], name="fast.json")
+
+    def asked(self, allow_fp8: bool, nbytes: int = NBYTES, dtype: str = "float32") -> CollectiveProblem:
+        return problem(nbytes=nbytes, dtype=dtype, topology=ground("triton", 4, 64 << 20, allow_fp8=allow_fp8))
+
+    @pytest.mark.parametrize("allow_fp8", [False, True])
+    def test_serves_whoever_names_it(self, allow_fp8: bool) -> None:
+        named = choose(self.asked(allow_fp8), "two_shot_fp8", "auto", ())
+        assert (named.source, named.candidate.algorithm) == ("argument", "two_shot_fp8")
+        named = choose(self.asked(allow_fp8), "auto", "two_shot_fp8", (("user table", table([None, "ring", None])),))
+        assert (named.source, named.candidate.algorithm) == ("environment", "two_shot_fp8")
+
+    @given(problems.filter(lambda asked: not asked.topology.allow_fp8), st.lists(st.sampled_from(ALGORITHMS)))
+    def test_auto_never_takes_it_unless_allowed(self, asked: CollectiveProblem, rows: list[str]) -> None:
+        tables = [
+            ("user table", table([None, name, None], op=asked.op.label, dtype=asked.dtype))
+            for name in rows
+            if asked.dtype in wire.DTYPES
+        ]
+        assert choose(asked, "auto", "auto", tables).candidate.algorithm != "two_shot_fp8"
+
+    def test_auto_takes_it_where_it_is_allowed_and_named_by_a_table(self) -> None:
+        choice = choose(self.asked(True), "auto", "auto", (("user table", self.NAMES),))
+        assert (choice.source, choice.candidate.algorithm) == ("user table", "two_shot_fp8")
+        assert choice.reason == "fast.json: two_shot_fp8 for any size"
+
+    @pytest.mark.parametrize("dtype", wire.REDUCIBLE)
+    def test_auto_takes_it_where_it_is_allowed_and_the_model_finds_it_faster(self, dtype: str) -> None:
+        choice = choose(self.asked(True, dtype=dtype), "auto", "auto", ())
+        assert (choice.source, choice.candidate.algorithm) == ("cost model", "two_shot_fp8")
+        small = choose(self.asked(True, 1024, dtype), "auto", "auto", ())
+        assert small.candidate.algorithm == "one_shot"
+
+    def test_the_reason_says_when_it_was_left_out(self) -> None:
+        choice = choose(self.asked(False), "auto", "auto", (("user table", self.NAMES),))
+        assert choice.candidate.algorithm == "two_shot"
+        assert choice.source == "cost model"
+        assert "fast.json has two_shot_fp8, but allow_fp8 is not set" in choice.reason
+        time_us = collective_us("all_reduce", "two_shot_fp8", self.NBYTES, 4, NVLINK4, 4)
+        assert f"; two_shot_fp8 might do with {time_us:.1f}, but allow_fp8 is not set" in choice.reason
+        small = choose(self.asked(False, 1024), "auto", "auto", ())
+        assert "fp8" not in small.reason, "it would not have been taken"
+
+    @pytest.mark.parametrize(("dtype", "times"), [("float32", 3.8), ("bfloat16", 1.9), ("float16", 1.9)])
+    def test_messages_beyond_the_workspace_fit_if_their_bytes_do(self, dtype: str, times: float) -> None:
+        most = max(n for n in range(1 << 20, 5 << 20, 4096) if not obstacle(self.sized(n, dtype), "two_shot_fp8"))
+        assert times < most / (1 << 20) < times + 0.1
+        said = obstacle(self.sized(most + 4096, dtype), "two_shot_fp8")
+        assert said.startswith("it would take ")
+        assert said.endswith(" (max_bytes)")
+
+    def sized(self, nbytes: int, dtype: str) -> CollectiveProblem:
+        return problem(nbytes=nbytes, dtype=dtype, topology=ground("triton", max_bytes=1 << 20))
+
+    @given(st.integers(0, 1 << 22), st.integers(1, 1 << 22), st.integers(2, 8), st.sampled_from(wire.REDUCIBLE))
+    def test_messages_up_to_max_bytes_fit(self, nbytes: int, max_bytes: int, world_size: int, dtype: str) -> None:
+        """Slots of short messages are mostly scales and padding."""
+        topology = ground("interpreter", world_size, max(nbytes, max_bytes))
+        assert obstacle(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8") == ""
+
+    def test_what_it_does_not_serve(self) -> None:
+        for asked, said in (
+            (problem(dtype="int32"), "own kernels add up float32, float16, bfloat16, and this is int32"),
+            (problem(reduction="max"), "own kernels only sum, and this is max"),
+            (problem(Op.REDUCE_SCATTER), "there is no two_shot_fp8 reduce_scatter; there is one_shot, ring"),
+        ):
+            assert obstacle(asked, "two_shot_fp8") == said
+
+    @given(st.integers(0, 512 << 20), st.integers(2, 8), st.sampled_from(wire.REDUCIBLE))
+    def test_launch_is_counted_on_what_is_sent(self, nbytes: int, world_size: int, dtype: str) -> None:
+        topology = ground("triton", world_size, 512 << 20)
+        shape = launch_shape(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8")
+        sent = nbytes / wire.DTYPES[dtype] / world_size
+        assert shape.programs == 1 or (shape.programs - 1) * 4 * shape.block_words < sent
+        if sent >= 1 << 20:
+            assert shape.num_warps == (8 if world_size <= 4 else 4), "registers of as many slots"
 
 
 class TestMultimem:

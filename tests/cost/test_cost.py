@@ -47,6 +47,16 @@ def test_equations(link: LinkCost, nbytes: int, world_size: int) -> None:
         assert time_us == pytest.approx(by_steps(link, steps, taken), rel=1e-9), (op, algorithm)
 
 
+@given(links, sizes, worlds, st.sampled_from([2, 4]))
+def test_fp8_sends_a_byte_an_element_and_a_scale_a_block(
+    link: LinkCost, nbytes: int, world_size: int, itemsize: int
+) -> None:
+    elements = nbytes / world_size / itemsize
+    sent = (world_size - 1) * (elements + elements / 128 * 4)
+    time_us = collective_us("all_reduce", "two_shot_fp8", nbytes, world_size, link, itemsize)
+    assert time_us == pytest.approx(by_steps(link, [sent, sent], nbytes), rel=1e-9)
+
+
 @given(links, sizes, worlds)
 def test_an_all_reduce_is_a_scatter_and_a_gather(link: LinkCost, nbytes: int, world_size: int) -> None:
     for whole, halves in (("two_shot", "one_shot"), ("ring", "ring")):

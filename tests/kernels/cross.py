@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from shotcast.kernels import layout
 from shotcast.kernels.barrier import barrier
 from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.kernels.executor import ROW_OPTIONS
+from shotcast.kernels.executor import ROW_OPTIONS, fp8_options
 from shotcast.kernels.fused_one_shot import one_shot_rms_norm
 from shotcast.kernels.fused_scatter import scatter_rms_norm
 from shotcast.kernels.fused_two_shot import two_shot_rms_norm
@@ -27,6 +27,7 @@ from shotcast.kernels.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
 from shotcast.kernels.two_shot import two_shot_all_reduce
+from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
 ADDRESSES = ("x", "out", "data", "own", "peers", "header", "cells", "more_cells", *NORM_ADDRESSES[:-1])
@@ -41,6 +42,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two_shot_clears": (two_shot_all_reduce, {"CLEARS": True, "MULTICAST": False}),
     "gather_clears": (copy, {"CLEARS": True, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
     "multimem": (multimem_all_reduce, {}),
+    "two_shot_fp8": (two_shot_fp8_all_reduce, {"CLEARS": False}),
+    "two_shot_fp8_clears": (two_shot_fp8_all_reduce, {"CLEARS": True}),
     "ring": (ring, {"REDUCE": True, "GATHER": True}),
     "ring_scatter": (ring, {"REDUCE": True, "GATHER": False}),
     "ring_gather": (ring, {"REDUCE": False, "GATHER": True}),
@@ -56,6 +59,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "send": (mail, {"SENDING": True}),
     "recv": (mail, {"SENDING": False}),
 }
+FP8 = ("two_shot_fp8", "two_shot_fp8_clears")
+"""Kernels that send FP8."""
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": (add_rms_norm, {}),
     "fused_one_shot": (one_shot_rms_norm, {}),
@@ -86,12 +91,14 @@ def compiled(
         "BLOCK": block,
         "WARPS": warps,
         "PDL": capability >= 90,
+        "NATIVE": capability >= 89,
     }
     constants = {key: value for key, value in values.items() if key in kernel.arg_names}
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    return build(kernel, signature, constants, warps, capability)
+    options = fp8_options(world_size, capability >= 89) if kernel is two_shot_fp8_all_reduce else None
+    return build(kernel, signature, constants, warps, capability, options=options)
 
 
 @functools.lru_cache(maxsize=256)

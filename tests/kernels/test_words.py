@@ -34,6 +34,11 @@ def test_float32_words_are_their_values() -> None:
     interpreted(targets.packs_float32)
 
 
+def test_fp8_is_what_torch_makes_of_it() -> None:
+    interpreted(targets.fp8_of_every_byte)
+    interpreted(targets.fp8_rounds)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_add_in_order_and_round_once(dtype: str) -> None:
     interpreted(targets.sums, dtype)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from shotcast.collectives import reference
 from shotcast.kernels import layout
+from shotcast.kernels.float8 import from_words, to_words
 from shotcast.kernels.sync import Call, look_at_clock, without_sentinel
 from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_words, unpack
 
@@ -58,6 +59,23 @@ def move_kernel(source, target, start, there, nbytes, UNIT: tl.constexpr, SIZE: 
 def load_kernel(source, out, start, nbytes, UNIT: tl.constexpr, SIZE: tl.constexpr):
     offs = tl.arange(0, SIZE)
     tl.store(out + offs, load_words(source.to(tl.int64), start, offs, nbytes, UNIT))
+
+
+@triton.jit
+def to_fp8_kernel(values, words, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    parts = ()
+    for i in tl.static_range(4):
+        parts = parts + (tl.load(values + 4 * offs + i),)
+    tl.store(words + offs, to_words(parts[0], parts[1], parts[2], parts[3], False))
+
+
+@triton.jit
+def from_fp8_kernel(words, values, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    parts = from_words(tl.load(words + offs), False)
+    for i in tl.static_range(4):
+        tl.store(values + 4 * offs + i, parts[i])
 
 
 @triton.jit
@@ -151,6 +169,33 @@ def packs(name: str) -> None:
     assert rounded.sum() > 60_000
     assert values.isnan().any()
     assert values.isinf().any()
+
+
+def fp8_of_every_byte() -> None:
+    """Every byte, at every place of a word."""
+    every = torch.arange(256, dtype=torch.uint8)
+    for place in range(4):
+        patterns = every.roll(place)
+        values = torch.empty(256)
+        from_fp8_kernel[(1,)](patterns.view(torch.int32), values, 64)
+        expect(values, patterns.view(torch.float8_e4m3fn).float(), place)
+
+
+def fp8_rounds() -> None:
+    """Around every e4m3 value, the ties between them, and what lies beyond 448 or below the least; random bits."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.cat([exact, (exact[:-1] + exact[1:]) / 2, torch.tensor([2.0**-10, 448.0, 464.0, 1e9, torch.inf])])
+    values = torch.cat([middles.view(torch.int32) + step for step in (0, 1)] + [middles[1:].view(torch.int32) - 1])
+    values = torch.cat([values, values | -(2**31), random_words(1 << 15, 5)]).view(torch.float32)
+    size = triton.next_power_of_2(-(-values.numel() // 4))
+    values = torch.cat([values, torch.zeros(4 * size - values.numel())])
+    words = torch.empty(size, dtype=torch.int32)
+    to_fp8_kernel[(1,)](values, words, size)
+    wanted = values.clamp(-448, 448).to(torch.float8_e4m3fn)  # beyond, torch's conversion gives NaN
+    got = words.view(torch.uint8)
+    wrong = (got != wanted.view(torch.uint8)) & ~(values.isnan() & ((got & 0x7F) == 0x7F))
+    assert not wrong.any(), (values[wrong][:4], got[wrong][:4], wanted[wrong][:4])
+    assert len(set(got.tolist())) >= 254
 
 
 def packs_float32() -> None:

@@ -6,12 +6,12 @@ import dataclasses
 
 from shotcast import wire
 from shotcast.collectives.problem import Candidate, CollectiveProblem
-from shotcast.kernels.layout import MAX_ROW_WORDS, QUAD, gathered_row_quads, row_tile
+from shotcast.kernels.layout import MAX_ROW_WORDS, QUAD, Layout, fp8_slot_quads, gathered_row_quads, row_tile
 from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape, Norm, Op
 
 _OFFERED: dict[Op, tuple[str, ...]] = {
-    Op.ALL_REDUCE: ("one_shot", "two_shot", "ring", "multimem"),
+    Op.ALL_REDUCE: ("one_shot", "two_shot", "two_shot_fp8", "ring", "multimem"),
     Op.REDUCE_SCATTER: ("one_shot", "ring"),
     Op.ALL_GATHER: ("one_shot", "ring"),
     Op.ALL_TO_ALL: ("one_shot",),
@@ -97,6 +97,9 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
         needed, room = copies * block * 4, 2 * place.max_bytes
     elif problem.op is Op.ALL_REDUCE and algorithm == "one_shot":
         needed, room = problem.nbytes * world_size, 2 * place.max_bytes
+    elif algorithm == "two_shot_fp8":
+        needed = 2 * world_size * fp8_slot_quads(problem.nbytes, world_size, problem.dtype) * QUAD
+        room = Layout.of(place.max_bytes).slots_quads * QUAD
     elif problem.sizes:
         needed = align_up(max(problem.sizes) * wire.DTYPES[problem.dtype], 16) * world_size
         room = 2 * place.max_bytes
@@ -148,7 +151,7 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
     if share < 512 << 10:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
-    if share < 1 << 20 or algorithm in ("ring", "multimem"):
+    if share < 1 << 20 or algorithm in ("ring", "multimem") or (algorithm == "two_shot_fp8" and place.world_size > 4):
         return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
     return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)
 
@@ -237,7 +240,9 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
 
 
 def _share(problem: CollectiveProblem, algorithm: str) -> int:
-    """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it."""
+    """Bytes that the tiles of a launch are counted on: the message, or a rank's part of it, as it is sent."""
+    if algorithm == "two_shot_fp8" and problem.dtype in wire.REDUCIBLE:
+        return -(-problem.nbytes // (problem.topology.world_size * wire.DTYPES[problem.dtype]))
     if problem.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.SEND, Op.RECV) or algorithm in (
         "two_shot",
         "ring",

@@ -95,6 +95,8 @@ class Communicator:
         max_bytes: the largest message for own kernels on CUDA (beyond, the vendor library serves); the workspace takes
             about 8 times as much of each GPU. On the CPU, the workspace itself: messages of any size pass through it.
         timeout_s: how long a call waits for the other ranks.
+        allow_fp8: ``auto`` may take ``two_shot_fp8``, which sends FP8 and loses precision (``docs/numerics.md``), where
+            it is faster; None for what SHOTCAST_ALLOW_FP8 says, which is no unless set.
 
     Raises:
         ConfigError: the environment or an argument is not usable, or differs between ranks; too little shared memory.
@@ -107,8 +109,9 @@ class Communicator:
         device: str | torch.device | None = None,
         max_bytes: int | None = None,
         timeout_s: float = 30.0,
+        allow_fp8: bool | None = None,
     ):
-        self._start(group, device, max_bytes, timeout_s, None)
+        self._start(group, device, max_bytes, timeout_s, None, allow_fp8)
 
     def _start(
         self,
@@ -117,9 +120,13 @@ class Communicator:
         max_bytes: int | None,
         timeout_s: float,
         order: Sequence[int] | None,
+        allow_fp8: bool | None,
     ) -> None:
         if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
             raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+        if not isinstance(allow_fp8, bool | None):
+            raise ConfigError(f"allow_fp8 is True, False or None, not {allow_fp8!r}")
+        self._allow_fp8 = env.allow_fp8() if allow_fp8 is None else allow_fp8
         self.device = device_of(device)
         self._group = process_group_of(group, self.device)
         self._timeout_s = float(timeout_s)
@@ -144,7 +151,16 @@ class Communicator:
         self._executor, kernels, obstacle, multicast = executor_for(
             self._group, self._host, self.device, self.max_bytes, self._timeout_s
         )
-        self._topology = Topology(self.world_size, self.device.type, part, kernels, obstacle, multicast, self.max_bytes)
+        self._topology = Topology(
+            self.world_size,
+            self.device.type,
+            part,
+            kernels,
+            obstacle,
+            multicast,
+            self.max_bytes,
+            self._allow_fp8,
+        )
         register(self)
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -174,6 +190,7 @@ class Communicator:
             "GPU": part,
             "max_bytes": self.max_bytes,
             "SHOTCAST_ALGORITHM": self._environment,
+            "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "tables (SHOTCAST_TABLE)": hashlib.sha256(texts.encode()).hexdigest()[:12],
         }
         everybody = self._host.all_gather((trouble, mine), what="construction")
@@ -196,7 +213,8 @@ class Communicator:
         Args:
             x: contiguous, any shape, the same on all ranks.
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``ring``, ``multimem`` (by name only) or ``vendor``.
+            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision: ``docs/numerics.md``),
+                ``ring``, ``multimem`` (by name only) or ``vendor``.
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library does.
 
         Returns:
@@ -756,7 +774,7 @@ class Communicator:
         )
         child = object.__new__(Communicator)
         order = [sorted(job_ranks).index(job_rank) for job_rank in job_ranks]
-        child._start(group, self.device, self.max_bytes, self._timeout_s, order)
+        child._start(group, self.device, self.max_bytes, self._timeout_s, order, self._allow_fp8)
         return child
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ class Topology:
         obstacle: why there are no own kernels, where ``kernels`` is empty.
         multicast: kernels may use a multicast address.
         max_bytes: the workspace's largest message.
+        allow_fp8: ``auto`` may take algorithms that send FP8.
     """
 
     world_size: int
@@ -28,6 +29,7 @@ class Topology:
     obstacle: str
     multicast: bool
     max_bytes: int
+    allow_fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)

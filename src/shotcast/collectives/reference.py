@@ -29,15 +29,34 @@ def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
     return total
 
 
+def through_fp8(x: torch.Tensor) -> torch.Tensor:
+    """What becomes of float32 values [n] that travel as e4m3 with a scale a block (FP8 transport)."""
+    rows = torch.nn.functional.pad(x, (0, -x.numel() % wire.FP8_BLOCK)).view(-1, wire.FP8_BLOCK)
+    largest = rows.abs().amax(1, keepdim=True)
+    size, limit = largest.clamp_min(2.0**-100), torch.full_like(largest, wire.FP8_LARGEST)
+    scale = torch.where(largest.isfinite(), size / limit, torch.nan)
+    return ((rows * (limit / size)).to(torch.float8_e4m3fn).float() * scale).view(-1)[: x.numel()]
+
+
+def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A slice by ``two_shot_fp8``: quantised parts added in float32, in rank order, the sum quantised and rounded."""
+    total = torch.zeros_like(xs[0], dtype=torch.float32)
+    for x in xs:
+        total = total + through_fp8(x.float())
+    return through_fp8(total).to(xs[0].dtype)
+
+
 def all_reduce(xs: Sequence[torch.Tensor], algorithm: str) -> torch.Tensor:
-    """The all-reduce of every rank's tensor ``xs[r]`` by ``one_shot``, ``two_shot`` or ``ring``."""
-    if algorithm != "ring":
+    """The all-reduce of every rank's tensor ``xs[r]`` by ``one_shot``, ``two_shot``, ``two_shot_fp8`` or ``ring``."""
+    if algorithm not in ("ring", "two_shot_fp8"):
         return ordered_sum(xs)
-    flat = [x.reshape(-1) for x in xs]
+    # on a CPU, where a division by a number is one
+    flat = [x.reshape(-1).cpu() if algorithm == "two_shot_fp8" else x.reshape(-1) for x in xs]
     item = flat[0].element_size()
     width = wire.slice_bytes(flat[0].numel() * item, len(xs)) // item
-    parts = [ring_sum([x[j * width : (j + 1) * width] for x in flat], j) for j in range(len(xs))]
-    return torch.cat(parts).reshape(xs[0].shape)
+    slices = [[x[j * width : (j + 1) * width] for x in flat] for j in range(len(xs))]
+    parts = [fp8_sum(part) if algorithm == "two_shot_fp8" else ring_sum(part, j) for j, part in enumerate(slices)]
+    return torch.cat(parts).reshape(xs[0].shape).to(xs[0].device)
 
 
 def reduce_scatter(xs: Sequence[torch.Tensor], rank: int, algorithm: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shotcast import wire
 from shotcast.collectives.candidates import PLAIN, candidates, keeps_bits, obstacle
 from shotcast.collectives.problem import Candidate, Choice, CollectiveProblem
 from shotcast.collectives.table import Table
@@ -11,6 +12,9 @@ from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
 from shotcast.wire import ALGORITHMS
+
+_LOSSY = "two_shot_fp8"
+_NOT_ALLOWED = "allow_fp8 is not set"
 
 
 def choose(
@@ -26,6 +30,8 @@ def choose(
         problem: the call.
         argument: algorithm named in the call, or ``"auto"``.
         environment: algorithm named by SHOTCAST_ALGORITHM, or ``"auto"``; passed over where it is not legal.
+            An algorithm that loses precision serves where the call or this names it; tables and the cost model take it
+            only where the topology allows it.
         tables: (source, table), the first to be asked first.
         mode: ``"graph"`` for a call captured in a CUDA graph, else ``"eager"``; what tables are looked up by.
 
@@ -60,6 +66,9 @@ def choose(
         if row.algorithm not in legal:
             passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
             continue
+        if row.algorithm == _LOSSY and not problem.topology.allow_fp8:
+            passed.append(f"{table.name} has {_LOSSY}, but {_NOT_ALLOWED}")
+            continue
         candidate = legal[row.algorithm]
         if tuned is not None and row.algorithm != "vendor":
             candidate = Candidate(row.algorithm, tuned)
@@ -81,10 +90,15 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     place = problem.topology
     link = NVLINK4 if place.device == "cuda" else SHARED_MEMORY
     own = [name for name in legal if keeps_bits(problem, name) and name != "vendor"]
-    if not own:
+    own += [_LOSSY] * (_LOSSY in legal)
+    allowed = [name for name in own if name != _LOSSY or place.allow_fp8]
+    if not allowed:
         return Choice(legal["vendor"], "legality", _why_vendor(problem))
     op = PLAIN.get(problem.op, problem.op)
-    times = {name: collective_us(op.label, name, problem.nbytes, place.world_size, link) for name in own}
-    best = min(own, key=times.__getitem__)
-    figures = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-    return Choice(legal[best], "cost model", f"predicted us: {figures}")
+    item = wire.DTYPES.get(problem.dtype, 1)
+    times = {name: collective_us(op.label, name, problem.nbytes, place.world_size, link, item) for name in own}
+    best = min(allowed, key=times.__getitem__)
+    reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
+    if min(own, key=times.__getitem__) not in allowed:
+        reason += f"; {_LOSSY} might do with {times[_LOSSY]:.1f}, but {_NOT_ALLOWED}"
+    return Choice(legal[best], "cost model", reason)

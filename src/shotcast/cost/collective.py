@@ -5,6 +5,7 @@ which a rank takes in what has arrived (reads it, uses it, clears it):
 
     one-shot   T = f + a + (N-1) M / b + N M / m             every rank sends M to N-1 peers at once, and adds up N M
     two-shot   T = f + 2a + 2 (N-1)/N M / b + M / m          a slice to each owner, then a slice to everyone
+    in FP8     T = f + 2a + 2 (N-1)/N R M / b + M / m        R = 33/32 bytes an element, for the item's; not calibrated
     ring       T = f + (2N-2) (a + M / (N b)) + M / m        2N-2 steps of one slice each
     multimem   T = f + 3a + (N+1)/N M / b + 2 M / m      staging and a flag, a load that the switch sums, a store to all
 
@@ -60,7 +61,7 @@ class Work(NamedTuple):
     taken: float
 
 
-def work(op: str, algorithm: str, nbytes: int, world_size: int) -> Work:
+def work(op: str, algorithm: str, nbytes: int, world_size: int, itemsize: int = 2) -> Work:
     """Terms of the equations above; arguments as of :func:`collective_us`."""
     others = world_size - 1
     share = nbytes / world_size
@@ -68,6 +69,8 @@ def work(op: str, algorithm: str, nbytes: int, world_size: int) -> Work:
         return Work(1, others * nbytes, world_size * nbytes)
     if op == "all_reduce" and algorithm == "two_shot":
         return Work(2, 2 * others * share, nbytes)
+    if op == "all_reduce" and algorithm == "two_shot_fp8":
+        return Work(2, 2 * others * share * (33 / 32 / itemsize), nbytes)
     if op == "all_reduce" and algorithm == "multimem":
         return Work(3, nbytes + share, 2 * nbytes)
     if algorithm == "ring":
@@ -78,15 +81,16 @@ def work(op: str, algorithm: str, nbytes: int, world_size: int) -> Work:
     return Work(1, others * share, nbytes)
 
 
-def collective_us(op: str, algorithm: str, nbytes: int, world_size: int, link: LinkCost) -> float:
+def collective_us(op: str, algorithm: str, nbytes: int, world_size: int, link: LinkCost, itemsize: int = 2) -> float:
     """Predicted time in microseconds.
 
     Args:
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all`` or ``broadcast``.
-        algorithm: ``one_shot``, ``two_shot``, ``ring`` or (all_reduce) ``multimem``.
+        algorithm: ``one_shot``, ``two_shot``, ``ring`` or (all_reduce) ``two_shot_fp8`` or ``multimem``.
         nbytes: of the whole message (for the gather its output, for the scatter its input).
         world_size: ranks, from 1 up.
         link: the machine's constants.
+        itemsize: bytes of an element, which matter where it is sent as FP8.
     """
-    steps, sent, taken = work(op, algorithm, nbytes, world_size)
+    steps, sent, taken = work(op, algorithm, nbytes, world_size, itemsize)
     return link.fixed_us + steps * link.step_us + link.transfer_us(sent) + taken / (link.local_gbps * 1e3)

@@ -27,6 +27,7 @@ from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
 from shotcast.kernels.target import INTERPRETED
 from shotcast.kernels.two_shot import two_shot_all_reduce
+from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
@@ -38,6 +39,15 @@ _IN_PIECES = ("two_shot", "multimem")
 """Algorithms that pass an all-reduce beyond the workspace in pieces."""
 ROW_OPTIONS = {"maxnreg": 128}
 """For the kernel whose programs hold rows; ``candidates._fused_launch_shape`` counts on 16 warps a multiprocessor."""
+
+
+def fp8_options(world_size: int, native: bool) -> dict[str, Any]:
+    """Of compiling ``two_shot_fp8``: as few registers a thread as hold its tiles (more if they are converted by integer
+    arithmetic). Left alone, the assembler takes twice as many to reorder loads, and a GPU holds half the warps."""
+    if world_size <= 4:
+        return {"maxnreg": 128}
+    return {"maxnreg": 168} if native else {}
+
 
 Bound = tuple[Any, int, int, dict[str, Any]]
 """Kernel, grid, warps, arguments."""
@@ -75,6 +85,7 @@ class TritonExecutor:
         self._layout = Layout.of(max_bytes)
         self._device = device
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._converts_fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
         self._control = buffer.view(self._rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         self._status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
         self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())
@@ -158,6 +169,8 @@ class TritonExecutor:
             options = self._options(warps)
             if kernel is scatter_rms_norm:
                 options |= ROW_OPTIONS
+            if kernel is two_shot_fp8_all_reduce:
+                options |= fp8_options(self._world, self._converts_fp8)
             launches.append((Launch(kernel, programs, arguments, names, options), start))
         if len(self._entries) >= _KEPT_PLANS:
             self._entries.clear()
@@ -248,6 +261,9 @@ class TritonExecutor:
         common["CLEARS"] = self._clears(plan)
         if plan.algorithm == "two_shot":
             return two_shot_all_reduce, programs, warps, common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast}
+        if plan.algorithm == "two_shot_fp8":
+            arguments = {"nbytes": plan.nbytes, "NATIVE": self._converts_fp8}
+            return two_shot_fp8_all_reduce, programs, warps, common | arguments
         scatter = plan.op is Op.REDUCE_SCATTER
         return (
             one_shot_reduce,

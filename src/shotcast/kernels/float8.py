@@ -1,6 +1,7 @@
 """FP8 (e4m3, finite): bytes with 4 bits of exponent (bias 7) and 3 of mantissa; largest 448, no infinity, NaN 0x7F.
 
-In integer arithmetic: one source for every architecture and the interpreter. OCP 8-bit Floating Point Specification.
+In integer arithmetic for every architecture and the interpreter; with NATIVE (compute capability 8.9 on) by the GPU's
+own conversions, which give the same bits for numbers. OCP 8-bit Floating Point Specification.
 """
 
 from __future__ import annotations
@@ -36,10 +37,65 @@ def from_e4m3(byte):
     # e4m3's subnormals as float16's, whose exponent has one bit more: half of what has the same bits and bias 15
     value = (size << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where((byte & 0x80) != 0, -value, value)
+    # by its bit: minus is "0 - value" here, which would lose the sign of zero
+    return (value.to(tl.int32, bitcast=True) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack_bytes(a, b, c, d):
     """Four bytes (int32 in 0..255) as one word, the first lowest."""
     return a | (b << 8) | (c << 16) | (d << 24)
+
+
+@triton.jit
+def to_words(a, b, c, d, NATIVE: tl.constexpr):
+    """Four float32 as the e4m3 bytes of one word, the first lowest."""
+    if NATIVE:
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = pack_bytes(to_e4m3(a), to_e4m3(b), to_e4m3(c), to_e4m3(d))
+    return words
+
+
+@triton.jit
+def from_words(words, NATIVE: tl.constexpr):
+    """Inverse of :func:`to_words`: four float32."""
+    if NATIVE:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 pair;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 pair, low;
+            mov.b32 {a, b}, pair;
+            cvt.rn.f16x2.e4m3x2 pair, high;
+            mov.b32 {c, d}, pair;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a = from_e4m3(words & 0xFF)
+        b = from_e4m3((words >> 8) & 0xFF)
+        c = from_e4m3((words >> 16) & 0xFF)
+        d = from_e4m3((words >> 24) & 0xFF)
+    return a, b, c, d

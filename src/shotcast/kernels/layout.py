@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shotcast.units import align_up
-from shotcast.wire import DTYPES, MAX_WORLD_SIZE, Norm
+from shotcast.wire import DTYPES, FP8_BLOCK, MAX_WORLD_SIZE, Norm, slice_bytes
 
 # Control block, in 64-bit words. Only ABORT, HEADERS, MAIL_HEADERS and CREDITS are written by peers; they have cache
 # lines of their own.
@@ -101,6 +101,14 @@ def row_tile(words: int) -> tuple[int, int]:
 def slots_at_once(block: int, warps: int) -> int:
     """Tiles of a row that a program polls at once: 32 words a thread, a quarter of its registers."""
     return 32 * 32 * warps // block
+
+
+def fp8_slot_quads(nbytes: int, world_size: int, dtype: str) -> int:
+    """Quads of a slot of ``two_shot_fp8``: a slice's words, then its scales. Each shot has one slot for each rank."""
+    slice_quads, block = slice_bytes(nbytes, world_size) // QUAD, FP8_BLOCK * DTYPES[dtype] // QUAD
+    blocks = DTYPES[dtype]  # of a group: four of float32, two of 16-bit floats
+    whole, rest = divmod(slice_quads, block * blocks)
+    return whole * block + min(rest, block) + -(-(whole + (rest > 0)) * blocks // 4)
 
 
 def gathered_row_quads(norm: Norm, dtype: str) -> int:

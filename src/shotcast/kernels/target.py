@@ -86,6 +86,23 @@ if INTERPRETED:
     def acquire() -> None:
         """Let this thread's loads from here on, by any address, see what came before the stores it has read."""
 
+    def afresh(value: Any) -> Any:
+        """The same scalar, of which the compiler does not know it: what follows from it is not kept over a loop."""
+        return value
+
+    def load_words_of_quad(pointer: Any, mask: Any, like: Any, COUNT: Any) -> Any:
+        """The COUNT words from each pointer on, as that many tiles; read afresh, and by a single load.
+
+        (A plain load of few words may be compiled into several, of which one is tested and another used.) ``like`` is a
+        tile of the same shape whose layout is taken; its values are not used.
+        """
+        return tuple(tl.load(pointer + i, mask=mask, other=0, volatile=True) for i in range(COUNT))
+
+    def store_words_of_quad(pointer: Any, words: Any, mask: Any, COUNT: Any) -> None:
+        """Store a word of each of COUNT tiles from each pointer on, by a single store."""
+        for i in range(COUNT):
+            tl.store(pointer + i, words[i], mask=mask)
+
     def round_to(value: Any, DTYPE: Any) -> Any:
         """float32 to bits of a 16-bit float in an int32, to nearest even; NaN stays NaN."""
         if DTYPE == tl.bfloat16:
@@ -144,6 +161,75 @@ else:
             is_pure=False,
             pack=1,
         )
+
+    @triton.jit
+    def afresh(value):
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+
+    @triton.jit
+    def load_words_of_quad(pointer, mask, like, COUNT: tl.constexpr):
+        if COUNT == 2:
+            words = tl.inline_asm_elementwise(
+                """{
+                .reg .pred p;
+                setp.ne.b32 p, $3, 0;
+                mov.b32 $0, 0; mov.b32 $1, 0;
+                @p ld.volatile.global.v2.b32 {$0, $1}, [$2];
+                }""",
+                "=&r,=&r,l,r,r",
+                [pointer.to(tl.int64), mask.to(tl.int32), like],
+                dtype=(tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.static_assert(COUNT == 4)
+            words = tl.inline_asm_elementwise(
+                """{
+                .reg .pred p;
+                setp.ne.b32 p, $5, 0;
+                mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+                @p ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [$4];
+                }""",
+                "=&r,=&r,=&r,=&r,l,r,r",
+                [pointer.to(tl.int64), mask.to(tl.int32), like],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        return words
+
+    @triton.jit
+    def store_words_of_quad(pointer, words, mask, COUNT: tl.constexpr):
+        if COUNT == 2:
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred p;
+                setp.ne.b32 p, $4, 0;
+                @p st.global.v2.b32 [$1], {$2, $3};
+                mov.b32 $0, 0;
+                }""",
+                "=r,l,r,r,r",
+                [pointer.to(tl.int64), words[0], words[1], mask.to(tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.static_assert(COUNT == 4)
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred p;
+                setp.ne.b32 p, $6, 0;
+                @p st.global.v4.b32 [$1], {$2, $3, $4, $5};
+                mov.b32 $0, 0;
+                }""",
+                "=r,l,r,r,r,r,r",
+                [pointer.to(tl.int64), words[0], words[1], words[2], words[3], mask.to(tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
     @triton.jit
     def round_to(value, DTYPE: tl.constexpr):

@@ -1,0 +1,113 @@
+"""What ranks of tests/collectives/test_fp8_transport.py run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from workers import FLOATS, check, inputs, launched, launches, shifted, straggle, tame
+
+import shotcast
+from shotcast.collectives import reference
+
+FP8 = "two_shot_fp8"
+Outcome = dict[str, Any]
+
+
+def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
+    """Calls of all sizes, aligned and not, in place and not, with other calls between them. Returns how many."""
+    done = 0
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        if clears:
+            comm._executor.many_bytes = 64
+        dice = random.Random(comm.rank)
+        for name in dtypes:
+            for count in counts:
+                for shift in (0, 1):
+                    xs = inputs(count, FLOATS[name], comm.world_size, count, comm.device)
+                    xs = xs if shift else tame(xs)
+                    wanted = reference.all_reduce(xs, FP8)
+                    straggle(comm, dice)
+                    x = shifted(xs[comm.rank], shift)
+                    check(comm.all_reduce(x, algorithm=FP8), wanted, (name, count, shift))
+                    if done % 4 == 0:  # in all, each generation is used by either, with longer and shorter ones before
+                        check(comm.all_reduce(x, algorithm="two_shot"), reference.ordered_sum(xs), "between")
+                    comm.all_reduce(x, out=x, algorithm=FP8)
+                    check(x, wanted, (name, count, shift, "in place"))
+                    done += 2
+        comm.check()
+    return done
+
+
+def shorter_and_longer(calls: int) -> int:
+    """Sizes at random, other algorithms between. Returns the number of elements in all."""
+    total = 0
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=60) as comm:
+        shared, own = random.Random(5), random.Random(comm.rank)
+        pool = tame(inputs(2000, torch.bfloat16, comm.world_size, 1, comm.device))
+        for _ in range(calls):
+            count = int(2000 ** shared.random())
+            name = shared.choice([FP8, FP8, "one_shot", "two_shot"])
+            xs = [x[:count] for x in pool]
+            straggle(comm, own)
+            check(comm.all_reduce(xs[comm.rank].clone(), algorithm=name), reference.all_reduce(xs, name), (name, count))
+            total += count
+        comm.check()
+    return total
+
+
+def at_the_limit(dtype: str) -> list[int]:
+    """The longest message that is legal, between calls that would notice what is written past the slots."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 12, timeout_s=60) as comm:
+        kind = FLOATS[dtype]
+        count = max(n for n in range(1, 1 << 13) if FP8 in comm.candidates(torch.empty(n, dtype=kind)))
+        for seed in range(4):
+            xs = tame(inputs(count, kind, comm.world_size, seed, comm.device))
+            check(comm.all_reduce(xs[comm.rank], algorithm=FP8), reference.all_reduce(xs, FP8), (dtype, count))
+            few = [x[:40] for x in xs]
+            check(comm.all_reduce(few[comm.rank], algorithm="two_shot"), reference.ordered_sum(few), "short")
+        comm.check()
+        with pytest.raises(shotcast.ConfigError, match="of a workspace"):
+            comm.all_reduce(torch.ones(count + 8192, dtype=kind), algorithm=FP8)
+        return [count * kind.itemsize]
+
+
+def nothing_but_sentinels() -> int:
+    """Negative NaNs, whose bytes would be words of the sentinel. Returns how many outputs were NaN."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=10) as comm:
+        found = 0
+        for dtype in FLOATS.values():
+            x = torch.full((200 * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
+            for _ in range(4):
+                found += int(comm.all_reduce(x, algorithm=FP8).isnan().all())
+        comm.check()
+    return found
+
+
+def launches_alike() -> bool:
+    """Bits do not depend on the launch."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        for dtype in (torch.float32, torch.bfloat16):
+            xs = tame(inputs(3001, dtype, comm.world_size, 11, comm.device))
+            wanted = reference.all_reduce(xs, FP8)
+            for launch in launches(comm):
+                check(launched(comm, xs[comm.rank], FP8, launch), wanted, (dtype, launch))
+        comm.check()
+    return True
+
+
+def choices(allow_fp8: bool | None) -> Outcome:
+    """What a communicator says and does that was told so; its child likewise."""
+    with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=30) as comm:
+        x = torch.zeros(32 << 20)
+        said = comm.explain(x)
+        child = comm.split(0)
+        assert child is not None
+        with child:
+            inherited = child.explain(x).algorithm
+        few = inputs(500, torch.float32, comm.world_size, 3, comm.device)
+        named = comm.all_reduce(few[comm.rank], algorithm=FP8)
+        check(named, reference.all_reduce(few, FP8), "named")
+        return {"algorithm": said.algorithm, "reason": said.reason, "child": inherited, "legal": said.candidates}

@@ -1,0 +1,92 @@
+"""FP8 transport on CPU ranks: the kernel that GPUs run, interpreted, and who may choose it."""
+
+from __future__ import annotations
+
+import fp8_targets as targets
+import pytest
+from test_interpreter import interpreted
+from workers import SIGNALS, killed
+
+import shotcast
+
+FLOATS = ["float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtypes", "counts"),
+    [
+        (2, ["float32"], [0, 1, 5, 513, 2048]),
+        (2, ["bfloat16"], [1, 257, 2048, 4099]),
+        (3, ["float16"], [0, 7, 129, 1537]),
+        (4, ["bfloat16"], [3, 1000]),
+        (4, ["float32"], [8, 2050]),
+        pytest.param(5, ["float32"], [1, 3000], marks=pytest.mark.full),
+        pytest.param(
+            8,
+            FLOATS,
+            [0, 1, 64, 1024, 1025, 4099],
+            marks=[pytest.mark.full, pytest.mark.timeout(1800)],
+        ),
+    ],
+)
+def test_bits(world_size: int, dtypes: list[str], counts: list[int]) -> None:
+    limit_s = 1700 if world_size == 8 else 110
+    done = interpreted(targets.matrix, world_size, counts, dtypes, False, timeout_s=limit_s)
+    assert done == [4 * len(counts) * len(dtypes)] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
+def test_calls_that_clear_their_own_slots(world_size: int, dtype: str) -> None:
+    """As long ones do; here also in the middle of those that leave it to the next."""
+    interpreted(targets.matrix, world_size, [1, 700, 40, 1100], [dtype], True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shorter_and_longer_calls(world_size: int) -> None:
+    assert interpreted(targets.shorter_and_longer, world_size, 24)[0] > 1000
+
+
+@pytest.mark.parametrize(("dtype", "world_size"), [("float32", 2), ("float16", 3)])
+def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
+    (nbytes,) = interpreted(targets.at_the_limit, world_size, dtype)[0]
+    assert nbytes > (1 << 12) * (3 if dtype == "float32" else 1.5)
+
+
+def test_sentinels_arrive_as_nan() -> None:
+    assert interpreted(targets.nothing_but_sentinels, 2, timeout_s=60) == [12, 12]
+
+
+def test_bits_do_not_depend_on_the_launch() -> None:
+    assert interpreted(targets.launches_alike, 2) == [True, True]
+
+
+@pytest.mark.parametrize(("world_size", "how"), [(2, "killed"), (3, "stopped")])
+def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
+    victim, timeout_s = world_size - 1, 3.0
+    arguments = ("cpu", "two_shot_fp8", victim, SIGNALS[how], timeout_s)
+    results = interpreted(killed, world_size, *arguments, timeout_s=20, return_exceptions=True)
+    assert isinstance(results[victim], shotcast.RankFailed)
+    for said in results[:victim]:
+        assert isinstance(said, dict), said
+        assert isinstance(said["error"], shotcast.CollectiveTimeout), said["error"]
+        assert said["error"].missing == (victim,)
+        # a stopped call goes through its tiles to the end, which takes the interpreter a while
+        assert timeout_s * 0.9 < said["took"] < timeout_s + 10
+        assert said["nan"]
+        assert isinstance(said["again"], shotcast.CollectiveTimeout)
+        assert said["left"] == []
+
+
+# -- who may choose it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "allowed"),
+    [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)],
+)
+def test_auto_takes_it_only_where_it_was_allowed(argument: bool | None, variable: str, allowed: bool) -> None:
+    """By the argument or, without one, by the environment."""
+    for said in shotcast.spawn(targets.choices, 2, argument, timeout_s=100, env={"SHOTCAST_ALLOW_FP8": variable}):
+        assert [said[key] == "two_shot_fp8" for key in ("algorithm", "child")] == [allowed] * 2
+        assert "two_shot_fp8" in said["legal"]
+        assert ("allow_fp8 is not set" in said["reason"]) == (not allowed)
