@@ -75,15 +75,29 @@ def at_the_limit(dtype: str) -> list[int]:
 
 
 def nothing_but_sentinels() -> int:
-    """Negative NaNs, whose bytes would be words of the sentinel. Returns how many outputs were NaN."""
+    """NaNs, and infinities, whose bytes may all be 0xFF: words of the sentinel. Returns how many outputs were NaN."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=10) as comm:
         found = 0
         for dtype in FLOATS.values():
-            x = torch.full((200 * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
-            for _ in range(4):
+            bits = torch.full((1100 * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
+            for x in (bits, torch.full((1100,), torch.inf, dtype=dtype), torch.full((1100,), -torch.inf, dtype=dtype)):
                 found += int(comm.all_reduce(x, algorithm=FP8).isnan().all())
         comm.check()
     return found
+
+
+def left_behind(dtype: str, count: int) -> list[int]:
+    """Words other than the sentinel in all slots of this rank: after a call, and after a short one that follows it."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        where, left = comm._executor._layout, []
+        words = comm._executor._buffer.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
+        for size, name in ((count, FP8), (4, "one_shot")):
+            comm.all_reduce(torch.ones(size, dtype=FLOATS[dtype]), algorithm=name)
+            comm._host.barrier()
+            left.append(int((words[where.slots_at * 4 :] != -1).sum()))
+            comm._host.barrier()
+        comm.check()
+    return left
 
 
 def launches_alike() -> bool:

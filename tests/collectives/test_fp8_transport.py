@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fp8_targets as targets
 import pytest
+from interpreter_targets import replayed
 from test_interpreter import interpreted
 from workers import SIGNALS, killed
 
 import shotcast
+from shotcast import wire
 
 FLOATS = ["float32", "float16", "bfloat16"]
 
@@ -46,6 +48,21 @@ def test_shorter_and_longer_calls(world_size: int) -> None:
     assert interpreted(targets.shorter_and_longer, world_size, 24)[0] > 1000
 
 
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_the_next_call_clears_all_of_it(dtype: str, item: int) -> None:
+    """Words and scales, of which there are as many as the documentation says."""
+    count = 3 * 128 * item + 40  # a rank's slice: a group and a half, and a bit
+    first = wire.slice_bytes(count * item, 2)
+    wanted = 0
+    for slice_bytes in (first, count * item - first):
+        group_bytes = 128 * item * item  # ``item`` blocks, of 128 elements
+        groups, rest = divmod(-(-slice_bytes // 16) * 16, group_bytes)
+        wanted += groups * 128 * item // 4 + min(rest, 128 * item) // 4 + (groups + (rest > 0)) * item
+    short = -(-4 * item // 16) * 4
+    for said in interpreted(targets.left_behind, 2, dtype, count):
+        assert said == [wanted, short]
+
+
 @pytest.mark.parametrize(("dtype", "world_size"), [("float32", 2), ("float16", 3)])
 def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
     (nbytes,) = interpreted(targets.at_the_limit, world_size, dtype)[0]
@@ -53,7 +70,7 @@ def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
 
 
 def test_sentinels_arrive_as_nan() -> None:
-    assert interpreted(targets.nothing_but_sentinels, 2, timeout_s=60) == [12, 12]
+    assert interpreted(targets.nothing_but_sentinels, 2, timeout_s=60) == [9, 9]
 
 
 def test_bits_do_not_depend_on_the_launch() -> None:
@@ -75,6 +92,13 @@ def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
         assert said["nan"]
         assert isinstance(said["again"], shotcast.CollectiveTimeout)
         assert said["left"] == []
+
+
+def test_calls_after_a_fault_give_nan() -> None:
+    """Slots hold numbers of earlier calls by then."""
+    for error, nans, _ in interpreted(replayed, 3, "two_shot_fp8", 2.0)[:-1]:
+        assert isinstance(error, shotcast.CollectiveTimeout), error
+        assert nans == [True] * 5
 
 
 # -- who may choose it ------------------------------------------------------------------------------------------------

@@ -150,7 +150,10 @@ def test_calls_that_clear_their_slots_themselves(world_size: int) -> None:
     interpreted(with_late_programs, world_size, clearing, 60, 1500)
 
 
-@pytest.mark.parametrize("operation", ["all_reduce/two_shot", "reduce_scatter/one_shot", "all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    "operation",
+    ["all_reduce/two_shot", "all_reduce/two_shot_fp8", "reduce_scatter/one_shot", "all_gather", "all_to_all"],
+)
 def test_who_clears_leaves_nothing(operation: str) -> None:
     for itself, by_the_next in interpreted(slots_left, 2, operation, 1001):
         assert itself == 0

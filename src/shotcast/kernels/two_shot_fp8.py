@@ -42,8 +42,6 @@ from shotcast.kernels.words import load_words, nan_unless, pack, store_words, un
 
 LARGEST = tl.constexpr(wire.FP8_LARGEST)
 FLOOR = tl.constexpr(wire.FP8_FLOOR)
-INFINITY = tl.constexpr(0x7F800000)
-NAN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -98,10 +96,14 @@ def magnitude(value):
 
 @triton.jit
 def scale_of(sizes):
-    """From magnitudes, a block a row: bits of its scale, and what its values are multiplied by, for each quad."""
+    """From magnitudes, a block a row: bits of its scale, and what its values are multiplied by, for each quad.
+
+    With an infinity in the block the scale is infinite and the values become 0 or NaN, with a NaN both are NaN: in
+    either case the block comes back as NaN.
+    """
     largest = tl.max(tl.max(sizes, axis=2), axis=0)
     number = tl.maximum(largest, FLOOR).to(tl.float32, bitcast=True)
-    scale = tl.where(largest < INFINITY, tl.div_rn(number, LARGEST).to(tl.int32, bitcast=True), NAN)
+    scale = tl.div_rn(number, LARGEST).to(tl.int32, bitcast=True)
     inverse = tl.div_rn(LARGEST, number)
     QUADS: tl.constexpr = [sizes.shape[0], sizes.shape[1]]
     return tl.broadcast_to(scale[None, :], QUADS), tl.broadcast_to(inverse[None, :], QUADS)
