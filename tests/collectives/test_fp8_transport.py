@@ -37,13 +37,13 @@ def test_bits(world_size: int, dtypes: list[str], counts: list[int]) -> None:
     assert done == [4 * len(counts) * len(dtypes)] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(("world_size", "dtype"), [pytest.param(2, "float32", marks=pytest.mark.full), (3, "bfloat16")])
 def test_calls_that_clear_their_own_slots(world_size: int, dtype: str) -> None:
     """As long ones do; here also in the middle of those that leave it to the next."""
     interpreted(targets.matrix, world_size, [1, 700, 40, 1100], [dtype], True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_shorter_and_longer_calls(world_size: int) -> None:
     assert interpreted(targets.shorter_and_longer, world_size, 24)[0] > 1000
 

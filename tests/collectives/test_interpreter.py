@@ -145,7 +145,7 @@ def test_sentinels_arrive_as_nan(world_size: int) -> None:
     assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_calls_that_clear_their_slots_themselves(world_size: int) -> None:
     interpreted(with_late_programs, world_size, clearing, 60, 1500)
 

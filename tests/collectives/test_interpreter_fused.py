@@ -39,7 +39,7 @@ def test_cases_are_all_here() -> None:
     assert {case.shift for case in listed} == {0, 1}
 
 
-@pytest.mark.parametrize("world_size", list(CASES))
+@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n > 3)])
 @pytest.mark.parametrize("op", FUSED, ids=lambda op: op.label)
 def test_values(op: Op, world_size: int) -> None:
     listed = CASES[world_size]
@@ -73,7 +73,10 @@ def test_sentinels_arrive_as_nan() -> None:
     assert interpreted(targets.sentinels, 2, "cpu") == [21, 21]
 
 
-@pytest.mark.parametrize(("world_size", "calls"), [(2, 60), (3, 16), pytest.param(4, 300, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world_size", "calls"),
+    [(2, 60), pytest.param(3, 16, marks=pytest.mark.full), pytest.param(4, 300, marks=pytest.mark.full)],
+)
 @pytest.mark.timeout(400)
 def test_changing_calls_over_all_generations(world_size: int, calls: int) -> None:
     """Calls find sentinels where fused ones left sums, norms, FP8 and scales."""

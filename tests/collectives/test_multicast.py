@@ -36,7 +36,15 @@ def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
     return shotcast.spawn(with_multicast, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=[pytest.mark.full, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        2,
+        3,
+        pytest.param(4, marks=pytest.mark.full),
+        pytest.param(8, marks=[pytest.mark.full, pytest.mark.timeout(600)]),
+    ],
+)
 def test_every_form(world_size: int) -> None:
     """Sums and copies have their bits, and as many words went by multicast as the sizes say."""
     limit_s = 500 if world_size == 8 else 100
@@ -52,13 +60,21 @@ def test_fused_forms(op: Op, world_size: int) -> None:
         assert (stored > 0) == (op is not Op.REDUCE_SCATTER_RMS_NORM)
 
 
-@pytest.mark.parametrize(("world_size", "calls", "largest"), [(2, 120, 60), (3, 40, 3000), (4, 20, 500)])
+@pytest.mark.parametrize(
+    ("world_size", "calls", "largest"),
+    [
+        (2, 120, 60),
+        (3, 20, 1000),
+        pytest.param(3, 40, 3000, marks=pytest.mark.full),
+        pytest.param(4, 20, 500, marks=pytest.mark.full),
+    ],
+)
 def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int, largest: int) -> None:
     """What multimem leaves in a generation, staging included, is cleared before the generation is used again."""
     interpreted(with_late_programs, world_size, changing_sizes_by_multicast, calls, largest, 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_sums_that_are_sentinels_arrive_as_nan(world_size: int) -> None:
     assert interpreted(sums_of_sentinels, world_size, 50) == [[True] * 3] * world_size
 
@@ -97,7 +113,7 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
         assert said["again_s"] < 1
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
     victim, timeout_s = 0, 2.0
     results = interpreted(silent_after_its_header, world_size, victim, timeout_s)
@@ -106,7 +122,7 @@ def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
             expect_timeout(said, victim, timeout_s)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_reset_after_a_late_rank(world_size: int) -> None:
     timeout_s = 2.0
     results = interpreted(reset_by_multicast, world_size, 1, timeout_s)
