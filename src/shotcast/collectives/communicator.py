@@ -92,8 +92,9 @@ class Communicator:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one.
-        max_bytes: the largest message for own kernels on CUDA (beyond, the vendor library serves); the workspace takes
-            about 8 times as much of each GPU. On the CPU, the workspace itself: messages of any size pass through it.
+        max_bytes: the largest message for own kernels on CUDA; the workspace takes about 8 times as much of each GPU.
+            Longer all-reduces pass in pieces of it, other long messages go to the vendor library. On the CPU, the
+            workspace itself: messages of any size pass through it.
         timeout_s: how long a call waits for the other ranks.
         allow_fp8: ``auto`` may take ``two_shot_fp8``, which sends FP8 and loses precision (``docs/numerics.md``), where
             it is faster; None for what SHOTCAST_ALLOW_FP8 says, which is no unless set.
