@@ -441,7 +441,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     It goes on when they have given up. Interpreter only, which runs programs one after the other.
     """
-    from shotcast.kernels import fused_one_shot, fused_two_shot, sync
+    from shotcast.kernels import fused_scatter, fused_two_shot, sync
 
     pushed = -1
 
@@ -454,10 +454,11 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     # before the first call: the interpreter keeps what it has once read. Many looks, to see a deadline when it passes
     sync.POLLS_PER_LOOK = 8
-    fused_one_shot.release_next_kernel = fused_two_shot.release_next_kernel = release
+    fused_scatter.release_next_kernel = fused_two_shot.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
-        made = data(Case("float32", 1, 64), shards, comm.world_size, 1, comm.device)
+        rows = comm.world_size if shards == 1 else 1  # one of each rank
+        made = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)
         x = made.xs[comm.rank]
         call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
         comm._host.barrier()

@@ -77,7 +77,7 @@ def one_shot_rms_norm(
         gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, tile, tiles, BLOCK)
+        clear_previous(call, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
         parts, call = await_words(
             call, slots + tile * TILE, tiles * TILE, offs, span, 0, span, 0, False, WORLD, WORLD, True
         )

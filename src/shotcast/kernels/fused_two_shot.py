@@ -92,7 +92,7 @@ def two_shot_rms_norm(
         gains = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, True)
         leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, slice_tiles, BLOCK)
+        clear_previous(call, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         place = first_shot + worker * TILE
         parts, call = await_words(call, place, stride, offs, span, 0, span, 0, False, WORLD, WORLD, True)
