@@ -275,7 +275,9 @@ def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
         assert counts["FADD"] + counts["FADD2"] > 0
     if form.unit == 16:
         tiles = LOADS.get(form.name, lambda n: 1)(form.world_size) * form.accesses
-        assert counts["LDG.E.128"] >= tiles, "the assembler may unroll a loop over tiles"
+        # between two ranks the loop that sends has one load, and the assembler unrolls it
+        unrolled = form.world_size == 2 and form.name.startswith("two_shot")
+        assert counts["LDG.E.128"] == tiles or (unrolled and counts["LDG.E.128"] > tiles)
         assert not [key for key in counts if re.match(r"(LDG|STG)\.E(\.(U|S)?(8|16))(\.|$)", key)]
 
 
