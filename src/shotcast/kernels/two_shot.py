@@ -5,8 +5,8 @@
     out_i = s_0, s_1, ..., s_{N-1}
 
 Wins from where one-shot's (N-1) messages on the wire cost more than a second step does. Each rank sends 2 (N-1)/N of
-the message. A program sends all its tiles; then it sums and sends one while it gathers the one before. By default it has
-one tile, and the grid passes over the message as a window (docs/design/all_reduce.md).
+the message. A program sends all its tiles; then it sums and sends one while it gathers the one before. By default it
+has one tile, and the grid passes over the message as a window (docs/design/all_reduce.md).
 """
 
 from __future__ import annotations
