@@ -294,7 +294,6 @@ def check_killed(group, victim, way, number):
     executor = CpuExecutor(group, 1 << 20, 1.0)
     case = Case(*way, torch.bfloat16, 2048 * group.world_size, 4096, "dynamic", True, 128)
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
-    tensors = some_tensors(case, group)
     group.barrier()
     if group.rank == victim:
         process = os.getpid()
@@ -303,12 +302,16 @@ def check_killed(group, victim, way, number):
             os.kill(process, signal.SIGCONT)
             os._exit(0)
         threading.Timer(0.05, os.kill, (process, number)).start()
-    begun = time.monotonic()
-    executor.run(case.plan, x, None, tensors)
-    took = time.monotonic() - begun
+    until = time.monotonic() + 20
+    while executor.fault() is None and time.monotonic() < until:  # a fast machine does several before the signal
+        tensors = some_tensors(case, group)
+        executor.run(case.plan, x, None, tensors)
     fault = executor.fault()
-    assert fault is not None, took
+    assert fault is not None
     assert (fault.kind, fault.ranks) == (TIMEOUT, (victim,))
+    if group.rank == victim:  # its own part may have been done when it was stopped, and only the next call fail
+        tensors = some_tensors(case, group)
+        executor.run(case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     if number == signal.SIGSTOP:
         group.barrier()

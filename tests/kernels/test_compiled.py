@@ -73,8 +73,8 @@ POLLS: dict[str, Callable[[int], int]] = {
 """Tiles that a kernel waits for (one a rank if not listed)."""
 CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *MAIL)
 WIDE = {"v4.b32", "v2.b64"}
-MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 224}
-"""By ranks: as many slots are in flight."""
+MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 232}
+"""By ranks: as many slots are in flight. Two blocks of four warps share a multiprocessor's 65,536 up to 256."""
 MAX_STACK = 24
 """Bytes of addresses that the assembler may put aside to hold more blocks; a tile takes 16 a slot."""
 

@@ -16,6 +16,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
+"""Of a tile's outer dimensions, whether the last rather than the first goes to the threads of a warp. Triton's choice
+(the coalescing pass, between dimensions of equal contiguity) changed with 3.7."""
 
 _NOT_SPECIALIZED = [
     "x",

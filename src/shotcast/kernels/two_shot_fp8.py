@@ -9,10 +9,10 @@ to the bit, and the error. Wins where the wires set the time.
 
 Several blocks make one of slot words, so that no value changes threads: four blocks of float32, or two of 16-bit
 floats, are a *group*, and each word of it takes its bytes from all of them, from the same place in each. A tile is
-[quads, rows, 4 words]: a row is a block's words or a group's slot words, as many either way, and a quad what a thread
-moves at once. (In this order a row stays in one warp, and so does the search for its largest value.) A slot holds the
-words of its groups, then the scales of each. Passes as in :mod:`shotcast.kernels.two_shot`; a rank's own slice stays at
-home here too, but is rounded as if it had travelled.
+[quads, rows, 4 words], or [rows, quads, 4 words] with ROWS_FIRST: a row is a block's words or a group's slot words, as
+many either way, and a quad what a thread moves at once. (In this order a row stays in one warp, and so does the search
+for its largest value.) A slot holds the words of its groups, then the scales of each. Passes as in
+:mod:`shotcast.kernels.two_shot`; a rank's own slice stays at home here too, but is rounded as if it had travelled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from shotcast.kernels.sync import (
     without_sentinel,
     words_at,
 )
-from shotcast.kernels.target import afresh, kernel, load_words_of_quad, relax, release_next_kernel, store_words_of_quad
+from shotcast.kernels.target import (
+    ROWS_FIRST,
+    afresh,
+    kernel,
+    load_words_of_quad,
+    relax,
+    release_next_kernel,
+    store_words_of_quad,
+)
 from shotcast.kernels.words import load_words, nan_unless, pack, store_words, unpack
 
 LARGEST = tl.constexpr(wire.FP8_LARGEST)
@@ -45,10 +53,31 @@ FLOOR = tl.constexpr(wire.FP8_FLOOR)
 
 
 @triton.jit
+def to_rows(values):
+    """A value for each row, as a matrix of one quad."""
+    if ROWS_FIRST:
+        matrix = values[:, None]
+    else:
+        matrix = values[None, :]
+    return matrix
+
+
+@triton.jit
+def to_quads(values):
+    """A value for each quad, as a matrix of one row."""
+    if ROWS_FIRST:
+        matrix = values[None, :]
+    else:
+        matrix = values[:, None]
+    return matrix
+
+
+@triton.jit
 def places(rows, PITCH: tl.constexpr, DTYPE: tl.constexpr):
     """Where the words of a tile lie, rows being PITCH words apart."""
     QUADS: tl.constexpr = 32 if DTYPE == tl.float32 else 16
-    return tl.arange(0, QUADS)[:, None, None] * 4 + rows[None, :, None] * PITCH + tl.arange(0, 4)[None, None, :]
+    starts = to_quads(tl.arange(0, QUADS) * 4) + to_rows(rows * PITCH)
+    return starts[:, :, None] + tl.arange(0, 4)[None, None, :]
 
 
 @triton.jit
@@ -101,17 +130,17 @@ def scale_of(sizes):
     With an infinity in the block the scale is infinite and the values become 0 or NaN, with a NaN both are NaN: in
     either case the block comes back as NaN.
     """
-    largest = tl.max(tl.max(sizes, axis=2), axis=0)
+    largest = tl.max(tl.max(sizes, axis=2), axis=1 if ROWS_FIRST else 0)
     number = tl.maximum(largest, FLOOR).to(tl.float32, bitcast=True)
     scale = tl.div_rn(number, LARGEST).to(tl.int32, bitcast=True)
     inverse = tl.div_rn(LARGEST, number)
     QUADS: tl.constexpr = [sizes.shape[0], sizes.shape[1]]
-    return tl.broadcast_to(scale[None, :], QUADS), tl.broadcast_to(inverse[None, :], QUADS)
+    return tl.broadcast_to(to_rows(scale), QUADS), tl.broadcast_to(to_rows(inverse), QUADS)
 
 
 @triton.jit
 def quantize(values, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The tiles of :func:`load_group` as a tile of slot words, and the bits of its scales: a tuple of [quads, rows]."""
+    """The tiles of :func:`load_group` as a tile of slot words, and the bits of its scales: a tuple of matrices."""
     a, b, c, d = values
     if DTYPE == tl.float32:
         scale_a, by_a = scale_of(magnitude(a))
@@ -202,7 +231,7 @@ def scales_at(address, quads, rows, DTYPE: tl.constexpr):
     """Pointers to the scales of each group, ``quads`` past an address, for each quad of a row."""
     QUADS: tl.constexpr = 32 if DTYPE == tl.float32 else 16
     PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    return words_at(address, quads) + (rows[None, :] * PER + tl.arange(0, QUADS)[:, None] * 0)
+    return words_at(address, quads) + (to_rows(rows * PER) + to_quads(tl.arange(0, QUADS) * 0))
 
 
 @triton.jit
@@ -215,8 +244,8 @@ def send(call, rank, quads, word_quads, rows, words, scales, part_quads, DTYPE: 
     PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     offs = places(rows, ROW, DTYPE)
     store_to(call, rank, quads, offs, words, offs < slot_quads_of(part_quads, DTYPE) * 4, False)
-    once = tl.arange(0, ROW // 4)[:, None] == 0
-    mask = (rows[None, :] < groups_of(part_quads, DTYPE)) & once & (call.live != 0)
+    once = to_quads(tl.arange(0, ROW // 4) == 0)
+    mask = to_rows(rows < groups_of(part_quads, DTYPE)) & once & (call.live != 0)
     store_words_of_quad(scales_at(address_of(call, rank), quads + word_quads, rows, DTYPE), scales, mask, PER)
 
 
@@ -253,7 +282,7 @@ def load_slots(
         mask = (offs < slot_quads_of(part_quads, DTYPE) * 4) & other
         part = tl.load(base + offs, mask=mask, other=0, volatile=True)
         words = words + (part,)
-        mask = (rows[None, :] < groups_of(part_quads, DTYPE)) & (tl.arange(0, ROW // 4)[:, None] >= 0) & other
+        mask = to_rows(rows < groups_of(part_quads, DTYPE)) & to_quads(tl.arange(0, ROW // 4) >= 0) & other
         pointer = scales_at(call.own.to(tl.int64), quads + source * stride + word_quads, rows, DTYPE)
         scales = scales + load_words_of_quad(pointer, mask, tl.max(part, axis=2), PER)
     return words, scales
