@@ -21,8 +21,10 @@ LAYERS = (
     ("memory",),
     ("kernels", "cpu"),
     ("collectives",),
-    ("functional",),
-    ("bench",),
+    ("functional", "layers"),
+    ("models",),
+    ("engine",),
+    ("bench", "server"),
     ("cli",),
 )
 """Low to high. Parts that share a line do not import each other."""

@@ -1,0 +1,1 @@
+"""Models of the Llama family, and the checkpoints they are read from."""
