@@ -1,0 +1,86 @@
+"""The command line: ``shotcast bench``, ``shotcast tune``, ``shotcast doctor``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+
+from shotcast import __version__
+from shotcast.cli import bench
+from shotcast.cli.doctor import doctor
+from shotcast.cli.tune import tune
+from shotcast.errors import RankFailed, ShotcastError
+
+
+class _Group(typer.core.TyperGroup):
+    """Our own errors become one line and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShotcastError as error:
+            if ctx.params.get("show_traceback"):
+                raise
+            Console(stderr=True, soft_wrap=True).print(f"shotcast: {_one_line(error)}", style="red", markup=False)
+            raise typer.Exit(2) from error
+
+
+def _one_line(error: ShotcastError) -> str:
+    if isinstance(error, RankFailed):
+        if isinstance(error.__cause__, ShotcastError):
+            return _one_line(error.__cause__)
+        lines = [line for line in error.detail.splitlines() if line.strip() and not line.startswith("(ranks that")]
+        # A traceback ends with what was raised; anything else begins with what happened.
+        what = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return f"rank {error.rank} failed: {what} (--traceback shows all of it)"
+    return " ".join(str(error).split())
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Fast, deterministic collectives for the GPUs of a node and for CPU processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+app.command()(tune)
+app.command()(doctor)
+
+
+def main() -> None:
+    try:
+        app()
+    except SystemExit as done:
+        if not done.code:
+            _leave_job()
+        raise
+
+
+def _leave_job() -> None:
+    """Leave torch.distributed, where a rank joined it: its threads may not outlive an orderly exit."""
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _show_version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"shotcast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="Show errors in full.")] = False,
+) -> None:
+    pass

@@ -1,0 +1,315 @@
+"""``shotcast bench``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.main
+from rich.console import Console
+
+from shotcast import env
+from shotcast.cli.options import (
+    Algorithms,
+    Between,
+    Check,
+    Device,
+    DeviceOption,
+    Dtype,
+    Eager,
+    GemmK,
+    Hidden,
+    HostTime,
+    Iters,
+    JsonFile,
+    MarkdownFile,
+    MaxBytes,
+    MinBytes,
+    PlotFile,
+    PlotKind,
+    Seconds,
+    StepFactor,
+    Timeout,
+    Tokens,
+    Warmup,
+    WorldSize,
+    device_name,
+    names_in,
+    new_console,
+    numbers_in,
+    sizes_between,
+    world_sizes_of,
+)
+from shotcast.errors import ConfigError
+from shotcast.units import parse_size
+
+if TYPE_CHECKING:
+    from shotcast.bench.harness import BenchPlan
+    from shotcast.bench.report import Row
+
+app = typer.Typer(help="Time a collective: own algorithms beside NCCL, Gloo and PyTorch's.", no_args_is_help=True)
+
+
+def _plain_command(op: str) -> None:
+    """Register the benchmark of an operation whose messages are counted in bytes; all take the same options."""
+
+    def command(
+        minbytes: MinBytes = "1K",
+        maxbytes: MaxBytes = "4M",
+        stepfactor: StepFactor = 4,
+        iters: Iters = 1000,
+        warmup_iters: Warmup = 5,
+        check: Check = 1,
+        world_size: WorldSize = "",
+        device: DeviceOption = Device.AUTO,
+        dtype: Dtype = "",
+        algorithms: Algorithms = "",
+        seconds: Seconds = 0.4,
+        eager: Eager = False,
+        between: Between = "",
+        hidden: Hidden = 8192,
+        gemm_k: GemmK = 0,
+        host: HostTime = False,
+        timeout: Timeout = 600.0,
+        json_file: JsonFile = None,
+        plot_file: PlotFile = None,
+        plot_kind: PlotKind = "latency",
+        markdown_file: MarkdownFile = None,
+    ) -> None:
+        sizes = sizes_between(minbytes, maxbytes, stepfactor)
+        from shotcast.bench.harness import BenchPlan
+
+        plan = BenchPlan(
+            op=op,
+            sizes=sizes,
+            iters=iters,
+            warmup_iters=warmup_iters,
+            check=bool(check),
+            eager=eager,
+            budget_s=seconds,
+            timeout_s=timeout,
+            between=between,
+            hidden=hidden if between else 0,
+            inner=gemm_k,
+            host=host,
+            **_where(device, dtype, algorithms),
+        )
+        _bench(plan, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
+
+    name = op.replace("_", "-")
+    app.command(name, help=f"Time {name} over a range of message sizes.")(command)
+
+
+for _op in ("all_reduce", "reduce_scatter", "all_gather"):
+    _plain_command(_op)
+
+
+@app.command("all-reduce-rms-norm")
+def _fused_command(
+    hidden: Hidden = 8192,
+    tokens: Tokens = "1,2,4,8,16,32,64,128,256,512",
+    iters: Iters = 1000,
+    warmup_iters: Warmup = 5,
+    check: Check = 1,
+    world_size: WorldSize = "",
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    algorithms: Algorithms = "",
+    seconds: Seconds = 0.4,
+    eager: Eager = False,
+    between: Between = "",
+    gemm_k: GemmK = 0,
+    host: HostTime = False,
+    timeout: Timeout = 600.0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    plot_kind: PlotKind = "latency",
+    markdown_file: MarkdownFile = None,
+) -> None:
+    """Time all-reduce, residual and RMSNorm as one call: fused, as two kernels, by NCCL, and to FP8."""
+    where = _where(device, dtype, algorithms)
+    counts = numbers_in(tokens, "--tokens")
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--tokens takes whole numbers from 1 up such as 1,8,64, not {tokens!r}")
+    from shotcast import wire
+    from shotcast.bench.harness import BenchPlan
+
+    item = wire.DTYPES.get(where["dtype"], 1)  # an unknown dtype is the plan's to refuse
+    plan = BenchPlan(
+        op="all_reduce_rms_norm",
+        sizes=tuple(count * hidden * item for count in sorted(counts)),
+        iters=iters,
+        warmup_iters=warmup_iters,
+        check=bool(check),
+        eager=eager,
+        budget_s=seconds,
+        timeout_s=timeout,
+        between=between,
+        hidden=hidden,
+        inner=gemm_k,
+        host=host,
+        **where,
+    )
+    _bench(plan, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
+
+
+def _where(device: Device, dtype: str, algorithms: str) -> dict[str, Any]:
+    name = device_name(device)
+    return {
+        "device": name,
+        "dtype": dtype or ("float32" if name == "cpu" else "bfloat16"),
+        "algorithms": names_in(algorithms),
+        "progress": sys.stderr.isatty(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """Files to write after a benchmark."""
+
+    json_file: Path | None
+    plot_file: Path | None
+    plot_kind: str
+    markdown_file: Path | None
+
+
+def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
+    from shotcast.bench import contenders, harness, report, tables
+    from shotcast.bench.plot import KINDS, plot
+
+    if outputs.plot_kind not in KINDS:  # before minutes of measuring
+        raise ConfigError(f"there is no picture {outputs.plot_kind!r}; there are {', '.join(KINDS)}")
+    job = env.job()
+    world_sizes = world_sizes_of(world_size, plan.device, job.world_size if job else None)
+    console = new_console()
+    rows: list[Row] = []
+    for number in world_sizes:
+        measured = harness.run_under_torchrun(plan) if job else harness.run(plan, number)
+        if not measured:
+            raise ConfigError(f"none of the algorithms serves {plan.op} of {plan.dtype} between {number} ranks")
+        rows += measured
+        if job is None or job.rank == 0:
+            for measure in plan.measures:
+                console.print(report.table([row for row in measured if row.measure == measure]))
+            if sentences := report.headline(measured):
+                console.print(sentences)
+            console.print()
+    if job is not None and job.rank != 0:
+        return
+    result = None
+    if outputs.json_file is not None or outputs.plot_file is not None:
+        from shotcast.hardware.detect import detect
+
+        command = shlex.join(["shotcast", *sys.argv[1:]])
+        result = report.Result.now(rows, environment=detect().as_json(), command=command)
+    if outputs.json_file is not None and result is not None:
+        report.write(outputs.json_file, result)
+        console.print(f"wrote {outputs.json_file}")
+    if outputs.markdown_file is not None:
+        texts = [tables.markdown([row for row in rows if row.world_size == number]) for number in world_sizes]
+        outputs.markdown_file.parent.mkdir(parents=True, exist_ok=True)
+        outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
+        console.print(f"wrote {outputs.markdown_file}")
+    if outputs.plot_file is not None and result is not None:
+        plot(rows, outputs.plot_file, outputs.plot_kind, result.machine)
+        console.print(f"wrote {outputs.plot_file}")
+    if any(row.errors for row in rows):
+        Console(stderr=True).print("shotcast: some results were wrong", style="red")
+        raise typer.Exit(1)
+    if allocating := [row.algorithm for row in rows if row.allocations and contenders.is_own(row.algorithm)]:
+        names = ", ".join(dict.fromkeys(allocating))
+        Console(stderr=True).print(f"shotcast: calls with out given allocated GPU memory: {names}", style="red")
+        raise typer.Exit(1)
+
+
+Raw = Annotated[list[Path], typer.Option("--json", help="Kept results; give it once a file.")]
+OnlyWorldSize = Annotated[str, typer.Option("--world-size", help="Of the rows, those of these world sizes.")]
+OnlySizes = Annotated[str, typer.Option("--sizes", help="Of the rows, those of these sizes, such as 8K,64K,1M.")]
+
+
+@app.command("table")
+def _table_command(
+    json_files: Raw,
+    kind: Annotated[str, typer.Option("--kind", help="times, summary, ratios, fused or between.")] = "",
+    measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
+    world_size: OnlyWorldSize = "",
+    sizes: OnlySizes = "",
+    columns: Annotated[str, typer.Option("--columns", help="Of the contenders, these.")] = "",
+) -> None:
+    """Print kept results as a Markdown table; runs nothing."""
+    from shotcast.bench import tables
+
+    rows = _kept(json_files, world_size)[0]
+    wanted = [parse_size(size) for size in names_in(sizes)]
+    typer.echo(tables.markdown(rows, kind, wanted, names_in(columns), measure))
+
+
+@app.command("plot")
+def _plot_command(
+    picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
+    json_files: Raw,
+    kind: Annotated[str, typer.Option("--kind", help="latency, or speedup-over-ring.")] = "latency",
+    world_size: OnlyWorldSize = "",
+) -> None:
+    """Draw kept results; runs nothing."""
+    from shotcast.bench.plot import plot
+
+    rows, machine = _kept(json_files, world_size)
+    plot(rows, picture, kind, machine)
+    typer.echo(f"wrote {picture}")
+
+
+@app.command("fill")
+def _fill_command(
+    documents: Annotated[list[Path], typer.Argument(help="Markdown files.")],
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail where a table is out of date.")] = False,
+) -> None:
+    """Make the tables of documents anew, each by the command in the comment before it.
+
+    A table stands between <!-- shotcast bench table ... --> and <!-- end of table -->. Run it where the paths in the
+    commands begin.
+    """
+    from shotcast.bench.documents import fill
+
+    stale = []
+    for document in documents:
+        try:
+            text = document.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{document} cannot be read: {error}") from error
+        new = fill(text, _printed)
+        if new != text:
+            stale.append(str(document))
+            if not check:
+                document.write_text(new)
+                typer.echo(f"wrote {document}")
+    if check and stale:
+        raise ConfigError(f"tables are out of date in {', '.join(stale)}; run shotcast bench fill {' '.join(stale)}")
+
+
+def _printed(arguments: list[str]) -> str:
+    """What ``shotcast bench table`` prints with these arguments."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        _command_of(app, "table").main(arguments, "shotcast bench table", standalone_mode=False)
+    return text.getvalue()
+
+
+def _command_of(group: typer.Typer, name: str) -> Any:
+    return typer.main.get_group(group).commands[name]
+
+
+def _kept(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
+    """Rows of the files, those of the world sizes asked for; and the machines they were measured on."""
+    from shotcast.bench import report
+
+    results = [report.read(path) for path in json_files]
+    asked = numbers_in(world_size, "--world-size")
+    rows = [row for result in results for row in result.rows if not asked or row.world_size in asked]
+    return rows, "; ".join(dict.fromkeys(result.machine for result in results))

@@ -1,0 +1,56 @@
+"""``shotcast doctor``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def doctor() -> None:
+    """Show what this machine has, and what that means for ranks on it."""
+    from shotcast.hardware.advice import Level, findings
+    from shotcast.hardware.detect import detect
+
+    facts = detect()
+    console = Console()
+    view = Table(box=None, show_header=False, pad_edge=False)
+    view.add_column(style="bold", no_wrap=True)
+    view.add_column()
+    for name, value in _doctor_rows(facts):
+        view.add_row(name, value)
+    console.print(view)
+    console.print()
+    marks = {Level.GOOD: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.PROBLEM: "[red]problem[/]"}
+    advice = Table(box=None, show_header=False, pad_edge=False)
+    advice.add_column(no_wrap=True)
+    advice.add_column()
+    for finding in findings(facts):
+        advice.add_row(marks[finding.level], finding.text)
+    console.print(advice)
+
+
+def _doctor_rows(facts: Any) -> list[tuple[str, str]]:
+    gib = 1 << 30
+    rows = [
+        ("processor", f"{facts.cpu_model}, {facts.cores} of {facts.cores_installed} cores usable"),
+        ("memory", f"{facts.memory_available_bytes / gib:.1f} of {facts.memory_bytes / gib:.1f} GiB available"),
+        (facts.shm_dir, f"{facts.shm_free_bytes / gib:.1f} of {facts.shm_bytes / gib:.1f} GiB free"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
+    ]
+    if facts.cuda_driver or facts.cuda_runtime:
+        driver, runtime = facts.cuda_driver or "none", facts.cuda_runtime or "none"
+        rows.append(("CUDA", f"driver {driver}, PyTorch built for {runtime}"))
+    for gpu in facts.gpus:
+        major, minor = gpu.compute_capability
+        peers = [str(j) for j, reached in enumerate(facts.peer_access[gpu.index]) if reached and j != gpu.index]
+        rows.append(
+            (
+                f"GPU {gpu.index}",
+                f"{gpu.name}, sm_{major}{minor}, {gpu.sm_count} SMs, {gpu.memory_bytes / gib:.0f} GiB, "
+                f"reaches {', '.join(peers) or 'no other'}, "
+                f"multicast {'unknown' if gpu.multicast is None else 'yes' if gpu.multicast else 'no'}",
+            )
+        )
+    return rows

@@ -1,0 +1,109 @@
+"""``shotcast tune``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shotcast import env
+from shotcast.cli.options import (
+    Device,
+    DeviceOption,
+    MinBytes,
+    device_name,
+    names_in,
+    new_console,
+    sizes_between,
+    world_sizes_of,
+)
+from shotcast.errors import ConfigError
+
+
+def tune(
+    op: Annotated[str, typer.Option("--op", help="Comma-separated.")] = "all_reduce,reduce_scatter,all_gather",
+    dtype: Annotated[str, typer.Option("-d", "--dtype", help="Comma-separated.")] = "bfloat16,float16,float32",
+    mode: Annotated[
+        str, typer.Option("--mode", help="graph, eager or both. Default: both on CUDA; CPU ranks have eager.")
+    ] = "",
+    minbytes: MinBytes = "1K",
+    maxbytes: Annotated[
+        str, typer.Option("-e", "--maxbytes", help="Largest message. Default: 256M on CUDA, 16M on the CPU.")
+    ] = "",
+    stepfactor: Annotated[
+        int,
+        typer.Option(
+            "-f",
+            "--stepfactor",
+            min=2,
+            help="Each size is the last one times this; sizes between are added where the choice changes.",
+        ),
+    ] = 4,
+    device: DeviceOption = Device.AUTO,
+    world_size: Annotated[str, typer.Option("--world-size", help="Ranks. Default: every GPU, or one a core.")] = "",
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.0, help="Time for the timed calls of a size, all candidates together.")
+    ] = 1.0,
+    any_bits: Annotated[
+        bool, typer.Option("--any-bits", help="Let algorithms win whose sums are rounded in another order (ring, ...).")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Default: the packaged table's name, such as nvidia_h200_x4.json."),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Keep what the file has for other operations, dtypes and modes.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds for everything; then the ranks are ended.")
+    ] = 1800.0,
+) -> None:
+    """Measure what is fastest here, and write it as a table for SHOTCAST_TABLE."""
+    where = device_name(device)
+    job = env.job()
+    world_sizes = world_sizes_of(world_size, where, job.world_size if job else None)
+    if len(world_sizes) > 1:
+        raise ConfigError("a table is for one number of ranks; tune each by itself")
+    from shotcast.bench import tune as tuning
+    from shotcast.collectives import table
+    from shotcast.hardware.detect import detect, nvidia_driver
+
+    plan = tuning.TunePlan(
+        ops=tuple(dict.fromkeys(names_in(op))),
+        device=where,
+        dtypes=tuple(dict.fromkeys(names_in(dtype))),
+        sizes=sizes_between(minbytes, maxbytes or ("256M" if where == "cuda" else "16M"), stepfactor),
+        modes=tuple(dict.fromkeys(names_in(mode))) or (("graph", "eager") if where == "cuda" else ("eager",)),
+        seconds=seconds,
+        any_bits=any_bits,
+        timeout_s=timeout,
+        progress=sys.stderr.isatty(),
+    )
+    facts = detect()
+    part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
+    file = output or Path(table.file_name(part, world_sizes[0]))
+    merging = merge and file.exists()
+    if merging:
+        tuning.mergeable(file.read_text(), str(file), part, world_sizes[0])  # before time is spent
+    measured, points = tuning.run_under_torchrun(plan) if job else tuning.run(plan, world_sizes[0])
+    if job is not None and job.rank != 0:
+        return
+    command = shlex.join(["shotcast", *sys.argv[1:]])
+    facts_of_run = facts.as_json() | {"driver": nvidia_driver()}
+    text = tuning.document(measured, world_sizes[0], points, environment=facts_of_run, command=command, seconds=seconds)
+    if merging:
+        text = tuning.merged(file.read_text(), text, str(file))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    screen = new_console()
+    screen.print(tuning.view(points, world_sizes[0], where))
+    screen.print(f"wrote {file}; to use it: export SHOTCAST_TABLE={shlex.quote(str(file.resolve()))}", soft_wrap=True)
+    if wrong := tuning.wrong(points):
+        errors = Console(stderr=True, soft_wrap=True)
+        for line in wrong:
+            errors.print(f"shotcast: {line}", style="red", markup=False)
+        raise typer.Exit(1)
