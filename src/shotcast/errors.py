@@ -93,3 +93,14 @@ class RankFailed(ShotcastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.detail)
+
+
+class EngineDead(ShotcastError):
+    """The ranks of an inference engine ended by themselves; ``__cause__`` says more where it is known."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        super().__init__(f"the engine stopped: {reason}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reason,)

@@ -120,20 +120,10 @@ def spawn(
             several failed it names the cause, not those who then missed it. ``__cause__`` is the rank's exception.
         ConfigError: ``fn`` cannot be imported by a new process, or ``world_size`` is not positive.
     """
-    if _running_main:
-        raise ConfigError(
-            "shotcast.spawn was called while a rank imported this script, which would start ranks without end. "
-            'Put the call under: if __name__ == "__main__":'
-        )
-    if world_size < 1:
-        raise ConfigError(f"world_size is a positive number of processes, not {world_size}")
-    payload = _pickle_call(fn, args)
-    ranks: list[_Rank] = []
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+    job = Ranks.start(fn, world_size, *args, env=env)
+    ranks = job.ranks
     try:
-        for number in range(world_size):
-            ranks.append(_Rank.start(number, _rank_env(number, world_size, store.port, env), payload))
         timed_out = _collect(ranks, deadline, stop_at_failure=not return_exceptions)
         if timed_out or not (return_exceptions or all(rank.succeeded for rank in ranks)):
             unfinished = [rank for rank in ranks if not rank.finished]
@@ -150,13 +140,75 @@ def spawn(
             raise _root_cause(failed)
         return [rank.value for rank in ranks]
     finally:
-        _end(ranks)
-        for rank in ranks:
+        job.end()
+
+
+class Ranks:
+    """Ranks that run while the caller goes on. They end when it does.
+
+    Attributes:
+        ranks: one for each process, in the order of rank.
+    """
+
+    def __init__(self, payload: bytes, environments: Mapping[int, dict[str, str]], store: dist.Store | None):
+        self._store = store  # what the ranks meet at lives as long as they
+        self.ranks: list[_Rank] = []
+        try:
+            for number, environment in environments.items():
+                self.ranks.append(_Rank.start(number, environment, payload))
+        except BaseException:
+            self.end()
+            raise
+
+    @classmethod
+    def start(cls, fn: Callable[..., Any], world_size: int, *args: Any, env: Mapping[str, str] | None = None) -> Ranks:
+        """As :func:`spawn`, but returns at once."""
+        if world_size < 1:
+            raise ConfigError(f"world_size is a positive number of processes, not {world_size}")
+        payload = _pickle_call(fn, args)
+        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        return cls(payload, {rank: _rank_env(rank, world_size, store.port, env) for rank in range(world_size)}, store)
+
+    @classmethod
+    def start_in_place(cls, fn: Callable[..., Any], *args: Any) -> Ranks:
+        """One process in the place of this one, which torchrun started as a rank: same rank, same store."""
+        return cls(_pickle_call(fn, args), {int(os.environ["RANK"]): dict(os.environ)}, None)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in the order of rank."""
+        return [rank.process.pid or 0 for rank in self.ranks]
+
+    def wait(self) -> RankFailed | None:
+        """Return when all ranks have returned, or soon after one failed: then what failed first, the others running.
+
+        The thread that waits is the one that ends them.
+        """
+        _collect(self.ranks, None, stop_at_failure=True)
+        failed = [rank for rank in self.ranks if rank.failure is not None]
+        return _root_cause(failed) if failed else None
+
+    def kill(self) -> None:
+        """End all processes, from any thread."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End what still runs, and give back what was held for it."""
+        _end(self.ranks)
+        for rank in self.ranks:
             rank.close()
-        del store  # ranks are gone; the port is free again
+        self.ranks = []
+        self._store = None  # ranks are gone; the port is free again
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    if _running_main:
+        raise ConfigError(
+            "ranks were to be started while a rank imported this script, which would start ranks without end. "
+            'Put the call under: if __name__ == "__main__":'
+        )
     name = getattr(fn, "__qualname__", repr(fn))
     if getattr(fn, "__module__", None) == "__main__" and not _main_of_caller():
         raise ConfigError(f"{name} was typed into an interpreter; ranks import their function from a file")
