@@ -100,7 +100,9 @@ def test_cases_cover_every_pair() -> None:
     assert {case.operation.partition("/")[0] for case in cases} == set(OPERATIONS)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(n, marks=[pytest.mark.full] if n in (5, 7) else []) for n in WORLD_SIZES]
+)
 def test_pairwise(world_size: int) -> None:
     """The cases of one world size, with random stragglers."""
     cases = [case for case in pairwise() if case.world_size == world_size]

@@ -61,7 +61,7 @@ def test_words_are_acquired_and_released(name):
 
 
 def code_of(arithmetic: Arithmetic, triple: str, monkeypatch) -> str:
-    monkeypatch.setattr("shotcast.cpu.compilation._keep_on_disk", lambda compilable: None)
+    monkeypatch.setattr("shotcast.cpu.compilation.keep_on_disk", lambda compilable: None)
     arithmetic = Arithmetic(arithmetic._function)
     arithmetic.address()
     text = arithmetic._compiled.inspect_llvm()

@@ -1,0 +1,63 @@
+"""Angles, against those of Hugging Face Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from shotcast.layers.rotary import Rotary
+
+HEAD_DIM = 64
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+def reference(theta: float, kind: str, options: dict[str, Any], positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scaling = {"rope_type": kind, **options} if kind != "default" else None
+    config = LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=16384,
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+    if hasattr(config, "rope_parameters"):  # since version 5
+        config.rope_parameters = {"rope_type": kind, "rope_theta": theta, **options}
+    cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(positions)[None])
+    assert torch.equal(cosines[..., : HEAD_DIM // 2], cosines[..., HEAD_DIM // 2 :])
+    return cosines[0, :, : HEAD_DIM // 2], sines[0, :, : HEAD_DIM // 2]
+
+
+@pytest.mark.parametrize(
+    ("theta", "kind", "options", "rotary"),
+    [
+        (10000.0, "default", {}, Rotary(10000.0)),
+        (1e6, "linear", {"factor": 2.0}, Rotary(1e6, "linear", factor=2.0)),
+        (500000.0, "llama3", LLAMA3, Rotary(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)),
+        (1e6, "yarn", YARN, Rotary(1e6, "yarn", 4.0, original_max_position=4096)),
+        (
+            1e6,
+            "yarn",
+            {**YARN, "attention_factor": 0.75, "beta_fast": 16.0, "beta_slow": 2.0},
+            Rotary(1e6, "yarn", 4.0, original_max_position=4096, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
+        ),
+    ],
+)
+def test_angles_are_those_of_transformers(theta: float, kind: str, options: dict[str, Any], rotary: Rotary) -> None:
+    wanted = reference(theta, kind, options, 300)
+    made = rotary.tables(HEAD_DIM, 300, torch.device("cpu"))
+    for ours, theirs in zip(made, wanted, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_divisors_replace_the_kind() -> None:
+    divisors = tuple(1.0 + i for i in range(HEAD_DIM // 2))
+    plain = Rotary(10000.0).frequencies(HEAD_DIM)
+    assert torch.equal(
+        Rotary(10000.0, "llama3", 8.0, divisors=divisors).frequencies(HEAD_DIM), plain / torch.tensor(divisors)
+    )
