@@ -1,4 +1,4 @@
-"""The command line: ``shotcast bench``, ``shotcast tune``, ``shotcast doctor``."""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from shotcast import __version__
 from shotcast.cli import bench
 from shotcast.cli.doctor import doctor
+from shotcast.cli.engine import chat, generate, serve
 from shotcast.cli.tune import tune
 from shotcast.errors import RankFailed, ShotcastError
 
@@ -42,14 +43,14 @@ def _one_line(error: ShotcastError) -> str:
 
 app = typer.Typer(
     cls=_Group,
-    help="Fast, deterministic collectives for the GPUs of a node and for CPU processes.",
+    help="Language models on the GPUs of a node, or on CPU processes, over fast, deterministic collectives.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
-app.command()(tune)
-app.command()(doctor)
+for _command in (generate, chat, serve, tune, doctor):
+    app.command()(_command)
 
 
 def main() -> None:

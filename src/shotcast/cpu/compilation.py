@@ -34,7 +34,7 @@ def _sources_digest() -> str:
     return digest.hexdigest()
 
 
-def _keep_on_disk(compilable: Any) -> None:
+def keep_on_disk(compilable: Any) -> None:
     """Switches numba's cache on for ``compilable``, where there is a directory to keep it in."""
     try:
         compilable.enable_caching()
@@ -59,7 +59,7 @@ class Schedule:
         with _LOCK:
             if self._compiled is None:
                 dispatcher = njit(nogil=True, error_model="numpy")(self._function)
-                _keep_on_disk(dispatcher)
+                keep_on_disk(dispatcher)
                 dispatcher.compile(types.int64(types.int64, types.int64, types.int64, types.int64))
                 dispatcher.disable_compile()
                 self._compiled = dispatcher
@@ -86,7 +86,7 @@ class Arithmetic:
             if self._compiled is None:
                 signature = normalize_signature(types.void(*(types.int64,) * 4))
                 function = CFunc(self._function, signature, {}, {"nopython": True, "error_model": "numpy"})
-                _keep_on_disk(function)
+                keep_on_disk(function)
                 function.compile()
                 self._compiled = function
             return int(self._compiled.address)
