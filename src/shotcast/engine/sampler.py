@@ -1,0 +1,312 @@
+"""Tokens drawn from logits, for a batch at once.
+
+A draw is a race: each token has a time, exponentially distributed with its probability as rate, and the first wins.
+The times come from a hash of (seed, place in the output, token), so what a request draws depends on no more: not on
+the batch, the slot, the rank, or whether it was pre-empted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import torch
+
+from shotcast.engine.requests import SamplingParams, TokenLogprob
+from shotcast.errors import ConfigError, ShotcastError
+
+FEW = 1024
+"""Tokens among which a CPU looks for top_p first."""
+
+LEAST_TEMPERATURE = 1e-30
+"""Lower ones, which float32 may not hold, draw the same."""
+
+CACHED = 2**16
+"""Logits that a CPU works on at once."""
+
+Draw = Callable[[torch.Tensor, torch.Tensor, list[SamplingParams]], torch.Tensor]
+
+
+def penalised(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty)
+
+
+def cuts(params: SamplingParams) -> bool:
+    """Whether the tokens have to be put in order."""
+    return params.top_k > 0 or params.top_p < 1
+
+
+def row_key(seed: int, position: int) -> bytes:
+    """64 bits that key the noise of one place of one output."""
+    return blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+
+
+def derived_seed(request_id: str, salt: int) -> int:
+    """The seed of a request that names none."""
+    digest = blake2b(request_id.encode(), digest_size=8, key=struct.pack("<q", salt)).digest()
+    return struct.unpack("<q", digest)[0]
+
+
+def scramble(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A hash of 32 bits to 32 bits, one to one for each key; in place.
+
+    Two rounds of multiply and shift with the constants of Chris Wellons' lowbias32, half of the key before each.
+
+    Args:
+        x: int32 [rows, columns].
+        key: int32 [rows, 2].
+    """
+    # Shifts of int32 bring the sign in: the mask takes it out.
+    x ^= key[:, :1]
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x21F0AAAD
+    x ^= (x >> 15) & 0x1FFFF
+    x ^= key[:, 1:]
+    x *= 0xD35A2D97 - 2**32
+    x ^= (x >> 15) & 0x1FFFF
+    return x
+
+
+def exponential(bits: torch.Tensor) -> torch.Tensor:
+    """float32 times, exponentially distributed with rate 1, of int32 bits that are uniform; never 0, never infinite.
+
+    The race is won by small times, so those are the ones that float32 tells apart best: 2^-32 is the smallest.
+    """
+    uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest of each row, largest first, of equal ones the lower place first; and their places.
+
+    Args:
+        logits: float32 [rows, vocab].
+    """
+    vocab = logits.shape[1]
+    if count == vocab:
+        return logits.sort(dim=1, descending=True, stable=True)
+    # topk leaves open which of equal ones it takes, so make them differ: integers in the order of the floats (-0.0
+    # becomes 0.0 first), and below them the place.
+    bits = (logits + 0.0).view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    keys |= torch.arange(vocab - 1, -1, -1, device=logits.device)
+    tokens = vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+    return logits.gather(1, tokens), tokens
+
+
+def nucleus(
+    values: torch.Tensor, total: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the likeliest tokens top_k and top_p keep.
+
+    top_k keeps exactly k; top_p, of what that leaves, the likeliest until their probabilities reach p.
+
+    Args:
+        values: float32 [rows, count], the largest logits of each row, at least top_k, largest first; the first is 0.
+        total: float64 [rows], sums of exp(logit) over whole rows.
+        top_k: int64 [rows], 0 keeps all.
+        top_p: float64 [rows].
+
+    Returns:
+        What is kept, bool [rows, count], and whether no token beyond these would be, bool [rows].
+    """
+    weights = values.exp()
+    upto = weights.cumsum(1, dtype=torch.float64)
+    last = (top_k - 1).clamp(min=0)[:, None]
+    reach = top_p * torch.where(top_k > 0, upto.gather(1, last)[:, 0], total)
+    places = torch.arange(values.shape[1], device=values.device)
+    keep = (places <= last) | (top_k == 0)[:, None]
+    # Rounding must not cut off what top_p = 1 keeps.
+    keep &= (upto - weights < reach[:, None]) | (top_p == 1)[:, None]
+    return keep, (upto[:, -1] >= reach) | (top_k > 0)
+
+
+class Sampler:
+    """Draws the next token of each sequence of a step, as its request asks.
+
+    Nothing here waits for the device, except for log-probabilities and checks.
+
+    Args:
+        max_slots: slots are 0 to ``max_slots - 1``.
+        vocab: columns of the logits.
+        device: of the logits.
+        salt: of 64 bits, signed; with it, requests without a seed draw. The same on ranks that are to draw the same.
+    """
+
+    def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int):
+        self.vocab = vocab
+        self.device = torch.device(device)
+        self._salt = salt
+        self._requests: list[tuple[str, SamplingParams] | None] = [None] * max_slots
+        self._seeds = [0] * max_slots
+        self._positions = [0] * max_slots
+        self._counts: torch.Tensor | None = None  # int32 [max_slots, vocab], once a request has penalties
+        # Neighbours in the vocabulary, made unlike each other once instead of at every draw.
+        tokens = torch.arange(vocab, dtype=torch.int32)[None]
+        self._noise = scramble(tokens, torch.zeros(1, 2, dtype=torch.int32)).to(self.device)
+
+    def assign(self, slot: int, params: SamplingParams, request_id: str, output: Sequence[int]) -> None:
+        """A slot is a request's from now on, whose output holds ``output`` already."""
+        self._requests[slot] = request_id, params
+        self._seeds[slot] = derived_seed(request_id, self._salt) if params.seed is None else params.seed
+        self._positions[slot] = len(output)
+        if penalised(params):
+            if self._counts is None:
+                self._counts = torch.zeros(len(self._requests), self.vocab, dtype=torch.int32, device=self.device)
+            counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab)
+            self._counts[slot] = self._move(counts.int())
+
+    def sample(
+        self, logits: torch.Tensor, slots: Sequence[int], check: bool = False
+    ) -> tuple[torch.Tensor, list[TokenLogprob | None]]:
+        """Draw a token for each row.
+
+        Args:
+            logits: float32 [rows, vocab]; they are left as they are.
+            slots: of the rows; each was assigned, none comes twice.
+            check: wait, and see that the logits are numbers.
+
+        Returns:
+            The tokens, int64 [rows] on the device, and the log-probabilities of those rows that asked for them.
+
+        Raises:
+            ConfigError: the logits have another shape or dtype, or a slot is nobody's.
+            ShotcastError: with ``check``, a row holds NaN or infinity, or is minus infinity throughout.
+        """
+        if logits.shape != (len(slots), self.vocab) or logits.dtype != torch.float32:
+            raise ConfigError(
+                f"the logits of {len(slots)} slots are float32 {[len(slots), self.vocab]}, "
+                f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
+            )
+        params = [self._params(slot) for slot in slots]
+        if check:
+            self._check(logits, slots)
+
+        raw = logits
+        slow = [row for row, p in enumerate(params) if penalised(p)]
+        if slow:
+            logits = self._penalise(logits, slow, slots, params)
+        greedy = [row for row, p in enumerate(params) if p.greedy]
+        tokens = logits.argmax(1) if greedy else torch.empty(len(slots), dtype=torch.int64, device=self.device)
+        cut = [row for row, p in enumerate(params) if not p.greedy and cuts(p)]
+        whole = [row for row, p in enumerate(params) if not p.greedy and not cuts(p)]
+        for rows, draw in ((cut, self._draw_cut), (whole, self._draw_whole)):
+            if rows:
+                tokens.index_copy_(0, self._index(rows), self._draw(logits, rows, slots, params, draw))
+        if slow:
+            assert self._counts is not None
+            # A slot comes once, so no pair comes twice, and this adds as it says.
+            self._counts[self._index([slots[row] for row in slow]), tokens[self._index(slow)]] += 1
+        for slot in slots:
+            self._positions[slot] += 1
+        return tokens, self._logprobs(raw, tokens, params)
+
+    def _params(self, slot: int) -> SamplingParams:
+        request = self._requests[slot]
+        if request is None:
+            raise ConfigError(f"slot {slot} is nobody's: assign it first")
+        return request[1]
+
+    def _check(self, logits: torch.Tensor, slots: Sequence[int]) -> None:
+        # The maximum is NaN if anything is.
+        for slot, fine in zip(slots, logits.amax(1).isfinite().tolist(), strict=True):
+            request = self._requests[slot]
+            if not fine and request is not None:
+                raise ShotcastError(f"logits of request {request[0]!r} are not numbers")
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """To the device without waiting for it, which takes pinned memory."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def _index(self, values: Sequence[int]) -> torch.Tensor:
+        return self._move(torch.tensor(values, dtype=torch.int64))
+
+    def _floats(self, values: Sequence[float]) -> torch.Tensor:
+        return self._move(torch.tensor(values, dtype=torch.float32))
+
+    def _doubles(self, values: Sequence[float]) -> torch.Tensor:
+        return self._move(torch.tensor(values, dtype=torch.float64))
+
+    def _penalise(
+        self, logits: torch.Tensor, rows: list[int], slots: Sequence[int], params: list[SamplingParams]
+    ) -> torch.Tensor:
+        assert self._counts is not None
+        counts = self._counts[self._index([slots[row] for row in rows])]
+        presence = self._floats([params[row].presence_penalty for row in rows])[:, None]
+        frequency = self._floats([params[row].frequency_penalty for row in rows])[:, None]
+        return logits.index_add(0, self._index(rows), (counts > 0) * presence + counts * frequency, alpha=-1)
+
+    def _draw(
+        self, logits: torch.Tensor, rows: list[int], slots: Sequence[int], params: list[SamplingParams], draw: Draw
+    ) -> torch.Tensor:
+        keys = b"".join(row_key(self._seeds[slots[row]], self._positions[slots[row]]) for row in rows)
+        key = self._move(torch.frombuffer(bytearray(keys), dtype=torch.int32).view(-1, 2))
+        if len(rows) < len(slots):
+            logits = logits[self._index(rows)]
+            params = [params[row] for row in rows]
+        # A GPU wants all rows at once, a CPU no more than its caches hold.
+        most = max(1, CACHED // self.vocab) if self.device.type == "cpu" else len(rows)
+        drawn = []
+        for part in (slice(first, first + most) for first in range(0, len(rows), most)):
+            # The largest becomes 0, so that no temperature, however low, makes infinities of it.
+            temperatures = [max(p.temperature, LEAST_TEMPERATURE) for p in params[part]]
+            shifted = (logits[part] - logits[part].amax(1, keepdim=True)).div_(self._floats(temperatures)[:, None])
+            drawn.append(draw(shifted, key[part], params[part]))
+        return torch.cat(drawn)
+
+    def _draw_whole(self, logits: torch.Tensor, key: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+        if any(p.min_p for p in params):
+            logits.masked_fill_(logits < self._floor(params), -torch.inf)
+        time = exponential(scramble(self._noise.expand(len(params), -1).clone(), key))
+        # The smallest of time / probability.
+        return (logits - time.log_()).argmax(1)
+
+    def _draw_cut(self, logits: torch.Tensor, key: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+        ks = [min(p.top_k, self.vocab) for p in params]
+        top_k = self._index(ks)
+        top_p = self._doubles([p.top_p for p in params])
+        total = logits.exp().sum(1, dtype=torch.float64)
+        most = max(k or self.vocab for k in ks)
+        # Mostly few tokens make up top_p, and a CPU may look whether they do.
+        few = max(FEW, *ks)
+        for count in (few, most) if self.device.type == "cpu" and few < most else (most,):
+            values, tokens = likeliest(logits, count)
+            keep, complete = nucleus(values, total, top_k, top_p)
+            if count == most or complete.all():
+                break
+        keep &= values >= self._floor(params)
+        time = exponential(scramble(self._noise[0, tokens], key))
+        scores = (values - time.log_()).masked_fill_(~keep, -torch.inf)
+        return tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+
+    def _floor(self, params: list[SamplingParams]) -> torch.Tensor:
+        """p >= min_p p_max, as logits whose largest is 0: [rows, 1]. log(0) is minus infinity and keeps all."""
+        return self._floats([p.min_p for p in params]).log()[:, None]
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, params: list[SamplingParams]
+    ) -> list[TokenLogprob | None]:
+        found: list[TokenLogprob | None] = [None] * len(params)
+        rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+        if not rows:
+            return found
+        index = self._index(rows)
+        logprobs = logits[index].log_softmax(1)
+        chosen = tokens[index]
+        own = logprobs.gather(1, chosen[:, None])
+        ranks = (logprobs > own).sum(1) + 1
+        most = min(max(params[row].logprobs or 0 for row in rows), self.vocab)
+        top = logprobs.topk(most, dim=1)
+        for row, token, logprob, rank, values, indices in zip(
+            rows,
+            chosen.tolist(),
+            own[:, 0].tolist(),
+            ranks.tolist(),
+            top.values.tolist(),
+            top.indices.tolist(),
+            strict=True,
+        ):
+            likeliest = sorted(zip(indices, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+            found[row] = TokenLogprob(token, logprob, rank, tuple(likeliest[: params[row].logprobs]))
+        return found

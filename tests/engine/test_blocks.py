@@ -1,0 +1,116 @@
+"""The block manager: who holds what, what is found again, what is forgotten first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.engine.blocks import BlockManager
+from shotcast.errors import ConfigError
+
+
+def filled(manager: BlockManager, tokens: list[int]) -> tuple[list[int], list[bytes]]:
+    """Blocks that hold ``tokens``, full ones, published."""
+    digests: list[bytes] = []
+    manager.extend_digests(digests, tokens, len(tokens) // manager.block_size)
+    blocks = manager.allocate(len(digests))
+    for block, digest in zip(blocks, digests, strict=True):
+        manager.publish(block, digest)
+    return blocks, digests
+
+
+def test_a_prefix_is_found_again_and_a_block_in_use_stays() -> None:
+    manager = BlockManager(3, 2)
+    blocks, digests = filled(manager, [1, 2, 3, 4])
+    manager.release(blocks)
+    assert (manager.free, manager.used) == (3, 0)
+    assert manager.match(digests) == blocks
+    manager.hold(blocks[:1])
+    others = manager.allocate(2)
+    assert blocks[0] not in others
+    assert manager.match(digests) == blocks[:1]
+    with pytest.raises(ConfigError, match="1 blocks are asked for and 0 of 3 are free"):
+        manager.allocate(1)
+
+
+def test_the_longest_idle_goes_first_and_ends_before_starts() -> None:
+    manager = BlockManager(4, 1)
+    old, old_digests = filled(manager, [1, 2])
+    new, new_digests = filled(manager, [3, 4])
+    manager.release(old)
+    manager.release(new)
+    assert manager.allocate(1) == old[1:]
+    assert manager.match(old_digests) == old[:1]
+    assert manager.allocate(1) == old[:1]
+    assert manager.match(old_digests) == []
+    assert manager.match(new_digests) == new
+
+
+def test_an_empty_block_is_handed_out_before_one_that_holds_something() -> None:
+    manager = BlockManager(2, 1)
+    blocks, digests = filled(manager, [1])
+    manager.release(blocks)
+    manager.allocate(1)
+    assert manager.match(digests) == blocks
+
+
+def test_a_block_that_is_handed_out_again_forgets_what_it_was() -> None:
+    manager = BlockManager(2, 1)
+    blocks, digests = filled(manager, [1, 2])
+    manager.release(blocks)
+    manager.release(manager.allocate(2))  # and nothing was published
+    assert manager.match(digests) == []
+    filled(manager, [1, 2])
+    assert len(manager.match(digests)) == 2
+
+
+def test_matched_blocks_that_nobody_holds_are_not_counted_twice() -> None:
+    manager = BlockManager(3, 1)
+    blocks, _ = filled(manager, [1, 2])
+    manager.release(blocks)
+    assert manager.fits(blocks, 1)
+    assert not manager.fits(blocks, 2)
+    manager.hold(blocks)
+    assert manager.fits(blocks, 1)
+
+
+def test_blocks_are_shared_until_the_last_lets_go() -> None:
+    manager = BlockManager(2, 1)
+    blocks, _ = filled(manager, [1])
+    manager.hold(blocks)
+    manager.release(blocks)
+    assert manager.used == 1
+    manager.release(blocks)
+    assert manager.used == 0
+    with pytest.raises(ConfigError, match="nobody holds it"):
+        manager.release(blocks)
+
+
+def test_of_two_blocks_with_the_same_contents_the_first_is_found() -> None:
+    manager = BlockManager(3, 1)
+    first, digests = filled(manager, [1])
+    second, _ = filled(manager, [1])
+    assert manager.match(digests) == first
+    manager.release(second)
+    manager.release(first)
+    assert manager.allocate(2) != first  # the second is empty, and so is the third
+    assert manager.match(digests) == first
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8), st.integers(1, 3))
+def test_a_digest_stands_for_the_block_and_all_before_it(a: list[int], b: list[int], size: int) -> None:
+    manager = BlockManager(1, size)
+
+    def digests(tokens: list[int]) -> list[bytes]:
+        found: list[bytes] = []
+        for count in range(1, len(tokens) // size + 1):  # one by one is the same as at once
+            manager.extend_digests(found, tokens, count)
+        return found
+
+    at_once: list[bytes] = []
+    manager.extend_digests(at_once, a, len(a) // size)
+    assert at_once == digests(a)
+    for block, (x, y) in enumerate(zip(digests(a), digests(b), strict=False)):
+        end = (block + 1) * size
+        assert (x == y) == (a[:end] == b[:end])

@@ -1,0 +1,471 @@
+"""The sampler, against float64 references, by statistics, and in what its draws may not depend on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import struct
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shotcast.engine import sampler as module
+from shotcast.engine.requests import SamplingParams
+from shotcast.engine.sampler import Sampler, exponential, likeliest, nucleus, row_key, scramble
+from shotcast.errors import ConfigError, ShotcastError
+
+VOCAB = 32
+
+
+def params(**changes: object) -> SamplingParams:
+    return SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def reference(row: torch.Tensor, p: SamplingParams, output: tuple[int, ...] = ()) -> list[float]:
+    """Probabilities, one filter after the other."""
+    x = [float(value) for value in row]
+    for token in range(len(x)):
+        count = output.count(token)
+        x[token] -= p.frequency_penalty * count + (p.presence_penalty if count else 0)
+    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    if p.greedy:
+        return [float(token == order[0]) for token in range(len(x))]
+    weights = [math.exp((value - max(x)) / p.temperature) for value in x]
+    kept = order[: p.top_k] if p.top_k else order
+    total = sum(weights[token] for token in kept)
+    upto = 0.0
+    nucleus = []
+    for token in kept:
+        if upto >= p.top_p * total and p.top_p < 1:
+            break
+        nucleus.append(token)
+        upto += weights[token]
+    kept = [token for token in nucleus if weights[token] >= p.min_p * weights[order[0]]]
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(x))]
+
+
+def draws(row: torch.Tensor, p: SamplingParams, count: int, output: tuple[int, ...] = ()) -> torch.Tensor:
+    """Of as many requests."""
+    sampler = Sampler(count, len(row), "cpu", salt=1)
+    for slot in range(count):
+        sampler.assign(slot, p, f"request {slot}", output)
+    return sampler.sample(row.expand(count, -1), range(count))[0]
+
+
+def chi_square(observed: list[int], expected: list[float]) -> float:
+    """Standard deviations above what chance gives (Wilson and Hilferty). Where nothing is expected, nothing may be."""
+    assert all(o == 0 for o, e in zip(observed, expected, strict=True) if e == 0)
+    pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e >= 5]
+    rest = [(o, e) for o, e in zip(observed, expected, strict=True) if 0 < e < 5]
+    if rest:
+        pairs.append((sum(o for o, _ in rest), sum(e for _, e in rest)))
+    freedom = len(pairs) - 1
+    if freedom == 0:
+        return 0.0
+    statistic = sum((o - e) ** 2 / e for o, e in pairs)
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+SETTINGS = [
+    params(),
+    params(temperature=0.5),
+    params(temperature=3.0),
+    params(top_k=1),
+    params(top_k=5),
+    params(top_k=1000),
+    params(top_p=0.7),
+    params(top_p=1e-9),
+    params(min_p=0.2),
+    params(min_p=1.0),
+    params(top_k=12, top_p=0.8),
+    params(temperature=2.5, top_k=20, top_p=0.9, min_p=0.15),
+    params(top_p=0.9, min_p=0.3),
+    params(temperature=1.3, top_k=9, min_p=0.1),
+    params(presence_penalty=1.5),
+    params(frequency_penalty=-0.7),
+    params(temperature=0.8, presence_penalty=-1.0, frequency_penalty=0.5, top_p=0.9),
+    params(temperature=0, frequency_penalty=2.0),
+]
+
+
+@pytest.mark.parametrize("p", SETTINGS, ids=[f"{number}" for number in range(len(SETTINGS))])
+def test_draws_have_the_distribution_that_is_asked_for(p: SamplingParams) -> None:
+    row = logits(1)[0]
+    output = (int(row.argmax()),) * 2 + (3, 4, 4, 4)
+    count = 4000
+    observed = draws(row, p, count, output).bincount(minlength=VOCAB).tolist()
+    expected = [count * probability for probability in reference(row, p, output)]
+    assert abs(chi_square(observed, expected)) < 4
+
+
+def test_places_of_one_output_are_independent_and_have_the_distribution() -> None:
+    """Pairs of successive draws of one request."""
+    row = logits(1, vocab=4, scale=1.0)[0]
+    sampler = Sampler(1, 4, "cpu", salt=0)
+    sampler.assign(0, params(seed=7), "a", ())
+    drawn = [int(sampler.sample(row[None], [0])[0]) for _ in range(8001)]
+    probabilities = row.softmax(0).tolist()
+    observed = [0] * 16
+    for first, second in itertools.pairwise(drawn):
+        observed[4 * first + second] += 1
+    expected = [8000 * a * b for a in probabilities for b in probabilities]
+    assert chi_square(observed, expected) < 4
+
+
+def test_a_large_flat_vocabulary_is_drawn_from_evenly() -> None:
+    vocab, count = 50_000, 1000
+    tokens = draws(torch.zeros(vocab), params(), count)
+    # About count^2 / (2 vocab) = 10 pairs of the same.
+    assert count - 30 < len(tokens.unique())
+    assert chi_square((tokens // (vocab // 20)).bincount(minlength=20).tolist(), [count / 20] * 20) < 4
+
+
+def scrambled(x: int, key: tuple[int, int]) -> int:
+    x ^= key[0]
+    x ^= x >> 16
+    x = x * 0x21F0AAAD % 2**32
+    x ^= x >> 15
+    x ^= key[1]
+    x = x * 0xD35A2D97 % 2**32
+    return x ^ (x >> 15)
+
+
+def test_the_hash_is_the_one_that_is_written_down() -> None:
+    """Products wrap and shifts bring in zeros, in vectors and in what is left over after them."""
+    draw = random.Random(0)
+    values = [draw.randrange(2**32) for _ in range(77)]
+    keys = [(draw.randrange(2**32), draw.randrange(2**32)) for _ in range(3)]
+
+    def signed(value: int) -> int:
+        return value - 2**32 if value >= 2**31 else value
+
+    x = torch.tensor([[signed(value) for value in values]] * 3, dtype=torch.int32)
+    key = torch.tensor([[signed(half) for half in pair] for pair in keys], dtype=torch.int32)
+    assert scramble(x, key).tolist() == [[signed(scrambled(value, pair)) for value in values] for pair in keys]
+
+
+def test_noise_is_uniform_and_has_no_pattern_over_tokens_places_and_seeds() -> None:
+    tokens = scramble(torch.arange(256, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
+
+    def noise(keys: list[bytes]) -> torch.Tensor:
+        key = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int32).view(-1, 2)
+        return scramble(tokens.expand(len(keys), -1).clone(), key)
+
+    for keys in ([row_key(5, place) for place in range(512)], [row_key(seed, 5) for seed in range(512)]):
+        bits = noise(keys)
+        cells = bits.numel() / 256
+        for shift in (0, 8, 16, 24):
+            found = ((bits >> shift) & 0xFF).flatten().bincount(minlength=256).tolist()
+            assert abs(chi_square(found, [cells] * 256)) < 4
+        high = (bits >> 27) & 0xF
+        for a, b in ((high[1:], high[:-1]), (high[:, 1:], high[:, :-1]), (high[1:, 1:], high[:-1, :-1])):
+            found = (a * 16 + b).flatten().bincount(minlength=256).tolist()
+            assert abs(chi_square(found, [a.numel() / 256] * 256)) < 4
+
+
+def test_times_are_exponential_positive_and_finite() -> None:
+    bits = torch.tensor([0, -(2**31), 2**31 - 1, -1, 1], dtype=torch.int32)
+    edge = exponential(bits)
+    assert edge.isfinite().all()
+    assert (edge > 0).all()
+    assert edge[0] == edge[1] == pytest.approx(2.0**-32)
+    assert edge[4] == pytest.approx(3 * 2.0**-32)
+    even = exponential(torch.arange(0, 2**31, 2**17, dtype=torch.int64).int()).double()
+    assert even.mean().item() == pytest.approx(1, abs=2e-3)
+    assert even.square().mean().item() == pytest.approx(2, abs=2e-2)
+    assert even.median().item() == pytest.approx(math.log(2), abs=1e-3)
+
+
+values = st.sampled_from([-math.inf, -3.5, -1.0, -0.0, 0.0, 0.25, 0.5, 2.0])
+
+
+@given(st.lists(st.lists(values, min_size=9, max_size=9), min_size=1, max_size=3), st.integers(1, 9))
+def test_the_likeliest_are_in_order_and_the_lower_first(rows: list[list[float]], count: int) -> None:
+    found, places = likeliest(torch.tensor(rows), count)
+    for row, some, where in zip(rows, found.tolist(), places.tolist(), strict=True):
+        order = sorted(range(9), key=lambda place: (-row[place], place))[:count]
+        assert where == order
+        assert some == [row[place] for place in order]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(values, min_size=12, max_size=12),
+    st.integers(0, 12),
+    st.floats(0.01, 1),
+    st.integers(1, 12),
+)
+def test_top_k_and_top_p_keep_what_the_reference_keeps(row: list[float], top_k: int, top_p: float, count: int) -> None:
+    assume(max(row) > -math.inf)
+    p = params(top_k=top_k, top_p=top_p)
+    weights = sorted((math.exp(value - max(row)) for value in row), reverse=True)[: top_k or None]
+    for end in range(len(weights)):  # where rounding decides is no place to compare
+        assume(top_p == 1 or abs(sum(weights[: end + 1]) - top_p * sum(weights)) > 1e-5)
+    kept = {token for token, probability in enumerate(reference(torch.tensor(row), p)) if probability}
+    count = max(count, top_k)
+    x = torch.tensor([row]) - max(row)
+    found, tokens = likeliest(x, count)
+    total = x.exp().sum(1, dtype=torch.float64)
+    keep, complete = nucleus(found, total, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))
+    mine = {
+        token for token, k, value in zip(tokens[0].tolist(), keep[0], found[0], strict=True) if k and value > -math.inf
+    }
+    assert mine == kept if complete.item() or count == len(row) else mine <= kept
+
+
+def test_top_p_of_one_keeps_what_rounding_would_lose() -> None:
+    found = torch.tensor([[0.0, -50.0, -80.0]])
+    one = torch.ones(1, dtype=torch.float64)
+    assert nucleus(found, one, torch.tensor([0]), one)[0].all()
+
+
+def test_many_equal_ones_are_in_order_too() -> None:
+    x = torch.zeros(2, 5000)
+    for count in (3000, 5000):
+        assert likeliest(x, count)[1].equal(torch.arange(count).expand(2, -1))
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+@pytest.mark.parametrize("cached", [1, 2**16])
+def test_a_nucleus_beyond_the_few_that_are_looked_at_first(
+    monkeypatch: pytest.MonkeyPatch, scale: float, cached: int
+) -> None:
+    row = logits(1, scale=scale)[0]
+    p = params(top_p=0.8)
+    before = draws(row, p, 500)
+    monkeypatch.setattr(module, "FEW", 4)
+    monkeypatch.setattr(module, "CACHED", cached)
+    assert draws(row, p, 500).equal(before)
+    assert len(before.unique()) > (4 if scale == 0.01 else 1)
+
+
+def test_top_k_beyond_the_few_beside_a_row_without() -> None:
+    """Rows that a CPU works on at once."""
+    x = logits(2, vocab=4096, scale=0.1)
+    sampler = Sampler(2, 4096, "cpu", salt=0)
+    sampler.assign(0, params(top_k=2000), "a", ())
+    sampler.assign(1, params(top_p=0.5), "b", ())
+    kept = x.argsort(dim=1, descending=True)[0, :2000].tolist()
+    for _ in range(50):
+        assert int(sampler.sample(x, [0, 1])[0][0]) in kept
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"min_p": 0.5}])
+def test_a_low_temperature_takes_the_likeliest(temperature: float, changes: dict[str, float]) -> None:
+    row = logits(1, scale=100.0)[0]
+    row[[3, 9]] = row.max() + 1
+    assert set(draws(row, params(temperature=temperature, **changes), 50).tolist()) == {3, 9}
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    x = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
+    sampler = Sampler(2, 4, "cpu", salt=0)
+    for slot in range(2):
+        sampler.assign(slot, params(temperature=0), "a", ())
+    assert sampler.sample(x, [0, 1])[0].tolist() == [1, 0]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_the_argmax_runs_when_all_are_greedy() -> None:
+    sampler = Sampler(2, VOCAB, "cpu", salt=0)
+    for slot in range(2):
+        sampler.assign(slot, params(temperature=0, top_k=5), "a", ())
+    x = logits(2)
+    with Operations() as operations:
+        sampler.sample(x, [0, 1])
+    assert operations.names == ["aten.argmax.default"]
+
+
+def mixed(count: int) -> list[SamplingParams]:
+    kinds = [
+        params(seed=1),
+        params(temperature=0),
+        params(top_p=0.8),
+        params(top_k=7, seed=3, logprobs=2),
+        params(min_p=0.1, presence_penalty=0.5),
+        params(temperature=0, frequency_penalty=1.0),
+    ]
+    return [kinds[number % len(kinds)] for number in range(count)]
+
+
+def outputs(order: list[int], slots: list[int], again_at: int | None, salt: int = 5) -> dict[int, list[int]]:
+    """What requests give whose logits depend on their own output, in batches of this order and these slots."""
+    kinds = mixed(len(order))
+    sampler = Sampler(32, VOCAB, "cpu", salt=salt)
+    texts: dict[int, list[int]] = {number: [] for number in order}
+    for number, slot in zip(order, slots, strict=True):
+        sampler.assign(slot, kinds[number], f"{number}", ())
+    for step in range(10):
+        if step == again_at:  # pre-empted, and elsewhere now
+            slots = [31 - slot for slot in slots]
+            for number, slot in zip(order, slots, strict=True):
+                sampler.assign(slot, kinds[number], f"{number}", texts[number])
+        rows = [logits(1, seed=hash((number, *texts[number])) % 2**32)[0] for number in order]
+        for number, token in zip(order, sampler.sample(torch.stack(rows), slots)[0].tolist(), strict=True):
+            texts[number].append(token)
+    return texts
+
+
+def test_draws_depend_on_neither_batch_nor_slot_nor_pre_emption() -> None:
+    plain = outputs(list(range(12)), list(range(12)), None)
+    assert outputs(list(range(11, -1, -1)), [2 * number for number in range(12)], None) == plain
+    assert outputs(list(range(12)), list(range(12)), 4) == plain
+    alone = {}
+    for number in range(12):
+        sampler = Sampler(1, VOCAB, "cpu", salt=5)
+        sampler.assign(0, mixed(12)[number], f"{number}", ())
+        text: list[int] = []
+        for _ in range(10):
+            x = logits(1, seed=hash((number, *text)) % 2**32)
+            text.append(int(sampler.sample(x, [0])[0]))
+        alone[number] = text
+    assert alone == plain
+
+
+def test_requests_without_a_seed_draw_by_salt_and_name_and_those_with_one_by_that() -> None:
+    first, second = (outputs(list(range(12)), list(range(12)), None, salt) for salt in (1, 2))
+    differ = {number for number in range(12) if first[number] != second[number]}
+    assert differ == {number for number in range(12) if not mixed(12)[number].greedy and mixed(12)[number].seed is None}
+    row = logits(1, scale=0.1)[0]
+    assert len(draws(row, params(), 50).unique()) > 10
+    assert len(draws(row, params(seed=4), 50).unique()) == 1
+
+
+def test_penalties_count_what_is_drawn_and_a_new_request_starts_over() -> None:
+    x = torch.zeros(1, 4)
+    sampler = Sampler(1, 4, "cpu", salt=0)
+    for _ in range(2):
+        sampler.assign(0, params(temperature=0, frequency_penalty=1.0), "a", (0,))
+        assert [int(sampler.sample(x, [0])[0]) for _ in range(5)] == [1, 2, 3, 0, 1]
+
+
+def test_logits_are_left_as_they_are() -> None:
+    x = logits(6)
+    before = x.clone()
+    sampler = Sampler(6, VOCAB, "cpu", salt=0)
+    for slot, kind in enumerate(mixed(6)):
+        sampler.assign(slot, kind, "a", (1, 2))
+    sampler.sample(x, range(6))
+    assert x.equal(before)
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    x = logits(4)
+    x[0, 5] = x[0, 6] = x[0].max() + 1
+    sampler = Sampler(4, VOCAB, "cpu", salt=0)
+    kinds = [
+        params(temperature=0, logprobs=3),
+        params(logprobs=None),
+        params(temperature=9.0, top_p=0.9, presence_penalty=2.0, logprobs=0),
+        params(temperature=9.0, logprobs=20),
+    ]
+    for slot, kind in enumerate(kinds):
+        sampler.assign(slot, kind, "a", (1,))
+    tokens, found = sampler.sample(x, range(4))
+    expected = x.double().log_softmax(1)
+    for row, (kind, token, entry) in enumerate(zip(kinds, tokens.tolist(), found, strict=True)):
+        if kind.logprobs is None:
+            assert entry is None
+            continue
+        assert entry is not None
+        assert entry.token == token
+        assert entry.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
+        assert entry.rank == 1 + int((expected[row] > expected[row, token]).sum())
+        order = sorted(range(VOCAB), key=lambda t: (-expected[row, t].item(), t))[: kind.logprobs]
+        assert [t for t, _ in entry.top] == order
+        assert [v for _, v in entry.top] == pytest.approx([expected[row, t].item() for t in order], abs=1e-5)
+
+
+def test_more_log_probabilities_than_tokens() -> None:
+    sampler = Sampler(1, 3, "cpu", salt=0)
+    sampler.assign(0, params(logprobs=20), "a", ())
+    (entry,) = sampler.sample(logits(1, vocab=3), [0])[1]
+    assert entry is not None
+    assert len(entry.top) == 3
+
+
+def test_tokens_of_no_probability_are_not_drawn() -> None:
+    row = torch.full([VOCAB], -math.inf)
+    row[[3, 9]] = 0.0
+    for p in (params(), params(top_k=5), params(top_p=0.999), params(min_p=0.01)):
+        assert set(draws(row, p, 200).tolist()) == {3, 9}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_check_names_the_request_whose_logits_are_no_numbers(bad: float) -> None:
+    x = logits(2)
+    sampler = Sampler(2, VOCAB, "cpu", salt=0)
+    for slot, name in enumerate("ab"):
+        sampler.assign(slot, params(), name, ())
+    x[0, :3] = -math.inf
+    sampler.sample(x, [0, 1], check=True)
+    if bad == -math.inf:
+        x[1] = bad
+    else:
+        x[1, 7] = bad
+    with pytest.raises(ShotcastError, match="logits of request 'b' are not numbers"):
+        sampler.sample(x, [0, 1], check=True)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, VOCAB), torch.zeros(1, 4), torch.zeros(1, VOCAB, dtype=torch.bfloat16)])
+def test_other_logits_are_refused(x: torch.Tensor) -> None:
+    sampler = Sampler(1, VOCAB, "cpu", salt=0)
+    sampler.assign(0, params(), "a", ())
+    with pytest.raises(ConfigError, match=r"the logits of 1 slots are float32 \[1, 32\], not"):
+        sampler.sample(x, [0])
+
+
+def test_a_slot_that_is_nobodys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slot 1 is nobody's"):
+        Sampler(2, VOCAB, "cpu", salt=0).sample(logits(1), [1])
+
+
+def test_a_salt_of_64_bits_signed() -> None:
+    for salt in (-(2**63), 2**63 - 1):
+        Sampler(1, 4, "cpu", salt).assign(0, params(), "a", ())
+    with pytest.raises(struct.error):
+        Sampler(1, 4, "cpu", 2**63).assign(0, params(), "a", ())
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_and_the_host_never_waits() -> None:
+    count, vocab = 24, 128_256
+    cpu, gpu = Sampler(count, vocab, "cpu", salt=3), Sampler(count, vocab, "cuda", salt=3)
+    kinds = [p for p in mixed(count) if p.logprobs is None]
+    for slot, kind in enumerate(kinds):
+        cpu.assign(slot, kind, f"{slot}", (1, 2, 3))
+    slots = range(len(kinds))
+    # The first call loads kernels, which waits.
+    for mode in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for slot, kind in enumerate(kinds):
+                gpu.assign(slot, kind, f"{slot}", (1, 2, 3))
+            drawn = []
+            for step in range(4):
+                x = logits(len(kinds), vocab, seed=step, scale=4.0).pin_memory().to("cuda", non_blocking=True)
+                drawn.append(gpu.sample(x, slots)[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for step, tokens in enumerate(drawn):
+        assert tokens.tolist() == cpu.sample(logits(len(kinds), vocab, seed=step, scale=4.0), slots)[0].tolist()

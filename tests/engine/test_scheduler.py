@@ -1,0 +1,679 @@
+"""The scheduler, driving simulated ranks whose cache holds tokens: every output is what the request gives alone."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shotcast.engine.plan import PENDING, StepPlan
+from shotcast.engine.requests import Progress, Request, SamplingParams, TokenLogprob
+from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.errors import ConfigError
+
+VOCAB = 13
+
+
+def next_token(tokens: list[int]) -> int:
+    return zlib.crc32(array("q", tokens).tobytes()) % VOCAB
+
+
+def alone(request: Request, config: SchedulerConfig) -> tuple[list[int], str]:
+    """What a request gives without any other."""
+    tokens = list(request.prompt)
+    output: list[int] = []
+    while True:
+        output.append(next_token(tokens))
+        tokens.append(output[-1])
+        ends = output[-1] in request.params.stop_token_ids
+        if ends or (output[-1] in config.eos and not request.params.ignore_eos):
+            return output, "stop"
+        if len(output) == request.params.max_tokens or len(tokens) == config.max_model_len:
+            return output, "length"
+
+
+@dataclass
+class Slot:
+    request_id: str
+    table: list[int]
+    tokens: list[int]  # all that were computed, and what was drawn last
+    drawn: int | None = None
+
+
+class Ranks:
+    """Carries out plans in order, on a cache of (request's token, place) by block, and looks at every read."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.cache = [[-1] * config.block_size for _ in range(config.num_blocks)]
+        self.slots: dict[int, Slot] = {}
+
+    def read(self, slot: Slot, count: int) -> list[int]:
+        size = self.config.block_size
+        return [self.cache[slot.table[place // size]][place % size] for place in range(count)]
+
+    def step(self, plan: StepPlan, prompts: dict[str, tuple[int, ...]]) -> list[int]:
+        size = self.config.block_size
+        assert plan.tokens <= self.config.max_batch_tokens
+        assert 0 < len({s.slot for s in plan.sequences}) == len(plan.sequences) <= self.config.max_sequences
+        several = [len(s.tokens) > 1 for s in plan.sequences]
+        assert several == sorted(several)
+        written: set[int] = set()
+        parts = []
+        for s in plan.sequences:
+            assert 0 <= s.slot < self.config.max_sequences
+            if s.fresh:
+                assert s.params is not None
+                known = [*prompts[s.request_id], *s.output]
+                self.slots[s.slot] = Slot(s.request_id, list(s.blocks), known, s.output[-1] if s.output else None)
+            else:
+                assert (s.params, s.request_id, s.output) == (None, "", ())
+                self.slots[s.slot].table += s.blocks
+            slot = self.slots[s.slot]
+            tokens = list(s.tokens)
+            if tokens == [PENDING]:
+                assert slot.drawn is not None
+                tokens = [slot.drawn]
+            # No more blocks than tokens take, each once.
+            assert len(slot.table) == -(-(s.start + len(tokens)) // size) == len(set(slot.table))
+            assert tokens == slot.tokens[s.start : s.start + len(tokens)]
+            # Nothing that this very step writes is read: not by this sequence (it starts after), nor by any other.
+            assert self.read(slot, s.start) == slot.tokens[: s.start]
+            parts.append((s, slot, tokens))
+        for s, slot, tokens in parts:
+            assert len(tokens) > 0
+            blocks = {slot.table[place // size] for place in range(s.start, s.start + len(tokens))}
+            assert not blocks & written
+            written |= blocks
+            for place, token in enumerate(tokens, s.start):
+                self.cache[slot.table[place // size]][place % size] = token
+        drawn = []
+        for s, slot, tokens in parts:
+            computed = s.start + len(tokens)
+            assert self.read(slot, computed) == slot.tokens[:computed]
+            assert s.draws == (computed == len(slot.tokens))
+            if s.draws:
+                slot.drawn = next_token(slot.tokens)
+                slot.tokens.append(slot.drawn)
+                assert len(slot.tokens) <= self.config.max_model_len
+                drawn.append(slot.drawn)
+        return drawn
+
+
+class Engine:
+    """Scheduler and ranks; a few plans stay outstanding, as the scheduler likes."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.ranks = Ranks(config)
+        self.plans: deque[StepPlan] = deque()
+        self.prompts: deque[dict[str, tuple[int, ...]]] = deque()  # when the plan was made
+        self.made: list[StepPlan] = []
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, Progress] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+
+    def abort(self, request_id: str) -> None:
+        progress = self.scheduler.abort(request_id)
+        assert (progress is None) == (request_id in self.ended)
+        if progress is not None:
+            assert (progress.tokens, progress.finish) == ((), "abort")
+            self.ended[request_id] = progress
+
+    def schedule(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        self.plans.append(plan)
+        self.prompts.append({name: request.prompt for name, request in self.requests.items()})
+        self.made.append(plan)
+        assert len(self.plans) == self.scheduler.outstanding <= self.config.pipeline + self.config.lookahead
+        return True
+
+    def update(self) -> bool:
+        if not self.plans:
+            return False
+        plan = self.plans.popleft()
+        assert plan.number == self.scheduler.oldest_outstanding
+        drawn = self.ranks.step(plan, self.prompts.popleft())
+        for progress in self.scheduler.update(plan.number, drawn):
+            assert progress.request_id not in self.ended
+            self.outputs[progress.request_id] += progress.tokens
+            assert progress.cached < len(self.requests[progress.request_id].prompt)
+            if progress.finish:
+                self.ended[progress.request_id] = progress
+        return True
+
+    def drain(self) -> None:
+        """To the end, as an engine does it: as many plans as there may be, then the results of the oldest."""
+        while self.scheduler.unfinished or self.plans:
+            while self.schedule():
+                pass
+            assert self.update(), "requests are left, nothing can be scheduled, and no result is to come"
+
+    def check(self) -> None:
+        """All have ended, with the output that each gives alone, and everything was given back."""
+        for name, request in self.requests.items():
+            output, finish = alone(request, self.config)
+            if self.ended[name].finish == "abort":
+                assert output[: len(self.outputs[name])] == self.outputs[name]
+                continue
+            assert (self.outputs[name], self.ended[name].finish) == (output, finish)
+            assert self.ended[name].stop_token == (output[-1] if finish == "stop" else None)
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
+        assert stats.output_tokens == sum(map(len, self.outputs.values()))
+        assert stats.steps == len(self.made)
+        assert sorted(self.scheduler._slots) == list(range(self.config.max_sequences))
+
+
+def request(name: str, prompt: tuple[int, ...], **params: object) -> Request:
+    return Request(name, prompt, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def config(**changes: object) -> SchedulerConfig:
+    base = SchedulerConfig(max_sequences=4, max_batch_tokens=16, block_size=4, num_blocks=64, max_model_len=64)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+configs = st.builds(
+    SchedulerConfig,
+    max_sequences=st.integers(1, 5),
+    max_batch_tokens=st.integers(1, 12),
+    block_size=st.integers(1, 4),
+    num_blocks=st.integers(3, 12),
+    max_model_len=st.integers(4, 24),
+    prefix_caching=st.booleans(),
+    lookahead=st.integers(0, 1),
+    pipeline=st.integers(1, 3),
+    eos=st.sampled_from([(), (0,), (0, 1)]),
+)
+requests = st.builds(
+    # Prompts that share prefixes.
+    lambda base, length, tail, params: ((base,) * length + tuple(tail), params),
+    st.integers(0, 1),
+    st.integers(0, 9),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 14),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (2,)]),
+    ),
+)
+actions = st.lists(
+    st.one_of(
+        requests,
+        st.tuples(st.just("abort"), st.integers(0, 5)),
+        st.sampled_from(["schedule", "schedule", "update", "update", "turn"]),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(configs, actions)
+def test_every_output_is_what_the_request_gives_alone(config: SchedulerConfig, actions: list[object]) -> None:
+    engine = Engine(config)
+    for number, action in enumerate(actions):
+        if action in ("schedule", "turn"):
+            engine.schedule()
+        if action in ("update", "turn"):
+            engine.update()
+        elif isinstance(action, tuple) and action[0] == "abort":
+            names = list(engine.requests)
+            if names:
+                engine.abort(names[-1 - action[1] % len(names)])
+        elif isinstance(action, tuple):
+            prompt, params = action
+            try:
+                engine.add(Request(f"{number}", prompt, params))
+            except ConfigError:
+                limit = min(len(prompt) + params.max_tokens, config.max_model_len)
+                blocks = -(-(limit - 1) // config.block_size)
+                assert len(prompt) >= config.max_model_len or blocks > config.num_blocks
+    engine.drain()
+    engine.check()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("pipeline", [1, 2, 3])
+def test_a_tiny_cache_under_load(lookahead: int, pipeline: int) -> None:
+    """Much pre-emption and much sharing, and both do happen."""
+    draw = random.Random(1)
+    engine = Engine(
+        config(
+            max_sequences=8,
+            num_blocks=14,
+            max_model_len=40,
+            lookahead=lookahead,
+            pipeline=pipeline,
+            max_batch_tokens=24,
+        )
+    )
+    for number in range(150):
+        prompt = (draw.randrange(2),) * draw.randrange(12) + (draw.randrange(VOCAB),)
+        engine.add(request(f"{number}", prompt, max_tokens=draw.randrange(1, 28)))
+        for _ in range(draw.randrange(12)):
+            if draw.randrange(2):
+                engine.schedule()
+            else:
+                engine.update()
+        if draw.randrange(8) == 0:
+            engine.abort(f"{draw.randrange(number + 1)}")
+    engine.drain()
+    stats = engine.scheduler.stats()
+    assert stats.preemptions > 20
+    assert stats.cached_tokens > 100
+    engine.check()
+
+
+def test_a_prefix_is_taken_over_from_a_step_before_and_not_from_the_same() -> None:
+    engine = Engine(config(max_batch_tokens=64))
+    prompt = tuple(range(10))
+    engine.add(request("a", prompt, max_tokens=4))
+    engine.add(request("b", prompt, max_tokens=4))
+    engine.schedule()
+    assert [s.start for s in engine.made[0].sequences] == [0, 0]
+    engine.update()
+    engine.add(request("c", prompt, max_tokens=4))
+    engine.schedule()
+    taken = engine.made[1].sequences[-1]
+    assert (taken.start, taken.tokens, taken.blocks[:2]) == (8, (8, 9), engine.made[0].sequences[0].blocks[:2])
+    engine.drain()
+    assert engine.ended["c"].cached == 8
+    stats = engine.scheduler.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens) == (30, 8)
+    engine.check()
+
+
+def test_a_prefix_may_be_taken_over_from_a_plan_that_is_outstanding() -> None:
+    engine = Engine(config(pipeline=2))
+    engine.add(request("a", tuple(range(10)), max_tokens=4))
+    engine.schedule()
+    engine.add(request("b", tuple(range(10)), max_tokens=4))
+    engine.schedule()
+    assert engine.made[1].sequences[0].start == 8
+    engine.drain()
+    engine.check()
+
+
+def test_a_prompt_that_is_cached_throughout_leaves_a_token_to_compute() -> None:
+    engine = Engine(config())
+    for name in "ab":
+        engine.add(request(name, tuple(range(8)), max_tokens=1))
+        engine.drain()
+    assert engine.ended["b"].cached == 4
+    engine.check()
+
+
+def test_an_output_is_found_as_a_prefix_too() -> None:
+    engine = Engine(config(lookahead=1))
+    engine.add(request("a", (1, 2, 3), max_tokens=10))
+    engine.drain()
+    engine.add(request("b", (1, 2, 3, *engine.outputs["a"]), max_tokens=2))
+    engine.drain()
+    assert engine.ended["b"].cached == 12
+    engine.check()
+
+
+def test_without_prefix_caching_nothing_is_taken_over() -> None:
+    engine = Engine(config(prefix_caching=False))
+    for name in "ab":
+        engine.add(request(name, tuple(range(10)), max_tokens=2))
+        engine.drain()
+    assert engine.scheduler.stats().cached_tokens == 0
+
+
+def test_decoding_sequences_go_first_and_prompts_take_what_is_left() -> None:
+    engine = Engine(config(max_batch_tokens=6))
+    engine.add(request("a", (1,), max_tokens=20))
+    engine.schedule()
+    engine.update()
+    engine.add(request("b", tuple(range(12)), max_tokens=2))
+    for _ in range(3):
+        engine.schedule()
+        engine.update()
+    assert [[len(s.tokens) for s in plan.sequences] for plan in engine.made[1:]] == [[1, 5], [1, 5], [1, 2]]
+    assert [plan.sequences[1].draws for plan in engine.made[1:]] == [False, False, True]
+    engine.drain()
+    engine.check()
+
+
+def test_lookahead_plans_a_token_that_is_not_known_yet() -> None:
+    engine = Engine(config(lookahead=1))
+    engine.add(request("a", (1, 2), max_tokens=3))
+    assert engine.schedule()
+    assert engine.schedule()
+    assert not engine.schedule()
+    assert engine.made[1].sequences[0].tokens == (PENDING,)
+    engine.update()
+    assert engine.schedule()
+    engine.update()
+    # The third token is being drawn, and there is no fourth.
+    assert not engine.schedule()
+    engine.update()
+    assert engine.ended["a"].finish == "length"
+    engine.check()
+
+
+def test_a_token_drawn_after_the_end_is_dropped() -> None:
+    first = next_token([1, 2])
+    engine = Engine(config(lookahead=1, eos=(first,)))
+    engine.add(request("a", (1, 2), max_tokens=5))
+    engine.schedule()
+    engine.schedule()
+    engine.update()
+    assert (engine.ended["a"].finish, engine.ended["a"].stop_token) == ("stop", first)
+    assert engine.scheduler.unfinished == 0
+    assert engine.scheduler.outstanding == 1
+    engine.update()
+    assert engine.outputs["a"] == [first]
+    engine.check()
+
+
+@pytest.mark.parametrize(("running", "sizes"), [(4, [1, 1, 2]), (6, [2, 2, 2]), (9, [3, 3, 3])])
+def test_a_pipeline_is_kept_full_with_even_batches(running: int, sizes: list[int]) -> None:
+    engine = Engine(config(max_sequences=16, max_batch_tokens=64, pipeline=3, max_model_len=100, num_blocks=400))
+    for number in range(running):
+        engine.add(request(f"{number}", (number,), max_tokens=40, ignore_eos=True))
+    while engine.scheduler.stats().output_tokens < 10 * running:
+        while engine.schedule():
+            pass
+        engine.update()
+    assert sorted(len(plan.sequences) for plan in engine.made[-3:]) == sizes
+    in_flight = [s.slot for plan in engine.plans for s in plan.sequences]
+    assert len(in_flight) == len(set(in_flight))
+    engine.drain()
+    engine.check()
+
+
+def test_batches_of_a_pipeline_even_out_when_one_was_left_large() -> None:
+    engine = Engine(config(max_sequences=8, max_batch_tokens=64, pipeline=2, max_model_len=100, num_blocks=400))
+    for number in range(8):
+        short = number in (0, 1, 2)  # of the first four
+        engine.add(request(f"{number}", (number,), max_tokens=5 if short else 60, ignore_eos=True))
+    for _ in range(40):
+        while engine.schedule():
+            pass
+        engine.update()
+    assert [len(plan.sequences) for plan in engine.made[-2:]] in ([2, 3], [3, 2])
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
+    engine = Engine(config(pipeline=2, max_batch_tokens=4))
+    engine.add(request("a", tuple(range(10)), max_tokens=3))
+    engine.schedule()
+    engine.schedule()
+    assert [plan.sequences[0].start for plan in engine.plans] == [0, 4]
+    engine.drain()
+    engine.check()
+
+
+def test_nobody_is_passed_over_where_a_pipeline_is_not_filled() -> None:
+    engine = Engine(config(pipeline=2))
+    for number in range(4):
+        engine.add(request(f"{number}", (number,), max_tokens=30, ignore_eos=True))
+    for _ in range(21):
+        engine.schedule()
+        engine.update()
+    assert [len(output) for output in engine.outputs.values()] == [11] * 4
+
+
+def test_a_large_request_is_served_under_a_stream_of_small_ones() -> None:
+    engine = Engine(config(num_blocks=16, max_sequences=4))
+    for number in range(6):
+        engine.add(request(f"{number}", (number,) * 9, max_tokens=6))
+    engine.add(request("large", tuple(range(12)) * 4, max_tokens=14, ignore_eos=True))  # nearly all of the cache
+    number = 6
+    while "large" not in engine.ended:
+        assert number < 200
+        engine.add(request(f"{number}", (number % VOCAB,) * 9, max_tokens=6))
+        number += 1
+        engine.schedule()
+        engine.update()
+    engine.drain()
+    engine.check()
+
+
+def test_first_come_first_served() -> None:
+    engine = Engine(config(num_blocks=16))
+    for number in range(12):
+        engine.add(request(f"{number}", (number,) * (1 + 5 * (number % 3)), max_tokens=9, ignore_eos=True))
+    started: list[str] = []
+    while engine.scheduler.unfinished:
+        engine.schedule()
+        engine.update()
+        started += [name for name, output in engine.outputs.items() if output and name not in started]
+    assert started == [f"{number}" for number in range(12)]
+
+
+def test_the_last_to_arrive_is_pre_empted_and_keeps_its_output() -> None:
+    engine = Engine(config(num_blocks=6, max_model_len=24, max_batch_tokens=64))
+    engine.add(request("first", (1, 2, 3, 4), max_tokens=18, ignore_eos=True))
+    engine.add(request("last", (5, 6, 7, 8), max_tokens=12, ignore_eos=True))
+    engine.drain()
+    fresh = [s for plan in engine.made for s in plan.sequences if s.fresh]
+    assert [s.request_id for s in fresh] == ["first", "last", "last"]
+    again = fresh[-1]
+    assert 0 < len(again.output) < 12
+    assert again.output == tuple(engine.outputs["last"][: len(again.output)])
+    assert again.params == engine.requests["last"].params
+    assert engine.scheduler.stats().preemptions == 1
+    engine.check()
+
+
+def test_who_was_pre_empted_comes_before_who_arrived_later() -> None:
+    engine = Engine(config(num_blocks=6, max_model_len=24, max_batch_tokens=64))
+    for name in ("first", "second"):
+        engine.add(request(name, (len(name),) * 5, max_tokens=13, ignore_eos=True))
+    engine.schedule()
+    engine.update()
+    engine.add(request("third", (0,) * 5, max_tokens=2, ignore_eos=True))
+    engine.drain()
+    fresh = [s.request_id for plan in engine.made for s in plan.sequences if s.fresh]
+    assert fresh == ["first", "second", "second", "third"]
+    engine.check()
+
+
+def test_nobody_is_let_in_whom_the_next_block_of_another_would_throw_out() -> None:
+    engine = Engine(config(num_blocks=6, max_model_len=24))
+    engine.add(request("a", (1,) * 9, max_tokens=6, ignore_eos=True))
+    engine.schedule()
+    engine.update()
+    engine.add(request("b", (2,) * 9, max_tokens=8, ignore_eos=True))
+    engine.drain()
+    assert engine.scheduler.stats().preemptions == 0
+    engine.check()
+
+
+def test_a_prompt_that_waits_for_blocks_keeps_later_ones_out() -> None:
+    engine = Engine(config(block_size=1, num_blocks=24, max_batch_tokens=8, max_model_len=24))
+    for name in "ab":
+        engine.add(request(name, (ord(name),), max_tokens=5, ignore_eos=True))
+    engine.schedule()
+    engine.update()
+    engine.add(request("long", tuple(range(100, 118)), max_tokens=2))
+    engine.add(request("late", (7,), max_tokens=2))
+    for _ in range(5):
+        engine.schedule()
+        engine.update()
+    # The last chunk lacks blocks for two steps, until the first two requests are done.
+    assert [[len(s.tokens) for s in plan.sequences] for plan in engine.made[1:]] == [
+        [1, 1, 6],
+        [1, 1, 6],
+        [1, 1],
+        [1, 1],
+        [1, 6],
+    ]
+    engine.drain()
+    engine.check()
+
+
+def test_a_prompt_waits_for_a_step_that_decoding_fills() -> None:
+    engine = Engine(config(pipeline=2, max_batch_tokens=2))
+    for number in range(3):
+        engine.add(request(f"{number}", (number,), max_tokens=9, ignore_eos=True))
+    engine.add(request("long", tuple(range(9)), max_tokens=2))
+    engine.drain()
+    engine.check()
+
+
+def test_an_end_token_ends_unless_it_is_to_be_ignored() -> None:
+    first = next_token([1, 2])
+    for ignore, stops, finish in ((False, (), "stop"), (True, (), "length"), (True, (first,), "stop")):
+        engine = Engine(config(eos=(first,)))
+        engine.add(
+            request("a", (1, 2), max_tokens=1 if ignore and not stops else 2, ignore_eos=ignore, stop_token_ids=stops)
+        )
+        engine.drain()
+        assert engine.ended["a"].finish == finish
+        engine.check()
+
+
+def test_the_model_length_cuts_an_output() -> None:
+    engine = Engine(config(max_model_len=8))
+    engine.add(request("a", (1,) * 7, max_tokens=100))
+    engine.add(request("b", (1,) * 3, max_tokens=100))
+    engine.drain()
+    assert [len(engine.outputs[name]) for name in "ab"] == [1, 5]
+    assert engine.ended["b"].finish == "length"
+    engine.check()
+
+
+def test_log_probabilities_go_with_their_tokens() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", (1,), max_tokens=5))
+    scheduler.add(request("b", (1,), max_tokens=5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    one = TokenLogprob(3, -0.5, 1, ())
+    first, second = scheduler.update(plan.number, [3, 4], [one, None])
+    assert (first.logprobs, second.logprobs) == ((one,), None)
+
+
+def test_a_name_is_free_again_once_its_request_has_ended() -> None:
+    engine = Engine(config(lookahead=1))
+    engine.add(request("a", (1, 2), max_tokens=5))
+    engine.schedule()
+    engine.abort("a")
+    engine.abort("a")
+    del engine.ended["a"]
+    engine.add(request("a", (3, 4, 5), max_tokens=5))
+    engine.schedule()
+    engine.drain()
+    assert engine.outputs["a"] == alone(engine.requests["a"], engine.config)[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ((), 4, "is empty"),
+        ((1,) * 64, 4, "has 64 tokens; .* at most 64, so a prompt has at most 63"),
+        ((1,) * 30, 12, "30 tokens and an output of up to 12 take 11 blocks of 4 tokens, and the cache has 10"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
+    scheduler = Scheduler(config(num_blocks=10))
+    with pytest.raises(ConfigError, match=message):
+        scheduler.add(request("a", prompt, max_tokens=max_tokens))
+    assert scheduler.unfinished == 0
+
+
+def test_the_longest_request_that_fits_is_served() -> None:
+    engine = Engine(config(num_blocks=10))
+    engine.add(request("a", (1,) * 30, max_tokens=11, ignore_eos=True))
+    engine.drain()
+    engine.check()
+
+
+def test_two_requests_of_one_name_are_refused() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", (1,)))
+    with pytest.raises(ConfigError, match="'a' is at work already"):
+        scheduler.add(request("a", (2,)))
+
+
+def test_results_come_in_order_and_in_full() -> None:
+    scheduler = Scheduler(config(lookahead=1))
+    with pytest.raises(ConfigError, match="oldest outstanding plan is None; here are results of 0"):
+        scheduler.update(0, [])
+    scheduler.add(request("a", (1,)))
+    scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(ConfigError, match="oldest outstanding plan is 0; here are results of 1"):
+        scheduler.update(1, [1])
+    with pytest.raises(ConfigError, match="plan 0 draws 1 tokens; here are 0"):
+        scheduler.update(0, [])
+    with pytest.raises(ConfigError, match="here are 1 with 2 log-probabilities"):
+        scheduler.update(0, [1], [None, None])
+    assert scheduler.update(0, [1])[0].tokens == (1,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_sequences": 0},
+        {"max_batch_tokens": 0},
+        {"block_size": 0},
+        {"num_blocks": 0},
+        {"pipeline": 0},
+        {"max_model_len": 1},
+        {"lookahead": 2},
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(change))} is .* not {next(iter(change.values()))}"):
+        config(**change)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Python and C functions called."""
+    count = 0
+
+    def count_one(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(count_one)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_of_a_step_grows_with_those_that_decode_and_not_with_their_lengths() -> None:
+    def step(running: int, steps: int) -> int:
+        scheduler = Scheduler(
+            config(max_sequences=running, num_blocks=20000, max_model_len=4096, max_batch_tokens=8192)
+        )
+        for number in range(running):
+            scheduler.add(request(f"{number}", (number,) * 9, max_tokens=4000))
+
+        def turn() -> None:
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.update(plan.number, [1] * len(plan.sequences))
+
+        for _ in range(steps):
+            turn()
+        return calls(turn)
+
+    assert step(64, 210) == step(64, 10)  # the same place in a block
+    assert step(256, 10) < 4.2 * step(64, 10)
+    assert step(64, 10) < 64 * 40
