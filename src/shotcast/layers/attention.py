@@ -1,0 +1,104 @@
+"""Attention over a paged cache of keys and values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
+
+from shotcast.layers.batch import Batch
+
+
+class KeyValueCache:
+    """The keys and values of one layer on one rank.
+
+    Attributes:
+        keys, values: [blocks * block_size, key-value heads, head_dim]; float32 on the CPU, the model's dtype on CUDA.
+    """
+
+    def __init__(
+        self, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.block_size = block_size
+        shape = (blocks * block_size, kv_heads, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+
+
+class Attention:
+    """Causal attention of a rank's heads: rotates queries and keys, keeps keys and values, and attends.
+
+    Args:
+        heads, head_dim: of this rank's queries.
+        kv_of: for each query head the place of its key-value head.
+        cosines, sines: float32 [positions, head_dim / 2].
+        window: tokens back that a query sees, itself included; 0 for all.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        kv_of: tuple[int, ...],
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        window: int = 0,
+    ):
+        self.heads, self.kv_heads, self.head_dim = heads, max(kv_of) + 1, head_dim
+        self.window = window
+        self._cosines, self._sines = cosines, sines
+        self._kv_of = torch.tensor(kv_of, device=cosines.device)
+        group = heads // self.kv_heads
+        self._even = kv_of == tuple(head // group for head in range(heads)) and heads % self.kv_heads == 0
+
+    def __call__(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch) -> torch.Tensor:
+        """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
+        from shotcast.cpu import attention
+
+        x = qkv.float()
+        tokens = x.shape[0]
+        queries = torch.empty(tokens, self.heads, self.head_dim)
+        attention.rotate_into_cache(
+            x, self._cosines, self._sines, batch.positions, batch.slots, cache.keys, cache.values, queries
+        )
+        out = torch.empty_like(queries)
+        if count := batch.decodes:
+            attention.decode(
+                queries[:count],
+                cache.keys,
+                cache.values,
+                batch.tables,
+                batch.lengths,
+                self._kv_of,
+                cache.block_size,
+                self.window,
+                out[:count],
+            )
+        for sequence in range(batch.decodes, len(batch.contexts)):
+            first, stop = batch.starts[sequence], batch.starts[sequence + 1]
+            out[first:stop] = self._prefill(queries[first:stop], cache, batch, sequence)
+        return out.view(tokens, -1).to(qkv.dtype)
+
+    def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, sequence: int) -> torch.Tensor:
+        """Attention of a sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
+        length, count = batch.contexts[sequence], queries.shape[0]
+        positions = torch.arange(length)
+        blocks = batch.tables[sequence].to(torch.int64)
+        slots = blocks[positions // cache.block_size] * cache.block_size + positions % cache.block_size
+        # [1, heads, tokens, head_dim], as PyTorch wants it
+        keys, values = (
+            (whole[slots] if self._even else whole[slots][:, self._kv_of]).transpose(0, 1)[None]
+            for whole in (cache.keys, cache.values)
+        )
+        options: dict[str, Any] = {"enable_gqa": self._even and self.heads != self.kv_heads}
+        if count == length and not 0 < self.window < length:
+            options["is_causal"] = True
+        else:
+            ages = positions[length - count :, None] - positions
+            seen = ages >= 0
+            options["attn_mask"] = seen & (ages < self.window) if self.window else seen
+        scale = 1.0 / math.sqrt(self.head_dim)
+        out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
+        return out[0].transpose(0, 1)

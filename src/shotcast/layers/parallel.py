@@ -1,0 +1,121 @@
+"""The ranks that one model is spread over, as its layers see them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from shotcast.collectives.communicator import Communicator
+
+
+class Parallel:
+    """Tensor parallelism within a stage, and the stages before and after.
+
+    Layers divide their weights between the ``size`` ranks of ``comm``, and leave partial sums that this class adds up.
+    ``communication_s`` is the time that this rank's calls took: on CPU ranks all of it, waiting included.
+
+    Args:
+        comm: the ranks of this stage.
+        job: all ranks, stage by stage, for what passes from stage to stage.
+        stages: how many stages there are.
+        algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it.
+        sequence_parallel: the residual is divided between the ranks of a stage where a step has as many tokens as
+            ``sequence_parallel``; 0 for never.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        job: Communicator | None = None,
+        stages: int = 1,
+        algorithm: str = "auto",
+        sequence_parallel: int = 0,
+    ):
+        self.comm, self.job, self.stages = comm, job, stages
+        self.rank, self.size = comm.rank, comm.world_size
+        self.stage = 0 if job is None else job.rank // self.size
+        self.algorithm = algorithm
+        self.fused_algorithm = algorithm if algorithm in ("auto", "one_shot", "two_shot") else "vendor"
+        self._sequence_parallel = sequence_parallel if self.size > 1 else 0
+        self.communication_s = 0.0
+
+    @property
+    def first(self) -> bool:
+        """Whether tokens enter here."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether logits leave here."""
+        return self.stage == self.stages - 1
+
+    def divides_residual(self, tokens: int) -> bool:
+        """Whether a step of so many tokens keeps the residual in parts, a part on each rank."""
+        return 0 < self._sequence_parallel <= tokens and tokens % self.size == 0
+
+    def part(self, tokens: int) -> slice:
+        """Of the tokens of a step, those whose residual this rank keeps."""
+        if not self.divides_residual(tokens):
+            return slice(0, tokens)
+        each = tokens // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def reduce_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum ``x`` over the ranks, add the residual, norm: ``(normed, new residual)``, the latter in ``residual``.
+
+        Args:
+            x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
+            residual: [tokens, hidden], or this rank's :meth:`part` of them.
+            weight: [hidden].
+        """
+        started = time.perf_counter()
+        if residual.shape[0] == x.shape[0]:
+            normed, residual = self.comm.all_reduce_rms_norm(
+                x, residual, weight, eps, self.fused_algorithm, out=(x, residual)
+            )
+        else:
+            normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
+        self.communication_s += time.perf_counter() - started
+        return normed, residual
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum ``x`` over the ranks of the stage, in place."""
+        started = time.perf_counter()
+        self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
+        self.communication_s += time.perf_counter() - started
+        return x
+
+    def gather_columns(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """``[rows, widths[rank]]`` of every rank of the stage, side by side: [rows, sum(widths)]."""
+        if self.size == 1:
+            return x
+        started = time.perf_counter()
+        rows = x.shape[0]
+        parts = self.comm.all_gather(x.reshape(-1), sizes=[rows * width for width in widths])
+        self.communication_s += time.perf_counter() - started
+        return torch.cat([part.view(rows, -1) for part in parts.split([rows * width for width in widths])], dim=1)
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, ...]`` of every rank of the stage, one below the other."""
+        started = time.perf_counter()
+        x = self.comm.all_gather(x)
+        self.communication_s += time.perf_counter() - started
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        """Give ``x`` to the rank of the next stage that has this rank's place."""
+        assert self.job is not None
+        started = time.perf_counter()
+        self.job.send(x, self.job.rank + self.size)
+        self.communication_s += time.perf_counter() - started
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        """Fill ``x`` with what the stage before has sent."""
+        assert self.job is not None
+        started = time.perf_counter()
+        self.job.recv(x, self.job.rank - self.size)
+        self.communication_s += time.perf_counter() - started
+        return x

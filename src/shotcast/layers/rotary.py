@@ -1,0 +1,80 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864), and the ways to stretch it over longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+RotaryKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Angles of a model: ``position * frequency``, and a factor on both sine and cosine.
+
+    The frequency of pair i of a head is ``theta ** (-2 i / head_dim)``, changed as ``kind`` says:
+
+    - ``default``: not at all;
+    - ``linear``: divided by ``factor``;
+    - ``llama3``: divided by ``factor`` where the wavelength is above ``original_max_position / low_freq_factor``, not
+      at all below ``original_max_position / high_freq_factor``, and blended between (Llama 3.1's model card);
+    - ``yarn``: blended between the two by how often a pair turns within ``original_max_position``, from ``beta_fast``
+      turns (kept) to ``beta_slow`` (divided); sine and cosine times ``attention_factor``
+      (Peng et al., arXiv 2309.00071).
+
+    ``divisors``, if given, replace all this: a number for each pair to divide its frequency by.
+    """
+
+    theta: float
+    kind: RotaryKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    divisors: tuple[float, ...] | None = None
+
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """[head_dim / 2], float32, radians a position."""
+        plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        if self.divisors is not None:
+            return plain / torch.tensor(self.divisors)
+        if self.kind == "linear":
+            return plain / self.factor
+        if self.kind == "llama3":
+            turns = self.original_max_position * plain / (2 * math.pi)
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            kept = kept.clamp(0, 1)
+            return kept * plain + (1 - kept) * plain / self.factor
+        if self.kind == "yarn":
+
+            def pair_of(turns: float) -> float:
+                span = math.log(self.original_max_position / (turns * 2 * math.pi))
+                return head_dim * span / (2 * math.log(self.theta))
+
+            low = max(math.floor(pair_of(self.beta_fast)), 0)
+            high = min(math.ceil(pair_of(self.beta_slow)), head_dim - 1)
+            ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
+            kept = 1 - ramp.clamp(0, 1)
+            return kept * plain + (1 - kept) * plain / self.factor
+        return plain
+
+    def magnitude(self) -> float:
+        """What sines and cosines are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" and self.factor > 1 else 1.0
+
+    def tables(self, head_dim: int, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions from 0: two of [positions, head_dim / 2], float32.
+
+        In float32 throughout, as models are trained and as their other implementations do it.
+        """
+        angles = torch.arange(positions).float()[:, None] * self.frequencies(head_dim)
+        magnitude = self.magnitude()
+        return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
