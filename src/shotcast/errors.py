@@ -93,3 +93,18 @@ class RankFailed(ShotcastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.detail)
+
+
+class EngineDead(ShotcastError):
+    """The inference engine stopped for good, with all it was computing.
+
+    Attributes:
+        reason: what stopped it, for example which rank failed.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        super().__init__(f"the engine stopped: {reason}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reason,)
