@@ -17,6 +17,7 @@ INSTANCES = [
     errors.CollectiveTimeout(1, [], "barrier", 1, 0.1),
     errors.CollectiveMismatch(0, {1: "barrier()", 0: "all_reduce(float32, 64 KiB)"}, [1], ["op"], 12),
     errors.RankFailed(2, "Traceback ..."),
+    errors.EngineDead("rank 1 was killed"),
 ]
 
 

@@ -96,7 +96,11 @@ class RankFailed(ShotcastError):
 
 
 class EngineDead(ShotcastError):
-    """The ranks of an inference engine ended by themselves; ``__cause__`` says more where it is known."""
+    """The inference engine stopped for good, with all it was computing.
+
+    Attributes:
+        reason: what stopped it, for example which rank failed.
+    """
 
     def __init__(self, reason: str):
         self.reason = reason

@@ -1,0 +1,180 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
+
+from shotcast.engine.requests import RequestOutput
+from shotcast.server.answers import Answer, ChatAnswer, CompletionAnswer
+from shotcast.server.body import AnyBody, Body, ChatBody, CompletionBody, parse
+from shotcast.server.errors import ApiError
+from shotcast.server.metrics import CountResponses
+from shotcast.server.service import Service
+from shotcast.server.streaming import DONE, EventStream, event, unless_gone
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""For the counters: nobody is there to read the answer."""
+
+
+def create_app(service: Service) -> ASGIApp:
+    config = service.config
+
+    def check_key(http: Request) -> None:
+        if config.api_key is None:
+            return
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(key.encode("latin-1"), config.api_key.encode())
+        if scheme.lower() != "bearer" or not right:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send Authorization: Bearer <key>",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def read(http: Request, kind: type[AnyBody]) -> AnyBody:
+        media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Another type would let any web page send requests to a server on its reader's machine, without being asked.
+        if media_type != "application/json":
+            raise ApiError(415, f"Content-Type is application/json, not {media_type or 'left out'}")
+        body = parse(kind, await _read(http, config.max_body_bytes))
+        if body.model != service.model:
+            raise _no_model(body.model, service.model)
+        return body
+
+    async def respond(http: Request, body: Body, answer: Answer[Any]) -> Response:
+        if body.stream:
+            return EventStream(_events(service, body, answer))
+        outputs = await unless_gone(http.receive, _outputs(service, body, answer))
+        return Response(status_code=CLIENT_GONE) if outputs is None else JSONResponse(answer.whole(outputs))
+
+    open_to_all = APIRouter()
+    keyed = APIRouter(dependencies=[Depends(check_key)])
+
+    @open_to_all.get("/health")
+    async def health() -> Response:
+        service.check(status_of_death=503)
+        return JSONResponse({"status": "ok"})
+
+    @(open_to_all if config.public_metrics else keyed).get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @keyed.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @keyed.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.model:
+            raise _no_model(name, service.model)
+        return JSONResponse(_model(service))
+
+    @keyed.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        body = await read(http, CompletionBody)
+        return await respond(http, body, CompletionAnswer(body, service.model, service.engine.tokenizer))
+
+    @keyed.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        body = await read(http, ChatBody)
+        return await respond(http, body, ChatAnswer(body, service.model, service.engine.tokenizer))
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(open_to_all)
+    app.include_router(keyed)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    return CountResponses(app, service.metrics)
+
+
+async def _read(http: Request, limit: int) -> bytes:
+    """The body, refused as soon as it is known to be too large."""
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    if int(http.headers.get("content-length", 0)) > limit:
+        raise too_large
+    read = bytearray()
+    try:
+        async for piece in http.stream():
+            read += piece
+            if len(read) > limit:
+                raise too_large
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_GONE, "the client left") from error
+    return bytes(read)
+
+
+async def _outputs(service: Service, body: Body, answer: Answer[Any]) -> dict[int, RequestOutput]:
+    async with aclosing(service.generate(body, answer.id)) as updates:
+        return {number: output async for number, output in updates}
+
+
+async def _events(service: Service, body: Body, answer: Answer[Any]) -> AsyncGenerator[bytes, None]:
+    """The answer as it grows. What fails after the first event is told as an event, and ends the stream."""
+    outputs: dict[int, RequestOutput] = {}
+    try:
+        async with aclosing(service.generate(body, answer.id)) as updates:
+            async for number, output in updates:
+                outputs[number] = output
+                for chunk in answer.chunks(number, output):
+                    yield event(chunk)
+    except Exception as error:
+        if not outputs:
+            raise
+        if not isinstance(error, ApiError):
+            logger.exception("a stream failed")
+            error = _INTERNAL
+        yield event(error.body)
+        return
+    if body.include_usage:
+        yield event(answer.usage_chunk(outputs))
+    yield DONE
+
+
+_INTERNAL = ApiError(500, "internal error; the server's log has more")
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "shotcast",
+        "max_model_len": service.engine.max_model_len,
+    }
+
+
+def _no_model(name: str, served: str) -> ApiError:
+    return ApiError(
+        404, f"there is no model {name!r}; this server has {served!r}", param="model", code="model_not_found"
+    )
+
+
+async def _api_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_error(http: Request, error: Exception) -> Response:
+    """No such path, or no such method there."""
+    assert isinstance(error, HTTPException)
+    told = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}", headers=error.headers)
+    return await _api_error(http, told)
+
+
+async def _unexpected(http: Request, error: Exception) -> Response:
+    return await _api_error(http, _INTERNAL)

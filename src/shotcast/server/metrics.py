@@ -1,0 +1,100 @@
+"""What Prometheus reads: counters of the engine, taken when it asks, and what the server itself measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shotcast.engine.requests import RequestOutput
+from shotcast.server.engine import Engine
+
+TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TPOT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """The metrics of one server. What counts as a request here is one output of the engine."""
+
+    def __init__(self, engine: Engine):
+        registry = CollectorRegistry()
+        registry.register(_EngineCollector(engine))
+        self._registry = registry
+        self._ttft = Histogram(
+            "shotcast_ttft_seconds", "From a request to its first token.", buckets=TTFT_S, registry=registry
+        )
+        self._tpot = Histogram(
+            "shotcast_tpot_seconds", "Per output token after the first.", buckets=TPOT_S, registry=registry
+        )
+        self._time = Histogram(
+            "shotcast_request_seconds", "From a request to its last token.", buckets=REQUEST_S, registry=registry
+        )
+        self._requests = Counter(
+            "shotcast_requests", "Requests by how they ended.", ["finish_reason"], registry=registry
+        )
+        self._responses = Counter("shotcast_responses", "HTTP responses by status.", ["status"], registry=registry)
+
+    def finished(self, output: RequestOutput) -> None:
+        self.ended(str(output.finish_reason))
+        self._time.observe(output.time_s)
+        if output.ttft_s is not None:
+            self._ttft.observe(output.ttft_s)
+        if output.tpot_s is not None:
+            self._tpot.observe(output.tpot_s)
+
+    def ended(self, finish_reason: str) -> None:
+        """A request that ended, also without an output: "abort", "error"."""
+        self._requests.labels(finish_reason).inc()
+
+    def responded(self, status: int) -> None:
+        self._responses.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("shotcast_engine_up", "0 when the engine died.", float(self._engine.dead is None))
+        if self._engine.dead is not None:
+            return
+        stats = self._engine.stats()
+        used = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
+        for name, says, gauge in (
+            ("requests_running", "Requests that are being computed.", stats.running),
+            ("requests_waiting", "Requests in the engine's queue.", stats.waiting),
+            ("kv_used_fraction", "Blocks of the paged cache that running requests hold, of all.", used),
+        ):
+            yield GaugeMetricFamily(f"shotcast_{name}", says, gauge)
+        for name, says, count in (
+            ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
+            ("cached_prompt_tokens", "Tokens of prompts that were found computed.", stats.cached_tokens),
+            ("output_tokens", "Tokens drawn.", stats.output_tokens),
+            ("preemptions", "Times that a request lost its blocks to others.", stats.preemptions),
+            ("steps", "Steps of the engine.", stats.steps),
+            ("step_seconds", "Time of all steps.", stats.step_s),
+            ("communication_seconds", "Of it rank 0's in collectives.", stats.communication_s),
+        ):
+            yield CounterMetricFamily(f"shotcast_{name}", says, count)
+
+
+class CountResponses:
+    """Middleware around everything else, so that it also sees the answers to requests that failed."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responded(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

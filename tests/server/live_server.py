@@ -1,0 +1,86 @@
+"""A real server in a thread of the test process, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+from scripted_engine import ScriptedEngine
+
+from shotcast.server.config import ServerConfig
+from shotcast.server.main import serve
+
+
+@dataclass
+class Live:
+    engine: ScriptedEngine
+    thread: threading.Thread | None = None
+    port: int = 0
+    exit_code: int | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def post(self, path: str, body: object, **options: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **options)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run it in the server's event loop."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(function)
+
+    def join(self) -> int | None:
+        assert self.thread is not None
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        return self.exit_code
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@contextmanager
+def live(engine: ScriptedEngine | None = None, **config: object) -> Iterator[Live]:
+    server = Live(engine or ScriptedEngine())
+    ready = threading.Event()
+
+    def listening(port: int) -> None:
+        server.port = port
+        ready.set()
+
+    async def main() -> int:
+        server.loop = asyncio.get_running_loop()
+        return await serve(server.engine, ServerConfig(port=0, **config), listening, server.stop)
+
+    def work() -> None:
+        server.exit_code = asyncio.run(main())
+
+    server.thread = threading.Thread(target=work)
+    server.thread.start()
+    assert ready.wait(20)
+    try:
+        yield server
+    finally:
+        with suppress(RuntimeError):  # its loop is closed: it has stopped by itself
+            server.call(server.engine.let_go)
+            server.call(server.stop.set)
+        server.join()
+        assert server.engine.closed

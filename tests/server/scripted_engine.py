@@ -1,0 +1,161 @@
+"""An engine whose every token is known beforehand, for tests of what HTTP makes of it.
+
+A token is a character's code point, so prompts have as many tokens as characters. The output to a prompt is the
+alphabet, from the seed's letter on ("abc...", with seed 1 "bcd..."), and ends after ``length`` letters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+
+from shotcast.engine.requests import EngineStats, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from shotcast.errors import ConfigError, EngineDead
+
+END = 0
+HALF = 1
+"""A token that is half a character."""
+
+NEVER = 2
+"""A token that cannot come: its probability is 0."""
+
+
+class ScriptedTokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("\ufffd" if token == HALF else chr(token) for token in ids)
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if messages[-1]["role"] != "user":
+            raise ConfigError("the template wants the user's word last")
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+
+class ScriptedEngine:
+    """The engine, and what it was asked.
+
+    Attributes:
+        length: letters of an output, before its end token.
+        delay_s: between tokens.
+        hold_after: outputs stop growing at this many tokens until ``let_go``.
+        dies_at: the engine dies when an output gets to this many tokens.
+        fault: raised by every request.
+        end_reason: the finish reason of an output that ends by itself.
+        started, aborted, finished: ids of requests.
+    """
+
+    model_name = "letters"
+
+    def __init__(self) -> None:
+        self.tokenizer = ScriptedTokenizer()
+        self.max_model_len = 200
+        self.length = 5
+        self.delay_s = 0.0
+        self.hold_after: int | None = None
+        self.dies_at: int | None = None
+        self.fault: Exception | None = None
+        self.end_reason: FinishReason = "stop"
+        self.params: list[SamplingParams] = []
+        self.prompts: list[list[int]] = []
+        self.started: list[str] = []
+        self.aborted: list[str] = []
+        self.finished: list[str] = []
+        self.running = 0
+        self.most_running = 0
+        self.closed = False
+        self.dead: BaseException | None = None
+        self._died = asyncio.Event()
+        self._let_go = asyncio.Event()
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+    def die(self) -> None:
+        self.dead = EngineDead("rank 1 was killed")
+        self._died.set()
+        self._let_go.set()
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        assert request_id is not None
+        assert not isinstance(prompt, str)
+        if self.fault is not None:
+            raise self.fault
+        self.started.append(request_id)
+        self.params.append(params)
+        self.prompts.append(list(prompt))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            async for output in self._letters(tuple(prompt), params, request_id):
+                yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request_id)
+            raise
+        else:
+            self.finished.append(request_id)
+        finally:
+            self.running -= 1
+
+    async def _letters(
+        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        output = RequestOutput(request_id, prompt, cached_tokens=len(prompt) // 2)
+        if params.logprobs is not None:
+            output.logprobs = []
+        while not output.finished:
+            await asyncio.sleep(self.delay_s)
+            if self.hold_after == len(output.tokens):
+                await self._let_go.wait()
+            if self.dies_at == len(output.tokens):
+                self.die()
+            if self.dead is not None:
+                raise self.dead
+            number = len(output.tokens)
+            ends = number == self.length and not params.ignore_eos
+            token = END if ends else ord("a") + ((params.seed or 0) + number) % 26
+            output.tokens.append(token)
+            if output.logprobs is not None:
+                ranked = ((token, -0.5), (HALF, -1.5), (NEVER, -math.inf))
+                output.logprobs.append(TokenLogprob(token, -0.5, 1, ranked[: params.logprobs]))
+            output.ttft_s, output.time_s = 0.25, 0.25 + 0.125 * number
+            if ends:
+                output.finish_reason = self.end_reason
+            elif token in params.stop_token_ids:
+                output.finish_reason, output.stop_reason = "stop", token
+            else:
+                output.text += chr(token)
+                for stop in params.stop:
+                    if stop in output.text:
+                        output.text = output.text[: output.text.index(stop)]
+                        output.finish_reason, output.stop_reason = "stop", stop
+                if len(output.tokens) == params.max_tokens and not output.finished:
+                    output.finish_reason = "length"
+            yield output
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self.running,
+            waiting=3,
+            kv_blocks=8,
+            kv_blocks_used=2,
+            prompt_tokens=1000,
+            cached_tokens=400,
+            output_tokens=500,
+            preemptions=7,
+            steps=60,
+            step_s=1.5,
+            communication_s=0.25,
+        )
+
+    async def wait_dead(self) -> BaseException:
+        await self._died.wait()
+        assert self.dead is not None
+        return self.dead
+
+    async def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,296 @@
+"""Answers to /v1/completions and /v1/chat/completions, as OpenAI's own client reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import httpx
+import openai
+import pytest
+from live_server import Live, live
+from scripted_engine import NEVER, ScriptedEngine
+
+from shotcast.server.body import CompletionBody
+from shotcast.server.config import ServerConfig
+from shotcast.server.service import Service
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Live) -> openai.OpenAI:
+    return server.client()
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="letters", prompt="hello")
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.model == "letters"
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("abcde", "stop", None)
+    assert answer.usage is not None
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_chat(server: Live, client: openai.OpenAI) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+        {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "user", "content": "more"},
+    ]
+    answer = client.chat.completions.create(model="letters", messages=messages)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "abcde", "stop")
+    expected = "<system>be brief<user>hello<assistant>yes<user>more"
+    assert server.engine.tokenizer.decode(server.engine.prompts[-1]) == expected
+    assert answer.usage.prompt_tokens == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", [[97, 98]]),
+        (["ab", "c"], [[97, 98], [99]]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_prompts(server: Live, client: openai.OpenAI, prompt: object, prompts: list[list[int]]) -> None:
+    server.engine.prompts.clear()
+    answer = client.completions.create(model="letters", prompt=prompt, n=2, seed=3)
+    assert server.engine.prompts == [one for one in prompts for _ in range(2)]
+    assert [choice.index for choice in answer.choices] == list(range(2 * len(prompts)))
+    assert [choice.text for choice in answer.choices] == ["defgh", "efghi"] * len(prompts)
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.completion_tokens == 6 * 2 * len(prompts)
+    assert answer.usage.prompt_tokens_details.cached_tokens == sum(len(one) // 2 for one in prompts)
+
+
+def test_parameters_reach_the_engine(server: Live, client: openai.OpenAI) -> None:
+    client.completions.create(
+        model="letters",
+        prompt="x",
+        max_tokens=3,
+        temperature=0,
+        top_p=0.5,
+        n=1,
+        best_of=1,
+        stop=["q", "r"],
+        logprobs=2,
+        seed=-5,
+        presence_penalty=1,
+        frequency_penalty=-1.5,
+        user="me",
+        extra_body={"top_k": 7, "min_p": 0.25, "ignore_eos": True, "stop_token_ids": [3, 4]},
+    )
+    params = server.engine.params[-1]
+    assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (3, 0, 0.5, ("q", "r"))
+    assert (params.logprobs, params.seed, params.presence_penalty, params.frequency_penalty) == (2, -5, 1, -1.5)
+    assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (7, 0.25, True, (3, 4))
+
+
+def test_what_asks_for_nothing_is_accepted(server: Live) -> None:
+    body = {"model": "letters", "messages": HELLO, "tools": [], "tool_choice": "none", "logit_bias": {}, "audio": None}
+    body |= {
+        "response_format": {"type": "text"},
+        "top_k": -1,
+        "stop": None,
+        "n": None,
+        "stream": False,
+        "logprobs": None,
+    }
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert server.engine.params[-1].top_k == 0
+
+
+def test_seeds_of_choices_stay_within_64_bits(server: Live, client: openai.OpenAI) -> None:
+    client.completions.create(model="letters", prompt="x", n=2, seed=2**63 - 1)
+    assert [params.seed for params in server.engine.params[-2:]] == [2**63 - 1, -(2**63)]
+
+
+def test_stop(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="letters", prompt="x", stop="cd")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+    assert answer.choices[0].stop_reason == "cd"
+    answer = client.completions.create(model="letters", prompt="x", max_tokens=2)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "length")
+
+
+def test_echo(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="letters", prompt=["x", "yz"], echo=True, n=2)
+    assert [choice.text for choice in answer.choices] == ["xabcde", "xabcde", "yzabcde", "yzabcde"]
+    stream = client.completions.create(model="letters", prompt=[104, 105], echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "hiabcde"
+
+
+def test_output_length_defaults_to_what_the_model_takes(server: Live, client: openai.OpenAI) -> None:
+    client.completions.create(model="letters", prompt="x" * 150)
+    assert server.engine.params[-1].max_tokens == 50
+    client.chat.completions.create(model="letters", messages=HELLO, max_completion_tokens=4)
+    assert server.engine.params[-1].max_tokens == 4
+
+
+def test_stream(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="letters", prompt="hello", stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert {chunk.object for chunk in chunks} == {"text_completion"}
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abcde"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 6)
+
+
+def test_chat_stream_of_several_choices(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="letters", messages=HELLO, n=3, seed=0, stream=True))
+    texts, ends = ["", "", ""], ["", "", ""]
+    for number in range(3):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == number]
+        assert own[0].delta.role == "assistant"
+        assert all(choice.delta.role is None for choice in own[1:])
+        texts[number] = "".join(choice.delta.content or "" for choice in own)
+        ends[number] = own[-1].finish_reason
+    assert texts == ["abcde", "bcdef", "cdefg"]
+    assert ends == ["stop"] * 3
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+
+
+def test_bytes_of_a_stream(server: Live) -> None:
+    body = {"model": "letters", "messages": HELLO, "stream": True, "max_tokens": 1}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    said = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [choice["delta"] for choice in said] == [{"role": "assistant", "content": ""}, {"content": "a"}]
+    assert [choice["finish_reason"] for choice in said] == [None, "length"]
+
+
+def test_completion_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="letters", prompt="x", logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["a", "b", "c", "d", "e"]
+    assert logprobs.token_logprobs == [-0.5] * 5
+    assert logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert logprobs.top_logprobs[1] == {"b": -0.5, "\ufffd": -1.5, chr(NEVER): -9999.0}
+    answer = client.completions.create(model="letters", prompt="x", logprobs=0)
+    assert answer.choices[0].logprobs.top_logprobs[0] == {"a": -0.5}
+
+
+def test_completion_logprobs_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="letters", prompt="x", logprobs=2).choices[0].logprobs
+    stream = client.completions.create(model="letters", prompt="x", logprobs=2, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in stream]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for part in parts for entry in getattr(part, name)] == getattr(whole, name)
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    options = {"model": "letters", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+    content = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert [entry.token for entry in content] == ["a", "b", "c", "d", "e"]
+    assert [(entry.logprob, entry.bytes) for entry in content[:2]] == [(-0.5, [97]), (-0.5, [98])]
+    top = [(entry.token, entry.logprob, entry.bytes) for entry in content[0].top_logprobs]
+    assert top == [("a", -0.5, [97]), ("\ufffd", -1.5, None), (chr(NEVER), -9999.0, [NEVER])]
+    stream = client.chat.completions.create(**options, stream=True)
+    with_logprobs = [chunk.choices[0].logprobs for chunk in stream if chunk.choices[0].logprobs is not None]
+    assert [entry for logprobs in with_logprobs for entry in logprobs.content] == content
+    without = client.chat.completions.create(model="letters", messages=HELLO, logprobs=True)
+    assert without.choices[0].logprobs.content[0].top_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"stop_token_ids": [ord("c")]}, ["a", "b"]),  # the token that ended it is none of the text's
+        ({"stop": "c"}, ["a", "b", "c"]),
+        ({"max_tokens": 3}, ["a", "b", "c"]),
+    ],
+)
+def test_logprobs_up_to_the_end(server: Live, options: dict[str, object], tokens: list[str]) -> None:
+    answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "logprobs": 0, **options}).json()
+    assert answer["choices"][0]["logprobs"]["tokens"] == tokens
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["letters"]
+    assert client.models.retrieve("letters").owned_by == "shotcast"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_served_model_name() -> None:
+    with live(served_model_name="org/mine") as server:
+        client = server.client()
+        assert client.models.retrieve("org/mine").id == "org/mine"
+        assert client.completions.create(model="org/mine", prompt="x").model == "org/mine"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="letters", prompt="x")
+
+
+def test_a_hundred_streams_at_once() -> None:
+    engine = ScriptedEngine()
+    engine.hold_after, engine.length = 3, 20
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        stream = await client.completions.create(model="letters", prompt="x", stream=True, seed=number)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=30)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
+            tasks = [asyncio.create_task(one(client, number)) for number in range(100)]
+            while engine.running < 100:
+                await asyncio.sleep(0.01)
+            server.call(engine.let_go)
+            return await asyncio.gather(*tasks)
+
+    with live(engine) as server:
+        texts = asyncio.run(all_of_them())
+    assert engine.most_running == 100
+    assert texts == ["".join(chr(97 + (start + i) % 26) for i in range(20)) for start in range(100)]
+
+
+def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
+    """The engine does not wait for clients, and the server does not pile up what they have not read."""
+
+    async def main() -> list[str]:
+        engine = ScriptedEngine()
+        service = Service(engine, ServerConfig())
+        body = CompletionBody(model="letters", prompt="x")
+        texts = []
+        async with aclosing(service.generate(body, "slow")) as updates:
+            async for _, output in updates:
+                texts.append(output.text)
+                while not engine.finished:
+                    await asyncio.sleep(0)
+        service.close()
+        return texts
+
+    texts = asyncio.run(main())
+    assert len(texts) == 2
+    assert texts[-1] == "abcde"

@@ -1,0 +1,253 @@
+"""How requests and the server come to an end: clients that leave, engines that die, signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from live_server import Live, eventually, live
+from scripted_engine import ScriptedEngine
+
+from shotcast.errors import ConfigError
+from shotcast.server.config import ServerConfig
+from shotcast.server.main import run
+
+
+def held(after: int = 2) -> ScriptedEngine:
+    engine = ScriptedEngine()
+    engine.hold_after = after
+    return engine
+
+
+def head(length: int) -> bytes:
+    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+@contextmanager
+def raw_request(server: Live, body: object) -> Iterator[socket.socket]:
+    content = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head(len(content)) + content)
+        yield connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", [0, 2], ids=["before the first token", "after some"])
+def test_a_client_that_leaves_aborts_its_sequences(stream: bool, after: int) -> None:
+    engine = held(after)
+    with live(engine) as server:
+        with raw_request(server, {"model": "letters", "prompt": ["x", "y"], "n": 2, "stream": stream}) as connection:
+            assert eventually(lambda: engine.running == 4)
+            if stream and after:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        assert eventually(lambda: len(engine.aborted) == 4)
+        assert sorted(engine.aborted) == sorted(engine.started)
+        assert engine.finished == []
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'shotcast_requests_total{finish_reason="abort"} 4.0' in metrics
+
+
+def test_a_client_that_leaves_early_disturbs_nobody() -> None:
+    engine = held()
+    with live(engine) as server:
+        with server.client().completions.create(model="letters", prompt="stays", stream=True) as stream:
+            next(stream)
+            with raw_request(server, {"model": "letters", "prompt": "leaves"}):
+                assert eventually(lambda: engine.running == 2)
+            assert eventually(lambda: len(engine.aborted) == 1)
+            server.call(engine.let_go)
+            assert "".join(chunk.choices[0].text for chunk in stream).endswith("e")
+        assert len(engine.finished) == 1
+
+
+def test_a_body_that_breaks_off() -> None:
+    with live() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head(99) + b"{")
+        assert eventually(lambda: 'responses_total{status="499"} 1.0' in httpx.get(f"{server.url}/metrics").text)
+        assert server.engine.started == []
+
+
+def test_engine_dies_during_a_stream() -> None:
+    engine = ScriptedEngine()
+    engine.dies_at = 3
+    with live(engine) as server:
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": True})
+        assert answer.status_code == 200
+        *events, last, rest = answer.text.split("\n\n")
+        assert "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events) == "abc"
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["message"] == "the engine stopped: rank 1 was killed"
+        assert (error["type"], error["code"], rest) == ("server_error", "engine_dead", "")
+        assert server.join() == 1
+
+
+def test_openai_client_raises_when_the_engine_dies_during_a_stream() -> None:
+    engine = held()
+    with live(engine) as server:
+        stream = server.client().chat.completions.create(
+            model="letters", messages=[{"role": "user", "content": "x"}], stream=True
+        )
+        next(stream)
+        server.call(engine.die)
+        with pytest.raises(openai.APIError, match="rank 1 was killed"):
+            list(stream)
+        assert server.join() == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_dies_before_the_first_token(stream: bool) -> None:
+    engine = ScriptedEngine()
+    engine.dies_at = 0
+    with live(engine) as server:
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": stream})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "engine_dead"
+        assert server.join() == 1
+
+
+def test_a_dead_engine_is_told_until_the_server_is_gone() -> None:
+    engine = ScriptedEngine()
+    with live(engine) as server:
+        with httpx.Client(base_url=server.url) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+            engine.dead = RuntimeError("rank 0 was killed")  # before the server has noticed
+            completion = client.post("/v1/completions", json={"model": "letters", "prompt": "x"})
+            for answer, status in ((client.get("/health"), 503), (completion, 500)):
+                assert answer.status_code == status
+                assert answer.json()["error"]["code"] == "engine_dead"
+            metrics = client.get("/metrics").text
+            assert "shotcast_engine_up 0.0" in metrics
+            assert "shotcast_requests_running" not in metrics
+        server.call(engine.die)
+        assert server.join() == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_breaks_its_word_is_an_error(stream: bool) -> None:
+    engine = ScriptedEngine()
+    engine.end_reason = "abort"
+    with live(engine) as server:
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": stream})
+        assert answer.status_code == (200 if stream else 503)
+        assert '"code":"aborted"' in answer.text
+        assert "[DONE]" not in answer.text
+
+
+def test_stop_lets_requests_end() -> None:
+    engine = held()
+    with live(engine) as server:
+        stream = server.client().completions.create(model="letters", prompt="x", stream=True)
+        text = next(stream).choices[0].text
+        server.call(server.stop.set)
+        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        server.call(engine.let_go)
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == "abcde"
+        assert server.join() == 0
+    assert engine.closed
+
+
+def test_stop_ends_requests_that_take_too_long() -> None:
+    engine = held()
+    with live(engine, drain_s=0.2) as server:
+        stream = server.client().completions.create(model="letters", prompt="x", stream=True)
+        next(stream)
+        server.call(server.stop.set)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        assert server.join() == 0
+    assert len(engine.aborted) == 1
+
+
+def test_engine_dies_while_the_server_stops() -> None:
+    engine = held()
+    with live(engine) as server:
+        stream = server.client().completions.create(model="letters", prompt="x", stream=True)
+        next(stream)
+        server.call(server.stop.set)
+        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        server.call(engine.die)
+        with pytest.raises(openai.APIError, match="rank 1 was killed"):
+            list(stream)
+        assert server.join() == 1
+
+
+@contextmanager
+def process(drain_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of its own, whose outputs never end by themselves, and its address."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from scripted_engine import ScriptedEngine
+from shotcast.server.config import ServerConfig
+from shotcast.server.main import run
+engine = ScriptedEngine()
+engine.hold_after = 2
+code = run(engine, ServerConfig(port=0, drain_s={drain_s}), lambda port: print(port, flush=True))
+print("closed" if engine.closed else "left open", len(engine.aborted), flush=True)
+sys.exit(code)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            yield child, f"http://127.0.0.1:{int(child.stdout.readline())}"
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_in_order(number: signal.Signals) -> None:
+    with process(drain_s=0.1) as (child, url):
+        body = {"model": "letters", "prompt": "x", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+            lines = answer.iter_lines()
+            assert '"text":"a"' in next(lines)
+            child.send_signal(number)
+            assert "shutting down" in list(lines)[-2]
+        assert child.wait(20) == 0
+        assert child.stdout is not None
+        assert child.stdout.read() == "closed 1\n"
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with process(drain_s=1000) as (child, url):
+        body = {"model": "letters", "prompt": "x", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            assert eventually(lambda: httpx.get(f"{url}/health").status_code == 503)
+            started = time.monotonic()
+            child.send_signal(signal.SIGTERM)
+            list(lines)
+        assert child.wait(20) == 0
+        assert time.monotonic() - started < 15
+
+
+def test_a_port_that_is_taken() -> None:
+    engine = ScriptedEngine()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}"):
+            run(engine, ServerConfig(port=port))
+    assert engine.closed
+
+
+def test_a_host_that_others_reach_needs_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    for host, key, warned in (("0.0.0.0", None, True), ("0.0.0.0", "key", False), ("127.0.0.1", None, False)):
+        caplog.clear()
+        with live(host=host, api_key=key):
+            assert ("no API key" in caplog.text) == warned

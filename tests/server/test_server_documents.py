@@ -1,0 +1,31 @@
+"""docs/server.md tells of all there is."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from scripted_engine import ScriptedEngine
+
+from shotcast.server.body import ChatBody, CompletionBody
+from shotcast.server.config import ServerConfig
+from shotcast.server.metrics import Metrics
+
+TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+
+
+def test_parameters() -> None:
+    names = {*CompletionBody.model_fields, *ChatBody.model_fields}
+    assert {name for name in names if f"`{name}`" not in TEXT} == set()
+
+
+def test_configuration() -> None:
+    assert {field.name for field in fields(ServerConfig) if f"`{field.name}`" not in TEXT} == set()
+
+
+def test_metrics() -> None:
+    lines = Metrics(ScriptedEngine()).text().decode().splitlines()
+    names = {line.split()[2].removeprefix("shotcast_") for line in lines if line.startswith("# TYPE")}
+    names = {name for name in names if not name.endswith("_created")}
+    assert {name for name in names if f"`{name}`" not in TEXT and f"`{name}{{" not in TEXT} == set()
+    assert len(names) == 16
