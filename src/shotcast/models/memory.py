@@ -1,0 +1,119 @@
+"""What a model takes of a rank's memory, and what there is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from shotcast.errors import ConfigError
+from shotcast.models.config import ModelConfig
+
+
+def weight_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
+    """Bytes of weights on the rank that has most.
+
+    Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided as evenly as they
+    can be, the first ranks having more; norms are on every rank, and so is a key-value head whose queries are divided.
+    A tied head is one with the embeddings, except with several stages, of which the last has its own copy.
+
+    Args:
+        dtype_bytes: bytes of a weight.
+        tensor_parallel: ranks that share each layer.
+        pipeline_parallel: stages that the layers are divided between.
+    """
+    if tensor_parallel > config.heads or pipeline_parallel > config.layers:
+        raise ConfigError(
+            f"{config.heads} heads and {config.layers} layers cannot be divided between {tensor_parallel} ranks "
+            f"and {pipeline_parallel} stages"
+        )
+    heads = _most(config.heads, tensor_parallel)
+    kv_heads = _most_kv_heads(config, tensor_parallel)
+    columns, words = _most(config.intermediate, tensor_parallel), _most(config.vocab, tensor_parallel)
+    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    layer = config.hidden * (2 * queries + 2 * keys + 3 * columns) + 2 * config.hidden
+    layer += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
+    layer += (2 * columns + config.hidden) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
+    vocabulary = words * config.hidden
+    layers, more = divmod(config.layers, pipeline_parallel)
+    stages = []
+    for stage in range(pipeline_parallel):
+        first, last = stage == 0, stage == pipeline_parallel - 1
+        ends = first + last - (first and last and config.tied)
+        stages.append((layers + (stage < more)) * layer + ends * vocabulary + last * config.hidden)
+    return max(stages) * dtype_bytes
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: int, layers_of_rank: int) -> int:
+    """Bytes of keys and values that a rank keeps for each token."""
+    return 2 * layers_of_rank * kv_heads_of_rank * config.head_dim * dtype_bytes
+
+
+def available_bytes(device: torch.device | str, root: Path = Path("/")) -> int:
+    """Memory that is free: of a GPU; of the machine for the CPU, or of this process's control group if that is less.
+
+    Args:
+        root: where the file systems of the kernel are mounted.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = [_free_in_group(folder, *names) for folder, names in _groups(root)]
+    return int(min([_free_on_machine(root), *limits]))
+
+
+def _most(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+def _most_kv_heads(config: ModelConfig, ranks: int) -> int:
+    group = config.heads // config.kv_heads
+    each, more = divmod(config.heads, ranks)
+    most = start = 0
+    for rank in range(ranks):
+        stop = start + each + (rank < more)
+        most = max(most, (stop - 1) // group - start // group + 1)
+        start = stop
+    return most
+
+
+def _free_on_machine(root: Path) -> float:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return math.inf
+
+
+def _groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
+    """Folders of the control groups that this process is in, with the names of limit and use (versions 2 and 1)."""
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # limits hold for all below; inside a container the place may be that of the host, and only the base is there
+        folder = base / place.strip("/")
+        found += [(group, names) for group in (folder, *folder.parents) if group.is_relative_to(base)]
+    return found
+
+
+def _free_in_group(folder: Path, limit_name: str, use_name: str) -> float:
+    limit, use = _lines(folder / limit_name), _lines(folder / use_name)
+    if not limit or not use or limit[0] == "max":
+        return math.inf
+    # the cache of files is given back on demand
+    cache = [line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith(("inactive_file ",))]
+    return max(0, int(limit[0]) - int(use[0]) + int(cache[0] if cache else 0))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

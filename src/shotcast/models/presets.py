@@ -1,0 +1,154 @@
+"""Dimensions of published models, to measure with random weights.
+
+Each is what config.json of the repository on huggingface.co says that is named beside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+
+from shotcast.errors import ConfigError
+from shotcast.models.config import ModelConfig, RopeConfig
+
+
+def _llama3(
+    hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, factor: float, tied: bool
+) -> ModelConfig:
+    return ModelConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        head_dim=head_dim,
+        vocab=128256,
+        norm_eps=1e-5,
+        rope=RopeConfig(500000.0, "llama3", factor, 1.0, 4.0, 8192),
+        max_position=131072,
+        tied=tied,
+        bos=128000,
+        eos=(128001,),
+    )
+
+
+def _llama2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        vocab=32000,
+        norm_eps=1e-5,
+        rope=RopeConfig(10000.0),
+        max_position=4096,
+        tied=False,
+        dtype="float16",
+        bos=1,
+        eos=(2,),
+    )
+
+
+def _qwen2(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool
+) -> ModelConfig:
+    return ModelConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab=vocab,
+        norm_eps=1e-6,
+        rope=RopeConfig(1000000.0),
+        max_position=32768,
+        tied=tied,
+        attention_bias=True,
+        family="qwen2",
+        bos=151643,
+        eos=(151645, 151643),
+    )
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        norm_eps=1e-6,
+        rope=RopeConfig(1000000.0),
+        max_position=40960,
+        tied=tied,
+        qk_norm=True,
+        family="qwen3",
+        bos=151643,
+        eos=(151645, 151643),
+    )
+
+
+def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, theta: float) -> ModelConfig:
+    return ModelConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=64,
+        vocab=49152,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta),
+        max_position=8192,
+        tied=True,
+        bos=1,
+        eos=(2,),
+    )
+
+
+_MISTRAL = replace(
+    _llama2(4096, 14336, 32, 32, 8),
+    vocab=32768,
+    rope=RopeConfig(1000000.0),
+    max_position=32768,
+    dtype="bfloat16",
+    family="mistral",
+)
+
+PRESETS: dict[str, ModelConfig] = {
+    "llama-2-7b": _llama2(4096, 11008, 32, 32, 32),  # meta-llama/Llama-2-7b-hf
+    "llama-2-13b": _llama2(5120, 13824, 40, 40, 40),  # meta-llama/Llama-2-13b-hf
+    "llama-2-70b": _llama2(8192, 28672, 80, 64, 8),  # meta-llama/Llama-2-70b-hf
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 128, 8.0, False),  # meta-llama/Llama-3.1-8B
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 128, 8.0, False),  # meta-llama/Llama-3.1-70B
+    "llama-3.1-405b": _llama3(16384, 53248, 126, 128, 128, 8.0, False),  # meta-llama/Llama-3.1-405B
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 64, 32.0, True),  # meta-llama/Llama-3.2-1B
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 128, 32.0, True),  # meta-llama/Llama-3.2-3B
+    "mistral-7b": _MISTRAL,  # mistralai/Mistral-7B-v0.3
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, True),  # Qwen/Qwen2.5-0.5B-Instruct
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, True),  # Qwen/Qwen2.5-1.5B-Instruct
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064, False),  # Qwen/Qwen2.5-7B-Instruct
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 152064, False),  # Qwen/Qwen2.5-14B-Instruct
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 152064, False),  # Qwen/Qwen2.5-32B-Instruct
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064, False),  # Qwen/Qwen2.5-72B-Instruct
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),  # Qwen/Qwen3-0.6B
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),  # Qwen/Qwen3-8B
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),  # Qwen/Qwen3-32B
+    "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, 100000.0),  # HuggingFaceTB/SmolLM2-135M-Instruct
+    "smollm2-360m": _smollm2(960, 2560, 32, 15, 5, 100000.0),  # HuggingFaceTB/SmolLM2-360M-Instruct
+    "smollm2-1.7b": _smollm2(2048, 8192, 24, 32, 32, 130000.0),  # HuggingFaceTB/SmolLM2-1.7B-Instruct
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """Raises ConfigError for a name that is none, with those that are close."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name.lower(), PRESETS, 4, 0.5)
+        accepted = f"close ones: {', '.join(close)}" if close else f"accepted: {', '.join(PRESETS)}"
+        raise ConfigError(f"there is no preset {name!r}; {accepted}")
+    return PRESETS[name]

@@ -1,0 +1,202 @@
+"""Text to tokens and back, all at once and as tokens come."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from shotcast.engine.tokenizer import IncrementalDecoder, Tokenizer
+from shotcast.errors import ConfigError
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}</s>{% endif %}"
+)
+
+
+def save(folder: Path, backend: Backend, **options: Any) -> Path:
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said | options))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    return folder
+
+
+def byte_level() -> Backend:
+    """As GPT-2, Llama 3 and Qwen: every byte has a token, so that characters may be cut anywhere."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "a"), ("a", "b"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "ĺ"), ("Ģ", "ð"), ("Ġ", "Ġ")]
+    pieces = SPECIAL + alphabet + ["".join(pair) for pair in merges]
+    backend = Backend(models.BPE({piece: token for token, piece in enumerate(pieces)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def sentencepiece() -> Backend:
+    """As Llama 2 and Mistral: spaces are "▁", one is put before a text, and unknown characters are spelled in bytes."""
+    pieces = (
+        SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abAé\N{REPLACEMENT CHARACTER}") + ["▁a", "▁▁"]
+    )
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocabulary, [("▁", "a"), ("▁", "▁")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "byte level": Tokenizer.load(str(save(folder / "bytes", byte_level(), chat_template=TEMPLATE))),
+        "sentencepiece": Tokenizer.load(str(save(folder / "pieces", sentencepiece()))),
+    }
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return Tokenizer.load("smollm2")
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, skip_special)
+    return [*(decoder.push(token) for token in ids), decoder.flush()]
+
+
+KINDS = ["byte level", "sentencepiece"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_make_the_whole(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    """For any tokens: special and unknown ones, and bytes that are no text."""
+    tokenizer = tokenizers[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=60))
+    skip_special = data.draw(st.booleans())
+    assert "".join(streamed(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_text_are_whole_characters(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizers[kind]
+    text = data.draw(st.text(st.sampled_from("ab A é😀😃\N{ZERO WIDTH JOINER}中\n"), max_size=30))
+    pieces = streamed(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 49155), max_size=60), st.booleans())
+def test_pieces_make_the_whole_of_a_real_one(smollm2: Tokenizer, ids: list[int], skip_special: bool) -> None:
+    assert "".join(streamed(smollm2, ids, skip_special)) == smollm2.decode(ids, skip_special)
+
+
+def test_text_comes_as_soon_as_it_is_known(tokenizers: dict[str, Tokenizer]) -> None:
+    byte_level, sentencepiece = (tokenizers[kind] for kind in KINDS)
+    assert streamed(byte_level, byte_level.encode("ab a")) == ["ab", " a", ""]
+    # é is one token; the emoji are a token of three bytes and one of the last
+    assert streamed(byte_level, byte_level.encode("é😀😀")) == ["é", "", "😀", "", "😀", ""]
+    # a run of bytes is known when it has ended
+    assert streamed(sentencepiece, sentencepiece.encode("a😀b")) == ["a", "", "", "", "", "😀b", ""]
+    assert streamed(sentencepiece, sentencepiece.encode("a😀")) == ["a", "", "", "", "", "😀"]
+
+
+def count_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Tokens that are decoded altogether while ids come one by one."""
+    decoded = 0
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer._tokenizer, name)
+
+        def __len__(self) -> int:
+            return len(tokenizer._tokenizer)
+
+        def decode(self, ids: list[int], **options: Any) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            text: str = tokenizer._tokenizer.decode(ids, **options)
+            return text
+
+    counting = Tokenizer(Counting())
+    for token in set(ids):
+        counting.leaves_text(token)
+    decoded = 0
+    streamed(counting, ids)
+    return decoded
+
+
+@pytest.mark.parametrize(
+    ("kind", "piece"), [("byte level", "a"), ("byte level", "Ģ"), ("byte level", "ð"), ("sentencepiece", "<0x80>")]
+)
+def test_a_token_takes_constant_time(tokenizers: dict[str, Tokenizer], kind: str, piece: str) -> None:
+    """Also bytes that never become text: a run of them is not decoded over and over."""
+    tokenizer = tokenizers[kind]
+    token = tokenizer._tokenizer.convert_tokens_to_ids(piece)
+    few, many = (count_decoded(tokenizer, [token] * count) for count in (100, 1000))
+    assert many < 12 * few
+
+
+def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:
+    assert smollm2.vocab_size == 49152
+    assert smollm2.eos == (2,)
+    text = "Once upon a time, été 😀  two spaces"
+    assert smollm2.decode(smollm2.encode(text)) == text
+    # each digit is a token, as the model was trained
+    assert [smollm2.decode([token]) for token in smollm2.encode("in 2024")] == ["in", " ", "2", "0", "2", "4"]
+
+
+def test_chat_by_the_model_s_template(smollm2: Tokenizer) -> None:
+    ids = smollm2.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}])
+    assert smollm2.decode(ids, skip_special=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    shorter = smollm2.chat([{"role": "user", "content": "Hello"}], add_generation_prompt=False)
+    assert smollm2.decode(shorter, skip_special=False).endswith("Hello<|im_end|>\n")
+
+
+def test_chat_of_a_folder(tokenizers: dict[str, Tokenizer]) -> None:
+    byte_level, sentencepiece = (tokenizers[kind] for kind in KINDS)
+    ids = byte_level.chat([{"role": "user", "content": "ab"}])
+    assert byte_level.decode(ids, skip_special=False) == "<s>ab</s>"
+    assert byte_level.eos == (2,)
+    with pytest.raises(ConfigError, match="no chat template"):
+        sentencepiece.chat([{"role": "user", "content": "ab"}])
+
+
+def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = Tokenizer.load(str(save(tmp_path, byte_level(), chat_template=template)))
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        tokenizer.chat([{"role": "user", "content": "ab"}])
+
+
+def test_what_has_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*give token ids"):
+        Tokenizer.load("random:qwen3-8b")
+    with pytest.raises(ConfigError, match=r"none of tokenizer.json, .* is there"):
+        Tokenizer.load(str(tmp_path))
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer of .* cannot be read"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_negative_tokens_are_refused(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(ConfigError, match="-1"):
+        tokenizers["byte level"].decode([5, -1])

@@ -1,0 +1,346 @@
+"""GGUF: the same weights as Hugging Face's, whatever part is read and however they are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType, GGUFWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.models.config import RopeConfig
+from shotcast.models.gguf_file import TYPES, GgufFile
+from shotcast.models.source import find_model, open_checkpoint
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 2, 32, 512, 64
+NAMES = {
+    "blk.0.attn_q.weight": "model.layers.0.self_attn.q_proj.weight",
+    "blk.0.attn_k.weight": "model.layers.0.self_attn.k_proj.weight",
+    "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
+    "blk.0.ffn_gate.weight": "model.layers.0.mlp.gate_proj.weight",
+    "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
+SHAPES = {
+    "token_embd.weight": (VOCAB, HIDDEN),
+    "output_norm.weight": (HIDDEN,),
+    "blk.0.attn_norm.weight": (HIDDEN,),
+    "blk.0.ffn_norm.weight": (HIDDEN,),
+    "blk.0.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+    "blk.0.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "blk.0.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "blk.0.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+    "blk.0.ffn_gate.weight": (FFN, HIDDEN),
+    "blk.0.ffn_up.weight": (FFN, HIDDEN),
+    "blk.0.ffn_down.weight": (HIDDEN, FFN),
+}
+Written = dict[str, tuple[np.ndarray, GGMLQuantizationType]]
+"""What is in a file: rows of bytes or numbers, and their type."""
+
+
+def stored(values: np.ndarray, kind: GGMLQuantizationType, numbers: np.random.Generator) -> np.ndarray:
+    if kind.name in ("Q4_K", "Q6_K"):
+        # the package does not quantise to these: any bytes are weights, if the scales among them are finite
+        block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = numbers.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, nbytes), dtype=np.uint8)
+        scales = slice(0, 4) if kind.name == "Q4_K" else slice(208, 210)
+        blocks[..., scales] = np.frombuffer(
+            np.float16([0.01] * ((scales.stop - scales.start) // 2)).tobytes(), np.uint8
+        )
+        return blocks.reshape(*values.shape[:-1], -1)
+    return gguf.quants.quantize(values, kind)
+
+
+def write(
+    path: Path,
+    kind: str = "F32",
+    architecture: str = "llama",
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, tuple[int, ...]] | None = None,
+) -> Written:
+    """A model of one layer. ``metadata`` adds to what is said of the architecture; None leaves a key out."""
+    numbers = np.random.default_rng(0)
+    writer = GGUFWriter(path, architecture)
+    said: dict[str, Any] = {
+        "block_count": 1,
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": FFN,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e6,
+    } | (metadata or {})
+    for key, value in said.items():
+        name = f"{architecture}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif value is not None:
+            writer.add_array(name, value)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(3)
+    written: Written = {}
+    for name, shape in (SHAPES | (tensors or {})).items():
+        values = numbers.standard_normal(shape).astype(np.float32)
+        of = GGMLQuantizationType[kind] if len(shape) > 1 else GGMLQuantizationType.F32
+        written[name] = stored(values, of, numbers), of
+        writer.add_tensor(name, written[name][0], raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+def whole(written: Written, name: str) -> torch.Tensor:
+    """A tensor by the package's own dequantisation."""
+    data, kind = written[name]
+    return torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
+
+
+def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The order of Hugging Face: pairs (0, 1), (2, 3), ... of a head become (0, d/2), (1, d/2 + 1), ..."""
+    return weight.view(heads, HEAD_DIM // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GgufFile, Written]]:
+    folder = tmp_path_factory.mktemp("gguf")
+    found = {}
+    for kind in TYPES:
+        written = write(folder / f"{kind}.gguf", kind)
+        found[kind] = GgufFile(folder / f"{kind}.gguf"), written
+    return found
+
+
+@settings(deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", TYPES)
+def test_any_part_is_that_part(files: dict[str, tuple[GgufFile, Written]], kind: str, data: st.DataObject) -> None:
+    checkpoint, written = files[kind]
+    theirs = data.draw(st.sampled_from(sorted(NAMES)))
+    expected = whole(written, theirs)
+    if ".attn_q." in theirs or ".attn_k." in theirs:
+        expected = halves(expected, HEADS if ".attn_q." in theirs else KV_HEADS)
+
+    def part(size: int) -> slice | None:
+        first = data.draw(st.integers(0, size))
+        return data.draw(st.sampled_from([None, slice(first, data.draw(st.integers(first, size)))]))
+
+    rows = part(expected.shape[0])
+    columns = part(expected.shape[1]) if expected.dim() > 1 else None
+    expected = expected[rows or slice(None)]
+    if columns is not None:
+        expected = expected[:, columns]
+    found = checkpoint.read(NAMES[theirs], rows, columns)
+    is_matrix = expected.dim() > 1
+    assert found.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind if is_matrix else "", torch.float32)
+    assert torch.equal(found.float(), expected)
+    assert found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.nbytes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_configuration(files: dict[str, tuple[GgufFile, Written]], kind: str) -> None:
+    checkpoint, written = files[kind]
+    config = checkpoint.config
+    assert (config.hidden, config.intermediate, config.layers, config.vocab) == (HIDDEN, FFN, 1, VOCAB)
+    assert (config.heads, config.kv_heads, config.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+    assert (config.norm_eps, config.rope, config.max_position) == (1e-5, RopeConfig(1e6), 128)
+    assert (config.family, config.tied, config.bos, config.eos) == ("llama", True, 1, (2, 3))
+    assert config.dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+    assert checkpoint.nbytes == sum(data.nbytes for data, _ in written.values())
+
+
+def test_biases_and_an_output_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    biases = {f"blk.0.attn_{name}.bias": SHAPES[f"blk.0.attn_{name}.weight"][:1] for name in "qkv"}
+    written = write(path, tensors=biases | {"output.weight": (VOCAB, HIDDEN)})
+    checkpoint = open_checkpoint(str(path))
+    assert (checkpoint.config.attention_bias, checkpoint.config.output_bias, checkpoint.config.tied) == (
+        True,
+        False,
+        False,
+    )
+    found = checkpoint.read("model.layers.0.self_attn.q_proj.bias", slice(3, 40))
+    assert torch.equal(found, halves(whole(written, "blk.0.attn_q.bias"), HEADS)[3:40])
+    assert torch.equal(checkpoint.read("model.layers.0.self_attn.v_proj.bias"), whole(written, "blk.0.attn_v.bias"))
+
+
+def test_qwen_is_stored_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    norms = {f"blk.0.attn_{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+    written = write(path, "F16", "qwen3", tensors=norms)
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.config.qk_norm
+    assert checkpoint.config.family == "qwen3"
+    found = checkpoint.read("model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(found.float(), whole(written, "blk.0.attn_q.weight"))
+    assert torch.equal(
+        checkpoint.read("model.layers.0.self_attn.k_norm.weight"), whole(written, "blk.0.attn_k_norm.weight")
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({}, RopeConfig(1e6)),
+        ({"rope.freq_base": None}, RopeConfig(10000.0)),
+        ({"rope.scaling.type": "none"}, RopeConfig(1e6)),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, RopeConfig(1e6, "linear", 2.0)),
+        ({"rope.scaling.factor": 2.0}, RopeConfig(1e6, "linear", 2.0)),
+        ({"rope.scale_linear": 2.0}, RopeConfig(1e6, "linear", 2.0)),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+            RopeConfig(1e6, "yarn", 4.0, original_max_position=32),
+        ),
+    ],
+)
+def test_rope(tmp_path: Path, metadata: dict[str, Any], expected: RopeConfig) -> None:
+    write(tmp_path / "model.gguf", metadata=metadata)
+    assert GgufFile(tmp_path / "model.gguf").config.rope == expected
+
+
+def test_divisors_of_frequencies(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, tensors={"rope_freqs.weight": (3,)})
+    with pytest.raises(ConfigError, match=r"16 divisors above 0"):
+        GgufFile(path)
+    write(path, metadata={"rope.scaling.factor": 2.0}, tensors={"rope_freqs.weight": (16,)})
+    with pytest.raises(UnsupportedError, match="both by linear and by rope_freqs"):
+        GgufFile(path)
+
+
+def test_divisors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: _Ones())
+    write(tmp_path / "model.gguf", tensors={"rope_freqs.weight": (16,)})
+    checkpoint = GgufFile(tmp_path / "model.gguf")
+    assert checkpoint.config.rope == RopeConfig(1e6, divisors=(1.0,) * 16)
+    assert "rope_freqs.weight" not in checkpoint.names()
+
+
+class _Ones:
+    def standard_normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"expert_count": 8}, "expert_count = 8"),
+        ({"attention.scale": 0.5}, "attention.scale"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attention.causal": False}, "causal"),
+        ({"rope.dimension_sections": [2, 2]}, "dimension_sections"),
+        ({"rope.dimension_count": 4}, "rope.dimension_count = 4; .* size of a head, 32"),
+        ({"attention.value_length": 4}, "value_length"),
+        ({"attention.head_count_kv": [2, 4]}, "head_count_kv layer by layer"),
+        ({"rope.scaling.type": "longrope"}, "longrope, not supported; accepted"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    write(tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(UnsupportedError, match=message):
+        GgufFile(tmp_path / "model.gguf")
+
+
+def test_architectures_and_types(tmp_path: Path) -> None:
+    write(tmp_path / "gemma.gguf", architecture="gemma2")
+    with pytest.raises(UnsupportedError, match=r"'gemma2'.*accepted: llama, qwen2, qwen3"):
+        GgufFile(tmp_path / "gemma.gguf")
+    write(tmp_path / "q5.gguf", "Q5_1")
+    with pytest.raises(UnsupportedError, match=r"type Q5_1, .*accepted: F32, F16, BF16, Q8_0"):
+        GgufFile(tmp_path / "q5.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [({"block_count": None}, "no llama.block_count"), ({"feed_forward_length": "many"}, "'many', which is no count")],
+)
+def test_metadata_is_complete(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    write(tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(ConfigError, match=message):
+        GgufFile(tmp_path / "model.gguf")
+
+
+def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", tensors={"blk.0.ffn_sub_norm.weight": (FFN,)})
+    with pytest.raises(ConfigError, match=r"does not ask for, such as blk.0.ffn_sub_norm.weight"):
+        open_checkpoint(str(tmp_path / "model.gguf"))
+
+
+@settings(deadline=None, max_examples=40)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_named(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    write(folder / "model.gguf", "Q8_0")
+    content = (folder / "model.gguf").read_bytes()
+    (folder / "model.gguf").write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ConfigError, match=r"model.gguf \(.*truncated"):
+        GgufFile(folder / "model.gguf")
+
+
+def test_other_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGML" + bytes(100))
+    with pytest.raises(ConfigError, match="no GGUF file"):
+        GgufFile(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        GgufFile(tmp_path / "absent.gguf")
+
+
+def test_one_of_several_parts(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match="one of 3 parts"):
+        GgufFile(tmp_path / "part.gguf")
+
+
+def their_weights(path: Path) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    found: dict[str, torch.Tensor] = model.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_weights_are_those_that_transformers_reads(tmp_path: Path, architecture: str) -> None:
+    path = tmp_path / "model.gguf"
+    more: dict[str, tuple[int, ...]] = {"output.weight": (VOCAB, HIDDEN)}
+    if architecture == "qwen2":
+        more |= {f"blk.0.attn_{name}.bias": SHAPES[f"blk.0.attn_{name}.weight"][:1] for name in "qkv"}
+    write(path, "Q8_0", architecture, {"vocab_size": VOCAB}, more)
+    checkpoint = open_checkpoint(str(path))
+    theirs = their_weights(path)
+    assert set(checkpoint.names()) == set(theirs)
+    for name, expected in theirs.items():
+        assert torch.equal(checkpoint.read(name), expected), name
+
+
+@pytest.mark.full
+def test_a_real_model_has_the_weights_that_transformers_reads() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    theirs = their_weights(find_model("smollm2"))
+    for name in checkpoint.names():
+        assert torch.equal(checkpoint.read(name), theirs[name]), name
+    part = checkpoint.read("model.layers.7.self_attn.q_proj.weight", slice(320, 576), slice(100, 300))
+    assert torch.equal(part, theirs["model.layers.7.self_attn.q_proj.weight"][320:576, 100:300])

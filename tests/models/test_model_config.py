@@ -1,0 +1,243 @@
+"""What config.json says, and what is refused rather than computed wrongly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.models.config import ModelConfig, RopeConfig
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def said(family: str = "llama", **changes: Any) -> dict[str, Any]:
+    """A config.json; a change to ... leaves the key out."""
+    whole = TINY | {"architectures": [f"{FAMILIES[family]}ForCausalLM"], "model_type": family} | changes
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 6}),
+        ("mistral", {"head_dim": 16}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("qwen3", {"head_dim": 12, "attention_bias": True}),
+    ],
+)
+def test_tensors_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    theirs = getattr(transformers, f"{FAMILIES[family]}Config")(**TINY, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if theirs.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    config = ModelConfig.from_hf(theirs.to_dict() | {"architectures": [type(model).__name__]})
+    assert config.tensors() == expected
+    assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert config.family == family
+    assert config.norm_eps == theirs.rms_norm_eps
+
+
+def test_what_is_not_said_is_what_transformers_assumes() -> None:
+    config = ModelConfig.from_hf(said(num_key_value_heads=...))
+    assert (config.kv_heads, config.norm_eps, config.rope) == (4, 1e-6, RopeConfig(10000.0))
+    assert (config.tied, config.attention_bias, config.dtype, config.eos, config.bos) == (
+        False,
+        False,
+        "float32",
+        (),
+        None,
+    )
+    assert ModelConfig.from_hf(said("qwen3")).head_dim == 128
+    assert ModelConfig.from_hf(said(num_key_value_heads=None)).kv_heads == 4
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "expected"),
+    [
+        ("default", {}, RopeConfig(5e5)),
+        ("linear", {"factor": 2}, RopeConfig(5e5, "linear", 2.0)),
+        ("llama3", LLAMA3, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        ("yarn", YARN, RopeConfig(5e5, "yarn", 4.0, original_max_position=32)),
+        (
+            "yarn",
+            YARN | {"attention_factor": 0.75, "beta_fast": 16, "beta_slow": 2},
+            RopeConfig(
+                5e5, "yarn", 4.0, original_max_position=32, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0
+            ),
+        ),
+        ("yarn", {"original_max_position_embeddings": 32}, RopeConfig(5e5, "yarn", 4.0, original_max_position=32)),
+        ("yarn", {"factor": 2.0}, RopeConfig(5e5, "yarn", 2.0, original_max_position=128)),
+    ],
+)
+def test_rope_of_both_styles(kind: str, parameters: dict[str, Any], expected: RopeConfig) -> None:
+    new = {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **parameters}}
+    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **parameters}}
+    older = {"rope_theta": 5e5, "rope_scaling": {"type": kind, **parameters}}
+    assert [ModelConfig.from_hf(said(**style)).rope for style in (new, old, older)] == [expected] * 3
+
+
+def test_yarn_scales_as_it_says() -> None:
+    rope = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.5, **YARN}
+    found = ModelConfig.from_hf(said(rope_scaling=rope)).rope.attention_factor
+    assert found == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+
+
+def test_the_original_length_may_stand_outside() -> None:
+    rope = {"rope_type": "llama3", **LLAMA3}
+    config = ModelConfig.from_hf(said(rope_scaling=rope, original_max_position_embeddings=16))
+    assert config.rope.original_max_position == 16
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        ("llama", {"sliding_window": 8}, None),
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": 8}, 8),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 8}, None),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, None),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, 8),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, None),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 8),
+        ("qwen3", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_sliding_window(family: str, changes: dict[str, Any], window: int | None) -> None:
+    assert ModelConfig.from_hf(said(family, **changes)).sliding_window == window
+
+
+def test_end_tokens_of_both_files() -> None:
+    assert ModelConfig.from_hf(said(eos_token_id=2, bos_token_id=1), {"eos_token_id": [5, 2]}).eos == (2, 5)
+    assert ModelConfig.from_hf(said(bos_token_id=1)).bos == 1
+    assert ModelConfig.from_hf(said(eos_token_id=-1)).eos == ()
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "torch.float16")])
+def test_dtype_of_both_styles(key: str, value: str) -> None:
+    assert ModelConfig.from_hf(said(**{key: value})).dtype == value.removeprefix("torch.")
+
+
+MIXED = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (said(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM is not supported; accepted: LlamaForCausalLM"),
+        (said(architectures=["Qwen2VLForConditionalGeneration"]), "Qwen2VL.*accepted: Llama"),
+        (said(architectures=[], model_type="gemma3"), "gemma3.*accepted"),
+        (said(hidden_act="gelu"), "hidden_act 'gelu'.*accepted: silu"),
+        (said(quantization_config={"quant_method": "gptq"}), "quantised .*gptq.*GGUF"),
+        (said(rope_interleaved=True), "rope_interleaved"),
+        (said(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "'longrope' is not supported; accepted: default"),
+        (said(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'"),
+        (said(rope_scaling={"type": "default", "mrope_section": [1, 2]}), "mrope_section"),
+        (said(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "differ between layers"),
+        (said(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        (said(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+        (said(rope_scaling={"type": "yarn", "truncate": False, **YARN}), "truncate"),
+        (said("qwen2", layer_types=MIXED, use_sliding_window=True), "different attention"),
+        (said("qwen2", use_sliding_window=True, max_window_layers=1), "different attention"),
+        (said("qwen3", layer_types=MIXED), "without sliding_window"),
+        (said("mistral", layer_types=MIXED), "same attention in all layers"),
+        (said("mistral", layer_types=["full_attention"] * 2), "same attention in all layers"),
+        (said(dtype="float8_e4m3fn"), "float8_e4m3fn.*accepted: float32"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (said("qwen2", num_key_value_heads=...), "no num_key_value_heads"),
+        (said(num_key_value_heads=3), "4 heads cannot share 3"),
+        (said(hidden_size=30), "does not divide"),
+        (said(head_dim=7), "even"),
+        (said(rms_norm_eps=-1e-5), "rms_norm_eps.*above 0"),
+        (said(rope_theta="10000"), "rope_theta"),
+        (said(rope_scaling={"type": "linear"}), "no factor"),
+        (said(rope_scaling="linear"), "rope_parameters"),
+        (said(rope_scaling={"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}), "below high_freq_factor"),
+        (said(eos_token_id="</s>"), "eos_token_id"),
+        (said("mistral", sliding_window=0), "sliding_window"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(config)
+
+
+@given(
+    key=st.sampled_from([key for key in TINY if key != "num_key_value_heads"]),
+    value=st.one_of(st.just(...), st.none(), st.integers(max_value=0), st.floats(), st.text(), st.booleans()),
+)
+def test_sizes_are_whole_numbers(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        ModelConfig.from_hf(said(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"rope": RopeConfig(1e4, divisors=(1.0,))}, "4 divisors"),
+        ({"rope": RopeConfig(1e4, divisors=(1.0, 1.0, 0.0, 1.0))}, "above 0"),
+    ],
+)
+def test_a_configuration_is_possible(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "hidden": 32,
+        "intermediate": 48,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "vocab": 64,
+        "norm_eps": 1e-6,
+        "rope": RopeConfig(1e4),
+        "max_position": 128,
+        "tied": False,
+    }
+    assert ModelConfig(**given).parameters > 0
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**given | changes)
+
+
+def test_dtypes_are_torch_types() -> None:
+    assert getattr(torch, ModelConfig.from_hf(said(dtype="bfloat16")).dtype) is torch.bfloat16

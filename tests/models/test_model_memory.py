@@ -1,0 +1,142 @@
+"""Bytes of a rank, and bytes that there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.errors import ConfigError
+from shotcast.models.config import ModelConfig, RopeConfig
+from shotcast.models.memory import available_bytes, kv_bytes_per_token, weight_bytes
+from shotcast.models.presets import PRESETS, preset
+
+TINY = ModelConfig(
+    hidden=64,
+    intermediate=96,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=128,
+    norm_eps=1e-6,
+    rope=RopeConfig(1e4),
+    max_position=128,
+    tied=False,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
+
+
+@pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), *PRESETS.values()])
+def test_one_rank_holds_all(config: ModelConfig) -> None:
+    assert weight_bytes(config, 2) == 2 * config.parameters
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fullest_stage_counts(tied: bool) -> None:
+    config = replace(TINY, tied=tied)
+    layer = sum(math.prod(shape) for name, shape in config.tensors().items() if name.startswith("model.layers.0."))
+    vocabulary = 128 * 64
+    assert weight_bytes(config, 1, 1, 4) == layer + vocabulary + 64
+    assert weight_bytes(config, 1, 1, 3) == 2 * layer + vocabulary
+    assert weight_bytes(config, 1, 1, 2) == 2 * layer + vocabulary + 64
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads"), [(1, 9, 3), (2, 5, 2), (3, 3, 1), (4, 3, 2), (5, 2, 2), (9, 1, 1)]
+)
+def test_nine_heads_on_any_number_of_ranks(ranks: int, heads: int, kv_heads: int) -> None:
+    config = replace(preset("smollm2-135m"), vocab=2520, intermediate=2520, layers=1)
+    hidden, head_dim = config.hidden, config.head_dim
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    expected = attention + 3 * hidden * 2520 // ranks + 2520 // ranks * hidden + 3 * hidden
+    assert weight_bytes(config, 1, ranks) == expected
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([TINY, replace(TINY, tied=True)]))
+def test_more_ranks_hold_no_more_each_and_no_less_together(ranks: int, stages: int, config: ModelConfig) -> None:
+    most = weight_bytes(config, 2, ranks, stages)
+    assert most * ranks * stages >= 2 * config.parameters
+    assert most <= weight_bytes(config, 2, max(1, ranks - 1), stages)
+    assert most <= weight_bytes(config, 2, ranks, max(1, stages - 1))
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(5, 1), (1, 5)])
+def test_each_rank_has_something(ranks: int, stages: int) -> None:
+    with pytest.raises(ConfigError, match="4 heads and 4 layers cannot be divided between"):
+        weight_bytes(TINY, 2, ranks, stages)
+
+
+def test_keys_and_values_of_a_token() -> None:
+    """Llama 3.1 8B keeps 128 KiB a token in bfloat16."""
+    assert kv_bytes_per_token(preset("llama-3.1-8b"), 2, 8, 32) == 128 * 1024
+
+
+GIB = 1 << 30
+
+
+def machine(root: Path, available: int, cgroup: str, files: dict[str, str]) -> Path:
+    contents = {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemFree:  5 kB\nMemAvailable:   {available // 1024} kB\n",
+        "proc/self/cgroup": cgroup,
+        **files,
+    }
+    for name, text in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2, V1 = "0::/job/step\n", "5:cpu,cpuacct:/\n4:memory:/job\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("", {}, 8 * GIB),
+        (V2, {}, 8 * GIB),
+        (V2, {"job/step/memory.max": "max", "job/step/memory.current": "9"}, 8 * GIB),
+        (V2, {"job/step/memory.max": f"{4 * GIB}", "job/step/memory.current": f"{GIB}"}, 3 * GIB),
+        (V2, {"job/memory.max": f"{4 * GIB}", "job/memory.current": f"{GIB}"}, 3 * GIB),
+        (V2, {"memory.max": f"{2 * GIB}", "memory.current": f"{GIB}"}, GIB),
+        (V2, {"memory.max": f"{GIB}", "memory.current": f"{2 * GIB}"}, 0),
+        (V2, {"memory.max": f"{20 * GIB}", "memory.current": "0"}, 8 * GIB),
+        (
+            V2,
+            {
+                "memory.max": f"{4 * GIB}",
+                "memory.current": f"{3 * GIB}",
+                "memory.stat": f"active_file 7\ninactive_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
+        (
+            V1,
+            {"memory/job/memory.limit_in_bytes": f"{4 * GIB}", "memory/job/memory.usage_in_bytes": f"{GIB}"},
+            3 * GIB,
+        ),
+    ],
+)
+def test_memory_of_the_machine_and_of_the_group(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: int
+) -> None:
+    root = machine(tmp_path, 8 * GIB, cgroup, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert available_bytes("cpu", root) == expected
+
+
+def test_this_machine_has_some() -> None:
+    assert (1 << 20) < available_bytes(torch.device("cpu")) < (1 << 50)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_some() -> None:
+    assert 0 < available_bytes("cuda") <= torch.cuda.get_device_properties(0).total_memory
