@@ -17,13 +17,16 @@ END = 0
 HALF = 1
 """A token that is half a character."""
 
+NOTHING = "~"
+"""A character that is no token."""
+
 NEVER = 2
 """A token that cannot come: its probability is 0."""
 
 
 class ScriptedTokenizer:
     def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
+        return [ord(character) for character in text if character != NOTHING]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join("\ufffd" if token == HALF else chr(token) for token in ids)
@@ -42,7 +45,8 @@ class ScriptedEngine:
         delay_s: between tokens.
         hold_after: outputs stop growing at this many tokens until ``let_go``.
         dies_at: the engine dies when an output gets to this many tokens.
-        fault: raised by every request.
+        fault: raised by every request, at ``fault_at`` tokens.
+        leaves_at: outputs stop at this many tokens, unfinished.
         end_reason: the finish reason of an output that ends by itself.
         started, aborted, finished: ids of requests.
     """
@@ -57,6 +61,8 @@ class ScriptedEngine:
         self.hold_after: int | None = None
         self.dies_at: int | None = None
         self.fault: Exception | None = None
+        self.fault_at = 0
+        self.leaves_at: int | None = None
         self.end_reason: FinishReason = "stop"
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
@@ -83,8 +89,6 @@ class ScriptedEngine:
     ) -> AsyncIterator[RequestOutput]:
         assert request_id is not None
         assert not isinstance(prompt, str)
-        if self.fault is not None:
-            raise self.fault
         self.started.append(request_id)
         self.params.append(params)
         self.prompts.append(list(prompt))
@@ -111,6 +115,10 @@ class ScriptedEngine:
             await asyncio.sleep(self.delay_s)
             if self.hold_after == len(output.tokens):
                 await self._let_go.wait()
+            if self.fault is not None and self.fault_at == len(output.tokens):
+                raise self.fault
+            if self.leaves_at == len(output.tokens):
+                return
             if self.dies_at == len(output.tokens):
                 self.die()
             if self.dead is not None:

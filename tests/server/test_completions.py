@@ -278,19 +278,19 @@ def test_a_hundred_streams_at_once() -> None:
 def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
     """The engine does not wait for clients, and the server does not pile up what they have not read."""
 
-    async def main() -> list[str]:
+    async def main() -> list[list[str]]:
         engine = ScriptedEngine()
         service = Service(engine, ServerConfig())
-        body = CompletionBody(model="letters", prompt="x")
-        texts = []
+        body = CompletionBody(model="letters", prompt="x", n=2)
+        texts: list[list[str]] = [[], []]
         async with aclosing(service.generate(body, "slow")) as updates:
-            async for _, output in updates:
-                texts.append(output.text)
-                while not engine.finished:
+            async for number, output in updates:
+                texts[number].append(output.text)
+                while len(engine.finished) < 2:
                     await asyncio.sleep(0)
         service.close()
         return texts
 
-    texts = asyncio.run(main())
-    assert len(texts) == 2
-    assert texts[-1] == "abcde"
+    first, second = asyncio.run(main())
+    assert first == ["a", "abcde"]
+    assert second == ["abcde"]
