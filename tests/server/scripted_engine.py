@@ -14,13 +14,13 @@ from shotcast.engine.requests import EngineStats, FinishReason, RequestOutput, S
 from shotcast.errors import ConfigError, EngineDead
 
 END = 0
-HALF = 1
-"""A token that is half a character."""
+HALF, OTHER_HALF = 1, 2
+"""Tokens that are parts of a character."""
 
 NOTHING = "~"
 """A character that is no token."""
 
-NEVER = 2
+NEVER = 3
 """A token that cannot come: its probability is 0."""
 
 
@@ -29,7 +29,7 @@ class ScriptedTokenizer:
         return [ord(character) for character in text if character != NOTHING]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join("\ufffd" if token == HALF else chr(token) for token in ids)
+        return "".join("\ufffd" if token in (HALF, OTHER_HALF) else chr(token) for token in ids)
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if messages[-1]["role"] != "user":
@@ -128,7 +128,7 @@ class ScriptedEngine:
             token = END if ends else ord("a") + ((params.seed or 0) + number) % 26
             output.tokens.append(token)
             if output.logprobs is not None:
-                ranked = ((token, -0.5), (HALF, -1.5), (NEVER, -math.inf))
+                ranked = ((token, -0.5), (HALF, -1.5), (NEVER, -math.inf), (OTHER_HALF, -math.inf))
                 output.logprobs.append(TokenLogprob(token, -0.5, 1, ranked[: params.logprobs]))
             output.ttft_s, output.time_s = 0.25, 0.25 + 0.125 * number
             if ends:
