@@ -14,19 +14,22 @@ from shotcast.engine.requests import EngineStats, FinishReason, RequestOutput, S
 from shotcast.errors import ConfigError, EngineDead
 
 END = 0
-HALF = 1
-"""A token that is half a character."""
+HALF, OTHER_HALF = 1, 2
+"""Tokens that are parts of a character."""
 
-NEVER = 2
+NOTHING = "~"
+"""A character that is no token."""
+
+NEVER = 3
 """A token that cannot come: its probability is 0."""
 
 
 class ScriptedTokenizer:
     def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
+        return [ord(character) for character in text if character != NOTHING]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join("\ufffd" if token == HALF else chr(token) for token in ids)
+        return "".join("\ufffd" if token in (HALF, OTHER_HALF) else chr(token) for token in ids)
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if messages[-1]["role"] != "user":
@@ -42,7 +45,8 @@ class ScriptedEngine:
         delay_s: between tokens.
         hold_after: outputs stop growing at this many tokens until ``let_go``.
         dies_at: the engine dies when an output gets to this many tokens.
-        fault: raised by every request.
+        fault: raised by every request, at ``fault_at`` tokens.
+        leaves_at: outputs stop at this many tokens, unfinished.
         end_reason: the finish reason of an output that ends by itself.
         started, aborted, finished: ids of requests.
     """
@@ -57,6 +61,8 @@ class ScriptedEngine:
         self.hold_after: int | None = None
         self.dies_at: int | None = None
         self.fault: Exception | None = None
+        self.fault_at = 0
+        self.leaves_at: int | None = None
         self.end_reason: FinishReason = "stop"
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
@@ -83,8 +89,6 @@ class ScriptedEngine:
     ) -> AsyncIterator[RequestOutput]:
         assert request_id is not None
         assert not isinstance(prompt, str)
-        if self.fault is not None:
-            raise self.fault
         self.started.append(request_id)
         self.params.append(params)
         self.prompts.append(list(prompt))
@@ -111,6 +115,10 @@ class ScriptedEngine:
             await asyncio.sleep(self.delay_s)
             if self.hold_after == len(output.tokens):
                 await self._let_go.wait()
+            if self.fault is not None and self.fault_at == len(output.tokens):
+                raise self.fault
+            if self.leaves_at == len(output.tokens):
+                return
             if self.dies_at == len(output.tokens):
                 self.die()
             if self.dead is not None:
@@ -120,7 +128,7 @@ class ScriptedEngine:
             token = END if ends else ord("a") + ((params.seed or 0) + number) % 26
             output.tokens.append(token)
             if output.logprobs is not None:
-                ranked = ((token, -0.5), (HALF, -1.5), (NEVER, -math.inf))
+                ranked = ((token, -0.5), (HALF, -1.5), (NEVER, -math.inf), (OTHER_HALF, -math.inf))
                 output.logprobs.append(TokenLogprob(token, -0.5, 1, ranked[: params.logprobs]))
             output.ttft_s, output.time_s = 0.25, 0.25 + 0.125 * number
             if ends:

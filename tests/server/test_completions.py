@@ -11,8 +11,10 @@ import httpx
 import openai
 import pytest
 from live_server import Live, live
-from scripted_engine import NEVER, ScriptedEngine
+from scripted_engine import HALF, NEVER, ScriptedEngine, ScriptedTokenizer
 
+from shotcast.engine.requests import RequestOutput
+from shotcast.server.answers import CompletionAnswer
 from shotcast.server.body import CompletionBody
 from shotcast.server.config import ServerConfig
 from shotcast.server.service import Service
@@ -191,7 +193,7 @@ def test_bytes_of_a_stream(server: Live) -> None:
 
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="letters", prompt="x", logprobs=3)
+    answer = client.completions.create(model="letters", prompt="x", logprobs=4)
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == ["a", "b", "c", "d", "e"]
     assert logprobs.token_logprobs == [-0.5] * 5
@@ -236,6 +238,17 @@ def test_logprobs_up_to_the_end(server: Live, options: dict[str, object], tokens
     assert answer["choices"][0]["logprobs"]["tokens"] == tokens
 
 
+def test_text_that_is_held_back_is_no_chunk() -> None:
+    answer = CompletionAnswer(CompletionBody(model="letters", prompt="x"), "letters", ScriptedTokenizer())
+    output = RequestOutput("", (1,), text="a", tokens=[97])
+    assert [chunk["choices"][0]["text"] for chunk in answer.chunks(0, output)] == ["a"]
+    output.tokens.append(HALF)
+    assert answer.chunks(0, output) == []
+    output.finish_reason = "stop"
+    (chunk,) = answer.chunks(0, output)
+    assert (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) == ("", "stop")
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["letters"]
     assert client.models.retrieve("letters").owned_by == "shotcast"
@@ -278,19 +291,19 @@ def test_a_hundred_streams_at_once() -> None:
 def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
     """The engine does not wait for clients, and the server does not pile up what they have not read."""
 
-    async def main() -> list[str]:
+    async def main() -> list[list[str]]:
         engine = ScriptedEngine()
         service = Service(engine, ServerConfig())
-        body = CompletionBody(model="letters", prompt="x")
-        texts = []
+        body = CompletionBody(model="letters", prompt="x", n=2)
+        texts: list[list[str]] = [[], []]
         async with aclosing(service.generate(body, "slow")) as updates:
-            async for _, output in updates:
-                texts.append(output.text)
-                while not engine.finished:
+            async for number, output in updates:
+                texts[number].append(output.text)
+                while len(engine.finished) < 2:
                     await asyncio.sleep(0)
         service.close()
         return texts
 
-    texts = asyncio.run(main())
-    assert len(texts) == 2
-    assert texts[-1] == "abcde"
+    first, second = asyncio.run(main())
+    assert first == ["a", "abcde"]
+    assert second == ["abcde"]

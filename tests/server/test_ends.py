@@ -143,6 +143,10 @@ def test_an_engine_that_breaks_its_word_is_an_error(stream: bool) -> None:
         assert answer.status_code == (200 if stream else 503)
         assert '"code":"aborted"' in answer.text
         assert "[DONE]" not in answer.text
+        engine.leaves_at = 2
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": stream})
+        assert "internal error" in answer.text
+        assert "[DONE]" not in answer.text
 
 
 def test_stop_lets_requests_end() -> None:

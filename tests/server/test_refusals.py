@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import Live, eventually, live
-from scripted_engine import ScriptedEngine
+from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.errors import ConfigError
 from shotcast.server.body import NOT_SERVED, Body, ChatBody, CompletionBody, parse
@@ -86,6 +86,7 @@ def test_bad_parameters_are_named(server: Live, kind: str, wrong: dict[str, obje
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": [[1], []]}, "prompt", "empty"),
+        ({"prompt": NOTHING}, "prompt", "no tokens"),
         ({"prompt": None}, "prompt", "a string, a list"),
         ({"prompt": [1, "a"]}, "prompt", "a string, a list"),
         ({"prompt": [3, -1]}, "prompt", "below 0"),
@@ -170,7 +171,7 @@ def test_max_output_tokens_caps_and_is_the_default(server: Live, asked: int | No
     "raw",
     [
         *(b"", b"{", b"\xff", b"[1]", b"null", b"[" * 1500, b"1" * 1900),
-        *(b'{"model": NaN}', b'{"model": "\\ud800"}'),
+        *(b'{"model": "letters", "prompt": "x", "temperature": NaN}', b'{"model": "\\ud800"}'),
         b'{"model": "letters", "prompt": "x", "temperature": ' + b"1" * 400 + b"}",
     ],
 )
@@ -224,6 +225,9 @@ def test_a_body_is_refused_before_its_end(server: Live) -> None:
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         for _ in range(3):
             connection.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall("\r\n".join([*lines[:3], "Content-Length: 2001", "", ""]).encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
@@ -289,8 +293,20 @@ def test_what_the_engine_refuses(stream: bool) -> None:
         assert "secret" not in refused(server.post("/v1/completions", body), 500)
 
 
+def test_a_fault_during_a_stream(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    engine.fault, engine.fault_at = RuntimeError("a secret of the house"), 2
+    with live(engine) as server:
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": True})
+    *_, last, rest = answer.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "internal error; the server's log has more"
+    assert rest == ""
+    assert "secret" not in answer.text
+    assert "a secret of the house" in caplog.text
+
+
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )

@@ -54,7 +54,7 @@ def _optional(accepted: str, **limits: Any) -> Any:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class StreamOptions(_Strict):
@@ -267,7 +267,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         ApiError: 400 that says what is wrong with it, and names the parameter.
     """
     try:
-        said = from_json(raw, allow_inf_nan=False)
+        said = from_json(raw)
     except ValueError as error:
         raise bad(None, f"the body is not JSON: {error}") from error
     if not isinstance(said, dict):

@@ -155,9 +155,8 @@ class _Sequences:
         self._changed = asyncio.Event()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this wherever the updates are read. The first counts."""
-        if self._failure is None:
-            self._failure = error
+        """Raise this wherever the updates are read."""
+        self._failure = error
         self._changed.set()
 
     async def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[Update, None]:
