@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.models.config import ModelConfig, RopeConfig
+from shotcast.layers.rotary import Rotary
+from shotcast.models.config import ModelConfig
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -61,7 +62,7 @@ def test_tensors_are_those_of_transformers(family: str, changes: dict[str, Any])
 
 def test_what_is_not_said_is_what_transformers_assumes() -> None:
     config = ModelConfig.from_hf(said(num_key_value_heads=...))
-    assert (config.kv_heads, config.norm_eps, config.rope) == (4, 1e-6, RopeConfig(10000.0))
+    assert (config.kv_heads, config.norm_eps, config.rope) == (4, 1e-6, Rotary(10000.0))
     assert (config.tied, config.attention_bias, config.dtype, config.eos, config.bos) == (
         False,
         False,
@@ -85,22 +86,20 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 @pytest.mark.parametrize(
     ("kind", "parameters", "expected"),
     [
-        ("default", {}, RopeConfig(5e5)),
-        ("linear", {"factor": 2}, RopeConfig(5e5, "linear", 2.0)),
-        ("llama3", LLAMA3, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
-        ("yarn", YARN, RopeConfig(5e5, "yarn", 4.0, original_max_position=32)),
+        ("default", {}, Rotary(5e5)),
+        ("linear", {"factor": 2}, Rotary(5e5, "linear", 2.0)),
+        ("llama3", LLAMA3, Rotary(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        ("yarn", YARN, Rotary(5e5, "yarn", 4.0, original_max_position=32)),
         (
             "yarn",
             YARN | {"attention_factor": 0.75, "beta_fast": 16, "beta_slow": 2},
-            RopeConfig(
-                5e5, "yarn", 4.0, original_max_position=32, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0
-            ),
+            Rotary(5e5, "yarn", 4.0, original_max_position=32, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
         ),
-        ("yarn", {"original_max_position_embeddings": 32}, RopeConfig(5e5, "yarn", 4.0, original_max_position=32)),
-        ("yarn", {"factor": 2.0}, RopeConfig(5e5, "yarn", 2.0, original_max_position=128)),
+        ("yarn", {"original_max_position_embeddings": 32}, Rotary(5e5, "yarn", 4.0, original_max_position=32)),
+        ("yarn", {"factor": 2.0}, Rotary(5e5, "yarn", 2.0, original_max_position=128)),
     ],
 )
-def test_rope_of_both_styles(kind: str, parameters: dict[str, Any], expected: RopeConfig) -> None:
+def test_rope_of_both_styles(kind: str, parameters: dict[str, Any], expected: Rotary) -> None:
     new = {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **parameters}}
     old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **parameters}}
     older = {"rope_theta": 5e5, "rope_scaling": {"type": kind, **parameters}}
@@ -216,8 +215,8 @@ def test_sizes_are_whole_numbers(key: str, value: Any) -> None:
     [
         ({"layers": 0}, "layers"),
         ({"sliding_window": 0}, "sliding_window"),
-        ({"rope": RopeConfig(1e4, divisors=(1.0,))}, "4 divisors"),
-        ({"rope": RopeConfig(1e4, divisors=(1.0, 1.0, 0.0, 1.0))}, "above 0"),
+        ({"rope": Rotary(1e4, divisors=(1.0,))}, "4 divisors"),
+        ({"rope": Rotary(1e4, divisors=(1.0, 1.0, 0.0, 1.0))}, "above 0"),
     ],
 )
 def test_a_configuration_is_possible(changes: dict[str, Any], message: str) -> None:
@@ -230,7 +229,7 @@ def test_a_configuration_is_possible(changes: dict[str, Any], message: str) -> N
         "head_dim": 8,
         "vocab": 64,
         "norm_eps": 1e-6,
-        "rope": RopeConfig(1e4),
+        "rope": Rotary(1e4),
         "max_position": 128,
         "tied": False,
     }

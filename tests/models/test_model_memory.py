@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.models.config import ModelConfig, RopeConfig
+from shotcast.layers.rotary import Rotary
+from shotcast.models.config import ModelConfig
 from shotcast.models.memory import available_bytes, kv_bytes_per_token, weight_bytes
 from shotcast.models.presets import PRESETS, preset
 
@@ -25,7 +26,7 @@ TINY = ModelConfig(
     head_dim=16,
     vocab=128,
     norm_eps=1e-6,
-    rope=RopeConfig(1e4),
+    rope=Rotary(1e4),
     max_position=128,
     tied=False,
     attention_bias=True,
@@ -54,10 +55,11 @@ def test_the_fullest_stage_counts(tied: bool) -> None:
     ("ranks", "heads", "kv_heads"), [(1, 9, 3), (2, 5, 2), (3, 3, 1), (4, 3, 2), (5, 2, 2), (9, 1, 1)]
 )
 def test_nine_heads_on_any_number_of_ranks(ranks: int, heads: int, kv_heads: int) -> None:
-    config = replace(preset("smollm2-135m"), vocab=2520, intermediate=2520, layers=1)
+    size = 64 * 2520  # whole units for each of so many ranks
+    config = replace(preset("smollm2-135m"), vocab=size, intermediate=size, layers=1)
     hidden, head_dim = config.hidden, config.head_dim
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    expected = attention + 3 * hidden * 2520 // ranks + 2520 // ranks * hidden + 3 * hidden
+    expected = attention + 3 * hidden * size // ranks + size // ranks * hidden + 3 * hidden
     assert weight_bytes(config, 1, ranks) == expected
 
 

@@ -228,6 +228,52 @@ def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
         raise typer.Exit(1)
 
 
+@app.command("engine")
+def _engine_command(
+    model: Annotated[str, typer.Option("-m", "--model", help="As shotcast generate takes it.")] = "smollm2",
+    layouts: Annotated[str, typer.Option("--layouts", help="TxP: tensor by pipeline parallel.")] = "1x1,2x1",
+    batches: Annotated[str, typer.Option("--batches", help="Requests at once.")] = "1,4,16",
+    algorithms: Annotated[
+        str, typer.Option("--algorithms", help="Of all-reduces: auto, one_shot, two_shot, ring, nccl.")
+    ] = "auto",
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt.")] = 128,
+    output: Annotated[int, typer.Option("--output", help="Tokens of an output.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", help="Timed, after one that is not.")] = 3,
+    device: DeviceOption = Device.AUTO,
+    dtype: Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
+    from shotcast.bench import engine
+    from shotcast.hardware.detect import detect
+
+    plan = engine.EnginePlan(
+        model,
+        tuple(engine.Layout.parse(layout) for layout in names_in(layouts)),
+        tuple(numbers_in(batches, "--batches")),
+        names_in(algorithms),
+        prompt,
+        output,
+        rounds,
+        "cuda" if device is Device.CUDA else "cpu",
+        dtype,
+    )
+    screen = new_console()
+    rows = []
+    with Console(stderr=True).status("") as status:
+        for row in engine.measure(plan, status.update):
+            rows.append(row)
+    screen.print(engine.table(rows))
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(engine.document(rows, detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])))
+        screen.print(f"wrote {json_file}")
+    if plot_file is not None:
+        engine.plot(rows, plot_file)
+        screen.print(f"wrote {plot_file}")
+
+
 Raw = Annotated[list[Path], typer.Option("--json", help="Kept results; give it once a file.")]
 OnlyWorldSize = Annotated[str, typer.Option("--world-size", help="Of the rows, those of these world sizes.")]
 OnlySizes = Annotated[str, typer.Option("--sizes", help="Of the rows, those of these sizes, such as 8K,64K,1M.")]

@@ -106,6 +106,10 @@ if INTERPRETED:
         for i in range(COUNT):
             tl.store(pointer + i, words[i], mask=mask)
 
+    def dot(left: Any, right: Any) -> Any:
+        """Matrix product in float32 of two tiles of one dtype, each product exact or as float32 rounds it."""
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+
     def round_to(value: Any, DTYPE: Any) -> Any:
         """float32 to bits of a 16-bit float in an int32, to nearest even; NaN stays NaN."""
         if DTYPE == tl.bfloat16:
@@ -233,6 +237,10 @@ else:
                 is_pure=False,
                 pack=1,
             )
+
+    @triton.jit
+    def dot(left, right):
+        return tl.dot(left, right, input_precision="ieee")
 
     @triton.jit
     def round_to(value, DTYPE: tl.constexpr):

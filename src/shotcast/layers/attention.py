@@ -34,6 +34,7 @@ class Attention:
         heads, head_dim: of this rank's queries.
         kv_of: for each query head the place of its key-value head.
         cosines, sines: float32 [positions, head_dim / 2].
+        sequences: that decode together, at most.
         window: tokens back that a query sees, itself included; 0 for all.
     """
 
@@ -44,6 +45,7 @@ class Attention:
         kv_of: tuple[int, ...],
         cosines: torch.Tensor,
         sines: torch.Tensor,
+        sequences: int,
         window: int = 0,
     ):
         self.heads, self.kv_heads, self.head_dim = heads, max(kv_of) + 1, head_dim
@@ -51,40 +53,49 @@ class Attention:
         self._cosines, self._sines = cosines, sines
         self._kv_of = torch.tensor(kv_of, device=cosines.device)
         group = heads // self.kv_heads
+        self._decoding = None
+        if cosines.device.type == "cuda":
+            from shotcast.kernels.paged_attention import Decoding
+
+            processors = torch.cuda.get_device_properties(cosines.device).multi_processor_count
+            self._decoding = Decoding(heads, head_dim, kv_of, sequences, processors, cosines.device)
         self._even = kv_of == tuple(head // group for head in range(heads)) and heads % self.kv_heads == 0
 
     def __call__(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch) -> torch.Tensor:
         """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
-        from shotcast.cpu import attention
+        if self._decoding is None:
+            from shotcast.cpu.attention import rotate_into_cache
+        else:
+            from shotcast.kernels.paged_attention import rotate_into_cache
 
-        x = qkv.float()
+        x = qkv.to(cache.keys.dtype)
         tokens = x.shape[0]
-        queries = torch.empty(tokens, self.heads, self.head_dim)
-        attention.rotate_into_cache(
+        queries = x.new_empty(tokens, self.heads, self.head_dim)
+        rotate_into_cache(
             x, self._cosines, self._sines, batch.positions, batch.slots, cache.keys, cache.values, queries
         )
         out = torch.empty_like(queries)
         if count := batch.decodes:
-            attention.decode(
-                queries[:count],
-                cache.keys,
-                cache.values,
-                batch.tables,
-                batch.lengths,
-                self._kv_of,
-                cache.block_size,
-                self.window,
-                out[:count],
-            )
+            self._decode(queries[:count], cache, batch, out[:count])
         for sequence in range(batch.decodes, len(batch.contexts)):
             first, stop = batch.starts[sequence], batch.starts[sequence + 1]
             out[first:stop] = self._prefill(queries[first:stop], cache, batch, sequence)
         return out.view(tokens, -1).to(qkv.dtype)
 
+    def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
+        """Attention of one query a sequence, [sequences, heads, head_dim]."""
+        paged = queries, cache.keys, cache.values, batch.tables, batch.lengths
+        if self._decoding is None:
+            from shotcast.cpu.attention import decode
+
+            decode(*paged, self._kv_of, cache.block_size, self.window, out)
+        else:
+            self._decoding(*paged, cache.block_size, self.window, out)
+
     def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, sequence: int) -> torch.Tensor:
         """Attention of a sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
         length, count = batch.contexts[sequence], queries.shape[0]
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=queries.device)
         blocks = batch.tables[sequence].to(torch.int64)
         slots = blocks[positions // cache.block_size] * cache.block_size + positions % cache.block_size
         # [1, heads, tokens, head_dim], as PyTorch wants it

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.parallel import Parallel
-from shotcast.layers.split import shares
+from shotcast.layers.split import VOCAB_UNIT, shares
 from shotcast.layers.weights import Weights
 
 
@@ -20,7 +20,7 @@ class Vocabulary:
 
     def __init__(self, weights: Weights, name: str, vocab: int, parallel: Parallel):
         self._parallel = parallel
-        self._shares = shares(vocab, parallel.size, unit=64)
+        self._shares = shares(vocab, parallel.size, VOCAB_UNIT)
         self._mine = self._shares[parallel.rank]
         self.weight = weights.take(name, slice(self._mine.start, self._mine.stop))
 

@@ -6,6 +6,9 @@ import itertools
 
 from shotcast.errors import ConfigError
 
+FFN_UNIT = VOCAB_UNIT = 64
+"""Columns of feed-forward networks and rows of vocabularies are divided in multiples of this, if there are enough."""
+
 
 def shares(total: int, parts: int, unit: int = 1) -> list[range]:
     """``total`` elements in ``parts`` contiguous ranges; the first ones are longer by at most one ``unit``.

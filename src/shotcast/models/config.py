@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.layers.rotary import Rotary
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -22,29 +22,6 @@ ARCHITECTURES: dict[str, Family] = {
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights that are not quantised."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: the frequency of pair i of a head is ``theta ** (-2 i / head_dim)``.
-
-    Attributes:
-        kind: how frequencies are stretched: ``default`` not at all, ``linear`` by ``factor``, ``llama3`` and ``yarn``
-            by a blend of both that the other fields describe.
-        attention_factor: of sine and cosine; None for what the kind says (``0.1 ln(factor) + 1`` with yarn, else 1).
-        divisors: if given, each of the head_dim / 2 frequencies is divided by its own, and nothing else is done to it.
-    """
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    divisors: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +48,7 @@ class ModelConfig:
     head_dim: int
     vocab: int
     norm_eps: float
-    rope: RopeConfig
+    rope: Rotary
     max_position: int
     tied: bool
     attention_bias: bool = False
@@ -258,7 +235,7 @@ def _sliding_window(config: Mapping[str, Any], family: Family, layers: int) -> i
     return _count(config, "sliding_window", 4096)
 
 
-def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+def _rope(config: Mapping[str, Any], max_position: int) -> Rotary:
     """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of transformers 4."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, Mapping):
@@ -273,9 +250,9 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     if said.get("mrope_section"):
         raise UnsupportedError("mrope_section (positions of several dimensions) is not supported")
     if kind == "default":
-        return RopeConfig(theta)
+        return Rotary(theta)
     if kind == "linear":
-        return RopeConfig(theta, "linear", _number(said, "factor"))
+        return Rotary(theta, "linear", _number(said, "factor"))
     # A config may say the original length beside the other parameters; transformers lets that go first.
     original = config if config.get("original_max_position_embeddings") is not None else said
     original_max_position = _count(original, "original_max_position_embeddings", max_position)
@@ -283,13 +260,13 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
         low, high = _number(said, "low_freq_factor"), _number(said, "high_freq_factor")
         if low >= high:
             raise ConfigError(f"low_freq_factor ({low:g}) of rope_parameters must be below high_freq_factor ({high:g})")
-        return RopeConfig(theta, "llama3", _number(said, "factor"), low, high, original_max_position)
+        return Rotary(theta, "llama3", _number(said, "factor"), low, high, original_max_position)
     if kind == "yarn":
         return _yarn(said, theta, original_max_position, max_position)
     raise UnsupportedError(f"rope_type {kind!r} is not supported; accepted: default, linear, llama3, yarn")
 
 
-def _yarn(said: Mapping[str, Any], theta: float, original_max_position: int, max_position: int) -> RopeConfig:
+def _yarn(said: Mapping[str, Any], theta: float, original_max_position: int, max_position: int) -> Rotary:
     if said.get("truncate", True) is not True:
         raise UnsupportedError("truncate=false of yarn is not supported; accepted: true")
     factor = _number(said, "factor", max_position / original_max_position)
@@ -302,7 +279,7 @@ def _yarn(said: Mapping[str, Any], theta: float, original_max_position: int, max
         attention_factor = _number(said, "attention_factor")
     elif said.get("mscale") and said.get("mscale_all_dim"):
         attention_factor = magnitude(_number(said, "mscale")) / magnitude(_number(said, "mscale_all_dim"))
-    return RopeConfig(
+    return Rotary(
         theta,
         "yarn",
         factor,

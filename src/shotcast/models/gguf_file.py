@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.layers.rotary import Rotary
 from shotcast.models.checkpoint import part_of, require
-from shotcast.models.config import Family, ModelConfig, RopeConfig
+from shotcast.models.config import Family, ModelConfig
 from shotcast.units import format_size
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _config(
     )
 
 
-def _rope(path: Path, said: Any, head_dim: int, divisors: ReaderTensor | None) -> RopeConfig:
+def _rope(path: Path, said: Any, head_dim: int, divisors: ReaderTensor | None) -> Rotary:
     theta = _decimal(said("rope.freq_base", 10000.0))
     # without a type, llama.cpp stretches linearly by the factor, which is mostly absent
     factor = _decimal(said("rope.scaling.factor", said("rope.scale_linear", 0.0))) or 1.0
@@ -270,12 +271,12 @@ def _rope(path: Path, said: Any, head_dim: int, divisors: ReaderTensor | None) -
         if kind != "default":
             raise UnsupportedError(f"{path} stretches rotary embedding both by {kind} and by {_DIVISORS}")
         each = _values(divisors, divisors.data[None], 0, int(divisors.n_elements))[0].tolist()
-        return RopeConfig(theta, divisors=tuple(each))
+        return Rotary(theta, divisors=tuple(each))
     if kind == "default":
-        return RopeConfig(theta)
+        return Rotary(theta)
     if kind == "linear":
-        return RopeConfig(theta, "linear", factor)
-    return RopeConfig(
+        return Rotary(theta, "linear", factor)
+    return Rotary(
         theta,
         "yarn",
         factor,

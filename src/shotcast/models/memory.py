@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from shotcast.errors import ConfigError
+from shotcast.layers.split import FFN_UNIT, VOCAB_UNIT, heads_of, shares
 from shotcast.models.config import ModelConfig
 
 
@@ -28,20 +29,20 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int = 1
             f"{config.heads} heads and {config.layers} layers cannot be divided between {tensor_parallel} ranks "
             f"and {pipeline_parallel} stages"
         )
-    heads = _most(config.heads, tensor_parallel)
-    kv_heads = _most_kv_heads(config, tensor_parallel)
-    columns, words = _most(config.intermediate, tensor_parallel), _most(config.vocab, tensor_parallel)
+    parts = [heads_of(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
+    heads, kv_heads = (max(len(part[which]) for part in parts) for which in (0, 1))
+    columns = max(map(len, shares(config.intermediate, tensor_parallel, FFN_UNIT)))
+    words = max(map(len, shares(config.vocab, tensor_parallel, VOCAB_UNIT)))
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     layer = config.hidden * (2 * queries + 2 * keys + 3 * columns) + 2 * config.hidden
     layer += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
     layer += (2 * columns + config.hidden) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
     vocabulary = words * config.hidden
-    layers, more = divmod(config.layers, pipeline_parallel)
     stages = []
-    for stage in range(pipeline_parallel):
+    for stage, layers in enumerate(map(len, shares(config.layers, pipeline_parallel))):
         first, last = stage == 0, stage == pipeline_parallel - 1
         ends = first + last - (first and last and config.tied)
-        stages.append((layers + (stage < more)) * layer + ends * vocabulary + last * config.hidden)
+        stages.append(layers * layer + ends * vocabulary + last * config.hidden)
     return max(stages) * dtype_bytes
 
 
@@ -61,21 +62,6 @@ def available_bytes(device: torch.device | str, root: Path = Path("/")) -> int:
         return torch.cuda.mem_get_info(device)[0]
     limits = [_free_in_group(folder, *names) for folder, names in _groups(root)]
     return int(min([_free_on_machine(root), *limits]))
-
-
-def _most(total: int, parts: int) -> int:
-    return -(-total // parts)
-
-
-def _most_kv_heads(config: ModelConfig, ranks: int) -> int:
-    group = config.heads // config.kv_heads
-    each, more = divmod(config.heads, ranks)
-    most = start = 0
-    for rank in range(ranks):
-        stop = start + each + (rank < more)
-        most = max(most, (stop - 1) // group - start // group + 1)
-        start = stop
-    return most
 
 
 def _free_on_machine(root: Path) -> float:

@@ -9,7 +9,8 @@ import difflib
 from dataclasses import replace
 
 from shotcast.errors import ConfigError
-from shotcast.models.config import ModelConfig, RopeConfig
+from shotcast.layers.rotary import Rotary
+from shotcast.models.config import ModelConfig
 
 
 def _llama3(
@@ -24,7 +25,7 @@ def _llama3(
         head_dim=head_dim,
         vocab=128256,
         norm_eps=1e-5,
-        rope=RopeConfig(500000.0, "llama3", factor, 1.0, 4.0, 8192),
+        rope=Rotary(500000.0, "llama3", factor, 1.0, 4.0, 8192),
         max_position=131072,
         tied=tied,
         bos=128000,
@@ -42,7 +43,7 @@ def _llama2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: i
         head_dim=128,
         vocab=32000,
         norm_eps=1e-5,
-        rope=RopeConfig(10000.0),
+        rope=Rotary(10000.0),
         max_position=4096,
         tied=False,
         dtype="float16",
@@ -63,7 +64,7 @@ def _qwen2(
         head_dim=hidden // heads,
         vocab=vocab,
         norm_eps=1e-6,
-        rope=RopeConfig(1000000.0),
+        rope=Rotary(1000000.0),
         max_position=32768,
         tied=tied,
         attention_bias=True,
@@ -83,7 +84,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
         head_dim=128,
         vocab=151936,
         norm_eps=1e-6,
-        rope=RopeConfig(1000000.0),
+        rope=Rotary(1000000.0),
         max_position=40960,
         tied=tied,
         qk_norm=True,
@@ -103,7 +104,7 @@ def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
         head_dim=64,
         vocab=49152,
         norm_eps=1e-5,
-        rope=RopeConfig(theta),
+        rope=Rotary(theta),
         max_position=8192,
         tied=True,
         bos=1,
@@ -114,7 +115,7 @@ def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
 _MISTRAL = replace(
     _llama2(4096, 14336, 32, 32, 8),
     vocab=32768,
-    rope=RopeConfig(1000000.0),
+    rope=Rotary(1000000.0),
     max_position=32768,
     dtype="bfloat16",
     family="mistral",

@@ -1,0 +1,247 @@
+"""What the engine takes for a token: over batch sizes, parallel layouts and all-reduce algorithms.
+
+Requests are random tokens, as many at once as the batch says, and end by length alone, so that every layout does the
+same work. Times are the client's: TTFT from the request to its first token, TPOT the mean between later tokens.
+
+The roofline is what memory allows: each decoding step reads every weight of a rank once and the keys and values of all
+its sequences, ``time >= bytes / bandwidth``; stages of a pipeline follow each other, so their times add up for one
+sequence. Bandwidth is measured on the ranks, all reading at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from shotcast.collectives.spawn import spawn
+from shotcast.engine.llm import LLM
+from shotcast.engine.requests import RequestOutput, SamplingParams
+from shotcast.errors import ConfigError
+from shotcast.models.memory import kv_bytes_per_token, weight_bytes
+
+ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
+"""What a benchmark calls them; "nccl" is Gloo between CPU ranks."""
+_READ_BYTES = 256 << 20
+_READS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks: each of ``pipeline_parallel`` stages has ``tensor_parallel``."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """From ``TxP``, such as 4x1 or 2x2."""
+        try:
+            tensor, pipeline = map(int, text.split("x"))
+            if min(tensor, pipeline) < 1:
+                raise ValueError(text)
+        except ValueError:
+            raise ConfigError(
+                f"a layout is TxP, tensor by pipeline parallel, such as 4x1 or 2x2, not {text!r}"
+            ) from None
+        return cls(tensor, pipeline)
+
+    def __str__(self) -> str:
+        return f"{self.tensor_parallel}x{self.pipeline_parallel}"
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What to measure: each batch with each algorithm on each layout."""
+
+    model: str
+    layouts: tuple[Layout, ...]
+    batches: tuple[int, ...]
+    algorithms: tuple[str, ...]
+    prompt: int
+    output: int
+    rounds: int
+    device: str
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.algorithms if name not in ALGORITHMS]:
+            raise ConfigError(f"there is no algorithm {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
+        if min((self.prompt, self.rounds, *self.batches)) < 1 or self.output < 2:
+            raise ConfigError(
+                "batches, prompt and rounds are 1 or more, output 2 or more (there is no TPOT of one token)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """One measured point; medians over rounds of what all requests of a round have in the mean.
+
+    Attributes:
+        prompt, output: tokens of each request.
+        ttft_ms, tpot_ms: of a request.
+        tokens_per_s: output tokens of all requests over the time of the round.
+        communication: share of the steps' time that rank 0 spent in collectives; waiting for others included.
+        roofline_ms: least time of a decoding step by memory bandwidth, at the middle of the output.
+        roofline: ``roofline_ms`` over ``tpot_ms``.
+        bandwidth_gbps: measured, of a rank.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    layout: str
+    algorithm: str
+    batch: int
+    prompt: int
+    output: int
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s: float
+    communication: float
+    roofline_ms: float
+    roofline: float
+    bandwidth_gbps: float
+
+
+def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
+    """Measure the points of a plan, one engine for each layout and algorithm."""
+    for layout in plan.layouts:
+        ranks = layout.tensor_parallel * layout.pipeline_parallel
+        bandwidth = min(spawn(read_bandwidth_gbps, ranks, plan.device))
+        # one rank has nobody to talk to, so it is measured once
+        for algorithm in plan.algorithms if layout.tensor_parallel > 1 else plan.algorithms[:1]:
+            advance(f"{layout} {algorithm}")
+            with LLM(
+                plan.model,
+                tensor_parallel=layout.tensor_parallel,
+                pipeline_parallel=layout.pipeline_parallel,
+                device=plan.device,
+                dtype=plan.dtype,
+                max_model_len=plan.prompt + plan.output,
+                max_sequences=max(plan.batches),
+                prefix_caching=False,
+                algorithm=ALGORITHMS[algorithm],
+            ) as llm:
+                for batch in plan.batches:
+                    yield _point(plan, layout, algorithm, batch, llm, bandwidth)
+
+
+def read_bandwidth_gbps(device: str) -> float:
+    """GB/s (1e9) at which this rank reads memory far larger than its caches, while the others do the same."""
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank() if dist.is_initialized() else 0)
+    data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, dtype=torch.int32, device=device)
+    times = []
+    for _ in range(_READS):
+        started = time.perf_counter()
+        int(data.sum())
+        times.append(time.perf_counter() - started)
+    return data.numel() * 4 / min(times) / 1e9
+
+
+def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float) -> EngineRow:
+    params = SamplingParams(temperature=0.0, max_tokens=plan.output, ignore_eos=True)
+    numbers = random.Random(batch)
+    model = llm.model
+
+    def round_of() -> tuple[list[RequestOutput], float]:
+        prompts = [[numbers.randrange(model.vocab) for _ in range(plan.prompt)] for _ in range(batch)]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        return outputs, time.perf_counter() - started
+
+    round_of()
+    before = llm.stats()
+    rounds = [round_of() for _ in range(plan.rounds)]
+    after = llm.stats()
+    ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
+    tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
+    item = torch.tensor([], dtype=getattr(torch, llm.dtype)).element_size()
+    cache_item = 4 if llm.config.device == "cpu" else item
+    weights = weight_bytes(model, item, layout.tensor_parallel, layout.pipeline_parallel)
+    kept = (
+        batch * (plan.prompt + plan.output // 2) * kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
+    )
+    step_bytes = weights * layout.pipeline_parallel + kept / layout.tensor_parallel
+    roofline_ms = step_bytes / bandwidth / 1e6
+    return EngineRow(
+        plan.model,
+        llm.config.device,
+        llm.dtype,
+        str(layout),
+        algorithm,
+        batch,
+        plan.prompt,
+        plan.output,
+        ttft_ms,
+        tpot_ms,
+        median(batch * plan.output / seconds for _, seconds in rounds),
+        (after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
+        roofline_ms,
+        roofline_ms / tpot_ms,
+        bandwidth,
+    )
+
+
+def table(rows: Sequence[EngineRow]) -> Table:
+    """For a terminal."""
+    view = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "tokens/s", "communication", "of roofline"):
+        view.add_column(name, justify="left" if name in ("layout", "algorithm") else "right")
+    for row in rows:
+        view.add_row(
+            row.layout,
+            row.algorithm if not row.layout.startswith("1x") else "-",
+            str(row.batch),
+            f"{row.ttft_ms:.1f}",
+            f"{row.tpot_ms:.2f}",
+            f"{row.tokens_per_s:.1f}",
+            f"{row.communication:.1%}",
+            f"{row.roofline:.0%}",
+        )
+    return view
+
+
+def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str) -> str:
+    """Rows as JSON, with where and how they were measured."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    said = {"date": now, "command": command, "environment": environment, "rows": [asdict(row) for row in rows]}
+    return json.dumps(said, indent=1) + "\n"
+
+
+def plot(rows: Sequence[EngineRow], path: Path) -> None:
+    """Time of an output token against throughput: a curve for each layout and algorithm, a point for each batch."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
+    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
+        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+    axes = figure.subplots()
+    for key in dict.fromkeys((row.layout, row.algorithm) for row in rows):
+        curve = sorted((row for row in rows if (row.layout, row.algorithm) == key), key=lambda row: row.batch)
+        xs, ys = [row.tokens_per_s for row in curve], [row.tpot_ms for row in curve]
+        axes.plot(xs, ys, marker="o", label=f"TP{key[0].replace('x', ' x PP')}, {key[1]}")
+        for row, x, y in zip(curve, xs, ys, strict=True):
+            axes.annotate(str(row.batch), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    first = rows[0]
+    axes.set(
+        xlabel="output tokens/s, all requests",
+        ylabel="ms an output token (TPOT)",
+        title=f"{first.model}, {first.dtype}, {first.device}: prompt {first.prompt}, output {first.output}",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,268 @@
+"""The engine as its user's process sees it: ranks in processes of their own, requests in, progress out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+
+from shotcast import env
+from shotcast.collectives.spawn import Ranks
+from shotcast.engine import rank
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams
+from shotcast.engine.tokenizer import Tokenizer
+from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError
+from shotcast.models.source import RANDOM, find_model
+
+_STOP_GRACE_S = 10.0
+"""From the word that it is the end to that of the processes."""
+
+Listen = Callable[["Progress | Exception"], None]
+"""Told each progress of a request, or the error that ended it; on a thread of the engine's."""
+
+
+class EngineClient:
+    """Starts the ranks of an engine, passes requests to them, and says when they are gone.
+
+    Under torchrun, rank 0 of the job starts one process, which takes its place among the ranks; the other ranks become
+    ranks of the engine, and leave when it ends: for them this does not return.
+
+    Attributes:
+        config: what it was started with.
+        pids: process ids of the ranks.
+
+    Raises:
+        ConfigError: something cannot be done, which is known before or while the model is loaded.
+        EngineDead: a rank ended while it loaded.
+    """
+
+    def __init__(self, config: EngineConfig):
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
+        self.config = config
+        self._tokenizer: Tokenizer | ConfigError | None = None
+        if self.has_tokenizer:
+            find_model(config.model)  # before processes are started
+        self._dead: EngineDead | None = None
+        self._closing = False
+        self._listeners: dict[str, Listen] = {}
+        self._lock = threading.Lock()
+        self._death: list[Callable[[EngineDead], None]] = []
+        self._numbers = itertools.count()
+        self._stats = EngineStats()
+        job = env.job()
+        if job is not None and job.rank != 0:
+            rank.serve(config, "", b"")
+            sys.exit(0)
+        self._key = key = secrets.token_bytes(32)
+        self._folder = tempfile.mkdtemp(prefix="shotcast-")
+        address = os.path.join(self._folder, "engine")
+        try:
+            self._listener = Listener(address, authkey=key)
+            if job is None:
+                self._ranks = Ranks.start(rank.serve, config.ranks, config, address, key)
+            else:
+                self._ranks = Ranks.start_in_place(rank.serve, config, address, key)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self.pids = self._ranks.pids
+        self._ready: rank.Ready | None = None
+        self._loaded = threading.Event()
+        self._connection: Connection | None = None
+        self._threads = [
+            threading.Thread(target=body, name=f"shotcast-{name}", daemon=True)
+            for name, body in (("watch", self._watch), ("read", self._read))
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            if self.has_tokenizer:
+                self._load_tokenizer()  # while the ranks read the model
+            self._loaded.wait()
+        except BaseException:
+            self.close()
+            raise
+        if (dead := self.dead) is not None:
+            self.close()
+            raise dead.__cause__ if isinstance(dead.__cause__, ConfigError) else dead
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> rank.Ready:
+        """What the ranks have agreed on."""
+        assert self._ready is not None
+        return self._ready
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's. Raises ConfigError for a model that has none."""
+        if isinstance(self._tokenizer, ConfigError):
+            raise self._tokenizer
+        return self._tokenizer or Tokenizer.load(self.config.model)
+
+    def _load_tokenizer(self) -> None:
+        try:
+            self._tokenizer = Tokenizer.load(self.config.model)
+        except ConfigError as error:
+            self._tokenizer = error  # token ids do without
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model comes with one."""
+        return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
+
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why there are no ranks any more, when they went by themselves."""
+        return self._dead
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._stats
+
+    def prompt_tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a prompt, checked.
+
+        Raises:
+            ConfigError: it is empty, too long, or holds what is no token.
+        """
+        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        if not tokens:
+            raise ConfigError("the prompt is empty; it takes at least one token")
+        if wrong := [
+            token for token in tokens if not isinstance(token, int) or not 0 <= token < self.ready.model.vocab
+        ]:
+            raise ConfigError(
+                f"the prompt holds {wrong[0]!r}; tokens are whole numbers from 0 to {self.ready.model.vocab - 1}"
+            )
+        if len(tokens) >= self.ready.max_model_len:
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens; with the output, which has at least one, it may have "
+                f"{self.ready.max_model_len} (max_model_len)"
+            )
+        return tokens
+
+    def new_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, listen: Listen) -> None:
+        """Start a request. ``listen`` gets its progress until it has ended."""
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if self._closing:
+                raise EngineDead("it was closed")
+            if request_id in self._listeners:
+                raise ConfigError(f"there is a request {request_id!r} already")
+            self._listeners[request_id] = listen
+            self._send(Request(request_id, prompt, params))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its listener hears of it. Nothing happens if it has ended."""
+        with self._lock:
+            if self._dead is None and not self._closing and request_id in self._listeners:
+                self._send(rank.Abort(request_id))
+
+    def on_death(self, listen: Callable[[EngineDead], None]) -> None:
+        """``listen`` is told when the ranks are gone; at once if they are."""
+        with self._lock:
+            if self._dead is None:
+                self._death.append(listen)
+                return
+        listen(self._dead)
+
+    def _send(self, message: Any) -> None:
+        assert self._connection is not None
+        # a broken connection is noticed by those who watch it
+        with contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Pass on what rank 0 says."""
+        try:
+            with self._listener.accept() as connection:
+                self._connection = connection
+                self._ready = connection.recv()
+                self._loaded.set()
+                while True:
+                    message = connection.recv()
+                    if isinstance(message, rank.Report):
+                        self._stats = message.stats
+                        for progress in message.progress:
+                            self._tell(progress.request_id, progress, progress.finish is not None)
+                    else:
+                        assert isinstance(message, rank.Refused)
+                        self._tell(message.request_id, ConfigError(message.reason), True)
+        except (EOFError, OSError):
+            return  # the other thread knows why
+
+    def _tell(self, request_id: str, news: Progress | Exception, last: bool) -> None:
+        listen = self._listeners.pop(request_id, None) if last else self._listeners.get(request_id)
+        if listen is not None:
+            listen(news)
+
+    def _watch(self) -> None:
+        """Wait for the end of the ranks, and tell everybody."""
+        failure = self._ranks.wait()
+        self._ranks.end()
+        with self._lock:
+            if self._closing and failure is None:
+                self._loaded.set()
+                return
+            self._dead = EngineDead(_cause_of(failure))
+            self._dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
+            listeners, self._listeners = list(self._listeners.values()), {}
+            death, self._death = self._death, []
+        for listen in listeners:
+            listen(self._dead)
+        for listen_death in death:
+            listen_death(self._dead)
+        self._loaded.set()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the ranks; requests that run end with an error. Does nothing twice."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+            if first and self._connection is not None and self._dead is None:
+                self._send(None)
+        if not first:
+            return
+        watch, read = self._threads
+        watch.join(_STOP_GRACE_S if self._ready is not None else 0)
+        if watch.is_alive():
+            self._ranks.kill()
+            watch.join()
+        if self._connection is None:  # the ranks never came: end the wait for them
+            with contextlib.suppress(OSError, EOFError):
+                Client(self._listener.address, authkey=self._key).close()
+        read.join()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for listen in list(self._listeners.values()):
+            listen(EngineDead("it was closed"))
+
+
+def _cause_of(failure: RankFailed | None) -> str:
+    if failure is None:
+        return "its ranks ended without a word"
+    if isinstance(failure.__cause__, ShotcastError):
+        return f"rank {failure.rank}: {failure.__cause__}"
+    return str(failure)

@@ -1,0 +1,88 @@
+"""What an engine is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shotcast.errors import ConfigError
+
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16")}
+ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """A model, the ranks it is spread over, and limits.
+
+    Args:
+        model: a folder of Hugging Face, a GGUF file, ``smollm2``, or ``random:`` and a preset.
+        tensor_parallel: ranks that share each layer.
+        pipeline_parallel: stages, each with some of the layers.
+        device: ``cpu``; or ``cuda``, which has not been run on hardware.
+        dtype: of weights and activations; "" for float32 on the CPU and bfloat16 on CUDA.
+        max_model_len: tokens of a sequence, prompt and output; 0 for what the model was made for, at most 8192.
+        max_sequences: computed together.
+        max_batch_tokens: of a step; longer prompts pass in chunks.
+        block_size: tokens a block of the paged cache.
+        kv_cache_bytes: of a rank, for keys and values; 0 for what all sequences at full length need, at most what
+            ``memory_fraction`` leaves (on the CPU, a quarter of it).
+        memory_fraction: of the free memory of a GPU (or of this machine's, shared by its CPU ranks) that weights and
+            cache may take together.
+        prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
+        sequence_parallel: the residual of a prefill is divided between the ranks of a stage.
+        algorithm: of the all-reduces.
+        timeout_s: how long a rank waits for another in a collective.
+        seed: of draws that have none of their own; None for other draws each time.
+        progress: show a bar while the model is read.
+    """
+
+    model: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    device: str = "cpu"
+    dtype: str = ""
+    max_model_len: int = 0
+    max_sequences: int = 64
+    max_batch_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_bytes: int = 0
+    memory_fraction: float = 0.85
+    prefix_caching: bool = True
+    sequence_parallel: bool = False
+    algorithm: str = "auto"
+    timeout_s: float = 60.0
+    seed: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("tensor_parallel", 1),
+            ("pipeline_parallel", 1),
+            ("max_model_len", 0),
+            ("max_sequences", 1),
+            ("max_batch_tokens", 1),
+            ("block_size", 1),
+            ("kv_cache_bytes", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is a whole number from {least} up, not {value!r}")
+        if self.device not in DTYPES:
+            raise ConfigError(f"device is {' or '.join(DTYPES)}, not {self.device!r}")
+        if self.dtype and self.dtype not in DTYPES[self.device]:
+            raise ConfigError(f"dtype on {self.device} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction is a number above 0, at most 1, not {self.memory_fraction!r}")
+        if not 0 < self.timeout_s < 1e9:
+            raise ConfigError(f"timeout_s is a number of seconds above 0, not {self.timeout_s!r}")
+        if self.max_batch_tokens < self.max_sequences:
+            raise ConfigError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}), "
+                "or not all of them can take a token in a step"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel

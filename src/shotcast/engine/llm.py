@@ -1,0 +1,158 @@
+"""The engine for scripts: ``LLM(model).generate(prompts)``."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from shotcast.engine.client import EngineClient
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.output import OutputBuilder
+from shotcast.engine.requests import EngineStats, Progress, RequestOutput, SamplingParams
+from shotcast.engine.tokenizer import Tokenizer
+from shotcast.errors import ConfigError
+from shotcast.models.config import ModelConfig
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class LLM:
+    """A model, loaded on its ranks and ready to be asked::
+
+        with LLM("smollm2", tensor_parallel=2) as llm:
+            print(llm.generate("Once upon a time")[0].text)
+
+    The script that makes one is imported by every rank, so this stands under ``if __name__ == "__main__":``.
+
+    Args:
+        model, options: of :class:`EngineConfig`.
+
+    Raises:
+        ConfigError: the model or an option is not usable.
+        EngineDead: a rank ended.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self._client = EngineClient(EngineConfig(model, **options))
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._client.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._client.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return self._client.ready.max_model_len
+
+    @property
+    def model(self) -> ModelConfig:
+        """What the model is."""
+        return self._client.ready.model
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations."""
+        return self._client.ready.dtype
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return self._client.pids
+
+    def stats(self) -> EngineStats:
+        return self._client.stats
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete prompts, all of them together.
+
+        Args:
+            prompts: one or several, each a string or token ids.
+            params: for all, or one for each.
+
+        Returns:
+            One output for each prompt, in order.
+        """
+        several = _prompts(prompts)
+        each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(several):
+            raise ConfigError(f"there are {len(several)} prompts and {len(each)} params; give one for all, or one each")
+        streams = [_Stream(self._client, prompt, one) for prompt, one in zip(several, each, strict=True)]
+        try:
+            return [stream.last() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation: messages of ``role`` and ``content``, by the model's own template."""
+        return self.generate([self.tokenizer.chat(messages)], params)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete a prompt; yields the output each time that it has grown."""
+        stream = _Stream(self._client, prompt, params or SamplingParams())
+        try:
+            yield from stream
+        finally:
+            stream.close()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _Stream:
+    """One request of a script."""
+
+    def __init__(self, client: EngineClient, prompt: Prompt, params: SamplingParams):
+        self._client, self._id = client, client.new_id()
+        tokens = client.prompt_tokens(prompt)
+        tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
+        self._builder = OutputBuilder(self._id, tokens, params, tokenizer, client.ready.model.eos)
+        self._news: queue.SimpleQueue[Progress | Exception] = queue.SimpleQueue()
+        self._ended = False
+        client.submit(self._id, tokens, params, self._news.put)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        while not self._ended:
+            news = self._news.get()
+            if isinstance(news, Exception):
+                self._ended = True
+                raise news
+            output = self._builder.take(news)
+            if output.finished:
+                self.close()
+            yield output
+
+    def last(self) -> RequestOutput:
+        """The whole output."""
+        *_, output = self
+        return output
+
+    def close(self) -> None:
+        """End the request, if it has not ended."""
+        if not self._ended:
+            self._ended = True
+            self._client.abort(self._id)

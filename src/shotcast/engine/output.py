@@ -1,0 +1,67 @@
+"""From tokens to what the caller reads: text that grows, stop strings, times."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
+from shotcast.engine.stopping import StopStrings
+from shotcast.engine.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class OutputBuilder:
+    """The output of one request, as its tokens come.
+
+    Args:
+        tokenizer: None for outputs without text.
+        end_tokens: the model's own, which leave no text.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        end_tokens: tuple[int, ...],
+    ):
+        self._output = RequestOutput(request_id, prompt)
+        if params.logprobs is not None:
+            self._output.logprobs = []
+        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
+        self._stops = StopStrings(params.stop)
+        self._end_tokens = frozenset(end_tokens)
+        self._started = time.perf_counter()
+
+    def take(self, progress: Progress) -> RequestOutput:
+        """The output with ``progress`` in it. When a stop string ended it, the engine does not know that yet."""
+        output = self._output
+        output.time_s = time.perf_counter() - self._started
+        if progress.tokens and output.ttft_s is None:
+            output.ttft_s = output.time_s
+            output.cached_tokens = progress.cached
+        output.tokens += progress.tokens
+        if output.logprobs is not None:
+            output.logprobs += progress.logprobs or ()
+        output.delta = ""
+        found = self._read(progress)
+        output.text += output.delta
+        if found is not None:
+            output.finish_reason, output.stop_reason = "stop", found
+        elif progress.finish is not None:
+            output.finish_reason = progress.finish
+            if progress.stop_token not in self._end_tokens:
+                output.stop_reason = progress.stop_token
+        return replace(output, tokens=list(output.tokens), logprobs=output.logprobs and list(output.logprobs))
+
+    def _read(self, progress: Progress) -> str | None:
+        """Turn new tokens into text; the stop string that they complete."""
+        if self._decoder is None:
+            return None
+        text = "".join(self._decoder.push(token) for token in progress.tokens if token != progress.stop_token)
+        last = progress.finish is not None
+        if last:
+            text += self._decoder.flush()
+        self._output.delta, found = self._stops.push(text, last)
+        return found

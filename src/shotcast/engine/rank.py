@@ -1,0 +1,299 @@
+"""A rank of an engine: it loads its part of the model and computes what it is told; rank 0 also decides what."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+
+from shotcast import env
+from shotcast.collectives.communicator import Communicator
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.links import Driver, Follower
+from shotcast.engine.plan import StepPlan
+from shotcast.engine.requests import EngineStats, Progress, Request
+from shotcast.engine.runner import Drawn, Runner
+from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.errors import ConfigError
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.weights import Weights
+from shotcast.models.config import ModelConfig
+from shotcast.models.llama import Llama
+from shotcast.models.memory import available_bytes, weight_bytes
+from shotcast.models.source import open_checkpoint
+from shotcast.units import format_size
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL_LEN = 8192
+_CPU_SHARE = 4
+"""Of the memory that weights leave of a machine, the cache takes one in so many: others work there too."""
+_SEQUENCE_PARALLEL_FROM = 64
+"""Tokens of a step from which the residual is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What an engine is once all ranks have loaded: told to whoever started it."""
+
+    model: ModelConfig
+    max_model_len: int
+    kv_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What rank 0 says after a step."""
+
+    progress: tuple[Progress, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that cannot be served, and why."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To rank 0: end a request."""
+
+    request_id: str
+
+
+def serve(config: EngineConfig, address: str, key: bytes) -> None:
+    """Be a rank until the engine ends. ``address`` and ``key``: where rank 0 finds who asks, over a Unix socket."""
+    place = env.job()
+    assert place is not None
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        requests = stack.enter_context(Client(address, authkey=key)) if place.rank == 0 else None
+        model, runner, ready, job = _load(config, stack)
+        reporter = config.ranks - config.tensor_parallel
+        if requests is not None:
+            driver = Driver(job, reporter)
+            stack.callback(driver.close)
+            requests.send(replace(ready, load_s=time.perf_counter() - started))
+            Core(config, model.config, ready, runner, driver, requests, job.check).run()
+        else:
+            follower = Follower(job)
+            stack.callback(follower.close)
+            _follow(follower, runner, job.rank == reporter)
+
+
+def _follow(follower: Follower, runner: Runner, reports: bool) -> None:
+    try:
+        while (plan := follower.next()) is not None:
+            drawn = runner.execute(plan)
+            if reports:
+                assert drawn is not None
+                follower.report(drawn)
+    except (EOFError, ConnectionError):
+        sys.exit("rank 0 is gone")
+
+
+class Core:
+    """Rank 0's loop: takes requests, plans steps, has them computed, and reports what was drawn."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        ready: Ready,
+        runner: Runner,
+        driver: Driver,
+        requests: Connection,
+        check: Callable[[], None],
+    ):
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_sequences=config.max_sequences,
+                max_batch_tokens=config.max_batch_tokens,
+                block_size=ready.block_size,
+                num_blocks=ready.kv_blocks,
+                max_model_len=ready.max_model_len,
+                prefix_caching=config.prefix_caching,
+                pipeline=config.pipeline_parallel,
+                eos=model.eos,
+            )
+        )
+        self._stages, self._runner, self._driver, self._requests = config.pipeline_parallel, runner, driver, requests
+        self._check = check
+        self._steps = 0
+
+    def run(self) -> None:
+        """Return when whoever asks says that it is the end, or is gone."""
+        outstanding: deque[tuple[StepPlan, Drawn | None]] = deque()
+        while True:
+            idle = not outstanding and not self._scheduler.unfinished
+            if not self._take_requests(wait=idle):
+                self._driver.give(None)
+                return
+            while len(outstanding) < self._stages and (plan := self._scheduler.schedule()) is not None:
+                self._driver.give(plan)
+                outstanding.append((plan, self._runner.execute(plan)))
+            if not outstanding:
+                continue
+            plan, drawn = outstanding.popleft()
+            if drawn is None:
+                drawn = self._driver.take()
+            # nothing leaves that a stopped collective may have spoilt
+            self._check()
+            assert drawn.number == plan.number
+            progress = self._scheduler.update(drawn.number, drawn.tokens, drawn.logprobs)
+            self._steps += 1
+            self._requests.send(Report(tuple(progress), self._stats()))
+
+    def _stats(self) -> EngineStats:
+        return replace(
+            self._scheduler.stats(),
+            steps=self._steps,
+            step_s=self._runner.step_s,
+            communication_s=self._runner.communication_s,
+        )
+
+    def _take_requests(self, wait: bool) -> bool:
+        """Take what has been asked; False at the end."""
+        try:
+            while wait or self._requests.poll():
+                wait = False
+                message = self._requests.recv()
+                if message is None:
+                    return False
+                if isinstance(message, Abort):
+                    if (ended := self._scheduler.abort(message.request_id)) is not None:
+                        self._requests.send(Report((ended,), self._stats()))
+                else:
+                    assert isinstance(message, Request)
+                    self._add(message)
+        except (EOFError, ConnectionError):
+            return False
+        return True
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except ConfigError as error:
+            self._requests.send(Refused(request.request_id, str(error)))
+
+
+def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Llama, Runner, Ready, Communicator]:
+    """This rank's part of the model, ready to run; all ranks agree on the rest."""
+    checkpoint = open_checkpoint(config.model, _device_of(config))
+    stack.callback(checkpoint.close)
+    model = checkpoint.config
+    limit = min(model.max_position, DEFAULT_MODEL_LEN)
+    max_model_len = config.max_model_len or limit
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; the model was made for at most {model.max_position} tokens"
+        )
+    device = config.device
+    dtype_name = config.dtype or ("float32" if device == "cpu" else "bfloat16")
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    budget = _memory_budget(config, model, dtype)
+    job = stack.enter_context(
+        Communicator(
+            device=device,
+            max_bytes=max(1 << 20, config.max_batch_tokens * model.hidden * dtype.itemsize),
+            timeout_s=config.timeout_s,
+        )
+    )
+    if job.world_size != config.ranks:
+        raise ConfigError(
+            f"tensor_parallel x pipeline_parallel is {config.tensor_parallel} x {config.pipeline_parallel}, but "
+            f"the job has {job.world_size} ranks"
+        )
+    comm = job
+    if config.pipeline_parallel > 1:
+        split = job.split(job.rank // config.tensor_parallel)
+        assert split is not None
+        comm = stack.enter_context(split)
+    sequence_parallel = _SEQUENCE_PARALLEL_FROM if config.sequence_parallel else 0
+    parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel)
+    with _progress(config.progress and job.rank == 0, budget.weights) as on_read:
+        part = Llama(
+            model, Weights(checkpoint, dtype, job.device, on_read), parallel, max_model_len, config.max_sequences
+        )
+    cached_tokens = config.max_sequences * max_model_len
+    bytes_a_block = _bytes_a_block(part, config.block_size)
+    left = max(0, budget.available - budget.weights)
+    room = config.kv_cache_bytes or (left if device == "cuda" else left // _CPU_SHARE)
+    blocks = min(-(-cached_tokens // config.block_size), room // bytes_a_block)
+    blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
+    least = -(-max_model_len // config.block_size)
+    if blocks < least:
+        raise ConfigError(
+            f"the cache has room for {blocks * config.block_size} tokens ({format_size(room)}), fewer than one "
+            f"sequence of max_model_len {max_model_len} needs; lower max_model_len or give it more memory "
+            f"(kv_cache_bytes, memory_fraction)"
+        )
+    salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
+    job.broadcast(salt, 0)
+    runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt))
+    return part, runner, Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0), job
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes of a rank: what there is for weights and cache, and what its weights take."""
+
+    available: int
+    weights: int
+
+
+def _device_of(config: EngineConfig) -> torch.device:
+    """This rank's."""
+    job = env.job()
+    return torch.device(config.device, job.local_rank) if config.device == "cuda" and job else torch.device("cpu")
+
+
+def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
+    """Raises ConfigError, before anything is read, if the weights do not fit."""
+    sharers = config.ranks if config.device == "cpu" else 1
+    free = available_bytes(_device_of(config)) // sharers
+    available = int(free * config.memory_fraction)
+    weights = weight_bytes(model, dtype.itemsize, config.tensor_parallel, config.pipeline_parallel)
+    if weights > available:
+        raise ConfigError(
+            f"the weights of a rank take {format_size(weights)} as {str(dtype).removeprefix('torch.')}; it has "
+            f"{format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
+            f"{f', shared by {sharers} ranks' if sharers > 1 else ''}). Use more ranks, another dtype or model"
+        )
+    return _Memory(available, weights)
+
+
+def _bytes_a_block(model: Llama, block_size: int) -> int:
+    one = model.caches(1, block_size)
+    return sum(tensor.numel() * tensor.element_size() for cache in one for tensor in (cache.keys, cache.values))
+
+
+@contextlib.contextmanager
+def _progress(shown: bool, nbytes: int) -> Iterator[Callable[[int], Any]]:
+    """A bar for so many bytes, on standard error."""
+    if not shown:
+        yield lambda read: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=nbytes)
+        yield lambda read: bar.advance(task, read)

@@ -1,0 +1,169 @@
+"""Decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3.
+
+Touvron et al., arXiv 2302.13971; the family differs in biases, in norms of queries and keys, and in how positions and
+windows are stretched, all of which :class:`ModelConfig` says.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shotcast.layers.attention import Attention, KeyValueCache
+from shotcast.layers.batch import Batch
+from shotcast.layers.embedding import Vocabulary
+from shotcast.layers.linear import Rows, column_parallel, row_parallel
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.split import FFN_UNIT, heads_of, shares
+from shotcast.layers.weights import Weights
+from shotcast.models.config import ModelConfig
+
+EMBEDDINGS, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+class Block:
+    """One layer: attention, then the feed-forward network, each behind a norm and added to the residual.
+
+    The norm *before* either follows the sum of partial results before it, in one operation; so a block is given its
+    input normed, and returns partial sums for the next norm.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        weights: Weights,
+        parallel: Parallel,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        sequences: int,
+    ):
+        prefix, head_dim = f"model.layers.{number}", config.head_dim
+        rank, ranks = parallel.rank, parallel.size
+        heads, kv_heads, kv_of = heads_of(config.heads, config.kv_heads, rank, ranks)
+        columns = shares(config.intermediate, ranks, FFN_UNIT)[rank]
+
+        def rows_of(name: str, mine: range) -> Rows:
+            return Rows(f"{prefix}.self_attn.{name}_proj", range(mine.start * head_dim, mine.stop * head_dim))
+
+        self._parallel, self._eps = parallel, config.norm_eps
+        self.attention_norm = weights.take(f"{prefix}.input_layernorm.weight")
+        self.qkv = column_parallel(
+            weights,
+            (rows_of("q", heads), rows_of("k", kv_heads), rows_of("v", kv_heads)),
+            config.attention_bias,
+        )
+        self._head_norms = None
+        if config.qk_norm:
+            norms = [weights.take(f"{prefix}.self_attn.{name}_norm.weight") for name in ("q", "k")]
+            self._head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
+        self.attention = Attention(len(heads), head_dim, kv_of, cosines, sines, sequences, config.sliding_window or 0)
+        self.output = row_parallel(
+            weights,
+            f"{prefix}.self_attn.o_proj",
+            range(heads.start * head_dim, heads.stop * head_dim),
+            config.output_bias,
+            rank,
+        )
+        self.mlp_norm = weights.take(f"{prefix}.post_attention_layernorm.weight")
+        self.gate_up = column_parallel(
+            weights,
+            [Rows(f"{prefix}.mlp.{name}_proj", columns) for name in ("gate", "up")],
+            config.mlp_bias,
+        )
+        self.down = row_parallel(weights, f"{prefix}.mlp.down_proj", columns, config.mlp_bias, rank)
+
+    def __call__(
+        self, normed: torch.Tensor, residual: torch.Tensor, cache: KeyValueCache, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to."""
+        qkv = self.qkv(normed)
+        if self._head_norms is not None:
+            qkv = self._norm_heads(qkv, self._head_norms)
+        partial = self.output(self.attention(qkv, cache, batch))
+        normed, residual = self._parallel.reduce_norm(partial, residual, self.mlp_norm, self._eps)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up), residual
+
+    def _norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        count, head_dim = weight.shape
+        queries_and_keys = qkv[:, : count * head_dim].view(-1, count, head_dim)
+        normed = F.rms_norm(queries_and_keys.float(), (head_dim,), None, self._eps).to(qkv.dtype) * weight
+        return torch.cat((normed.flatten(1), qkv[:, count * head_dim :]), dim=1)
+
+
+class Llama:
+    """This rank's part of a model: some layers (its stage), and of these its share.
+
+    Args:
+        config: of the model.
+        weights: where parameters come from.
+        parallel: the ranks.
+        positions: tokens that a sequence may have.
+        sequences: that decode together, at most.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, parallel: Parallel, positions: int, sequences: int):
+        self.config, self.parallel, self._eps = config, parallel, config.norm_eps
+        cosines, sines = config.rope.tables(config.head_dim, positions, weights.device)
+        self.layers = shares(config.layers, parallel.stages)[parallel.stage]
+        self.embeddings = self.head = None
+        if parallel.first:
+            self.embeddings = Vocabulary(weights, EMBEDDINGS, config.vocab, parallel)
+        self.blocks = [Block(config, number, weights, parallel, cosines, sines, sequences) for number in self.layers]
+        if parallel.last:
+            self.last_norm = weights.take(LAST_NORM)
+            if config.tied and self.embeddings is not None:
+                self.head = self.embeddings
+            else:
+                name = EMBEDDINGS if config.tied else HEAD
+                self.head = Vocabulary(weights, name, config.vocab, parallel)
+        self._dtype = weights.dtype
+
+    def caches(self, blocks: int, block_size: int) -> list[KeyValueCache]:
+        """Empty caches for this rank's layers and heads, of so many blocks of ``block_size`` tokens each."""
+        dtype = torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self._dtype
+        return [
+            KeyValueCache(
+                blocks,
+                block_size,
+                block.attention.kv_heads,
+                block.attention.head_dim,
+                dtype,
+                block.mlp_norm.device,
+            )
+            for block in self.blocks
+        ]
+
+    def __call__(self, batch: Batch, caches: list[KeyValueCache]) -> torch.Tensor | None:
+        """One step. On the last stage, logits of the tokens that ``batch.drawn`` names: float32 [drawn, vocab]."""
+        parallel = self.parallel
+        tokens = batch.tokens.shape[0]
+        weight = self.blocks[0].attention_norm
+        if self.embeddings is not None:
+            partial = self.embeddings.embed(batch.tokens)
+            residual = torch.zeros_like(partial[parallel.part(tokens)])
+            normed, residual = parallel.reduce_norm(partial, residual, weight, self._eps)
+        else:
+            hidden = torch.empty(tokens, self.config.hidden, dtype=self._dtype, device=batch.tokens.device)
+            parallel.receive(hidden)
+            normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self._dtype)
+            residual = hidden[parallel.part(tokens)].contiguous()
+        for place, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            partial, residual = block(normed, residual, cache, batch)
+            if place + 1 < len(self.blocks):
+                weight = self.blocks[place + 1].attention_norm
+            elif parallel.last:
+                weight = self.last_norm
+            else:
+                break
+            normed, residual = parallel.reduce_norm(partial, residual, weight, self._eps)
+        if self.head is None:
+            hidden = parallel.all_reduce(partial)
+            if parallel.divides_residual(tokens):
+                residual = parallel.gather_rows(residual)
+            parallel.send(hidden + residual)
+            return None
+        if not batch.drawn.numel():
+            return None
+        return self.head.logits(normed[batch.drawn])

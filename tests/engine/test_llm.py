@@ -1,0 +1,292 @@
+"""The engine with a real model on real ranks: SmolLM2-135M, against Transformers and against itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shotcast.engine.llm import LLM
+from shotcast.engine.requests import RequestOutput, SamplingParams
+from shotcast.errors import ConfigError, EngineDead
+from shotcast.models.source import find_model
+
+PROMPTS = [
+    "The capital of France is",
+    "1, 2, 3, 4,",
+    "Once upon a time there was a little robot who",
+    "def fibonacci(n):",
+    "Water boils at",
+    "The opposite of hot is",
+    "In 1969, two people walked on the Moon. They were",
+    "To make tea, first",
+    "A list of fruits: apple, banana,",
+    "The quick brown fox",
+    "Roses are red,",
+    "The largest planet of the solar system",
+    "Dear Sir or Madam,",
+    "Photosynthesis is the process by which",
+    "Q: What is 2 + 2?\nA:",
+    "The Pythagorean theorem says that",
+    "My favourite season is autumn because",
+    "Monday, Tuesday, Wednesday,",
+    "She opened the door and saw",
+    "Ein Satz auf Deutsch:",
+]
+LENGTH = 64
+CLOSE = 1e-4
+"""Logits as near as this, relative to the largest, may change places between two ways to add up."""
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """Transformers' own reading of the same file."""
+    from transformers import AutoModelForCausalLM
+
+    path = find_model("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("smollm2", tensor_parallel=2, max_model_len=1024, max_sequences=32) as llm:
+        yield llm
+
+
+def greedy(length: int = LENGTH, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, **options)
+
+
+@torch.inference_mode()
+def assert_greedy(reference: Any, outputs: Sequence[RequestOutput], ties: int = 2) -> None:
+    """Each output is what Transformers would say; where it first is not, the two best logits are close."""
+    parted = 0
+    for output in outputs:
+        known = torch.tensor([*output.prompt_tokens, *output.tokens])
+        logits = reference(known[None, :-1]).logits[0, len(output.prompt_tokens) - 1 :]
+        best = logits.argmax(-1)
+        wrong = (best != torch.tensor(output.tokens)).nonzero()
+        if len(wrong):
+            parted += 1
+            place = int(wrong[0])
+            row = logits[place]
+            assert row.max() - row[output.tokens[place]] <= CLOSE * row.abs().max(), (output.text, place)
+    assert parted <= ties, f"{parted} of {len(outputs)} outputs part from the reference"
+
+
+def test_greedy_outputs_are_those_of_transformers(llm: LLM, reference: Any) -> None:
+    outputs = llm.generate(PROMPTS, greedy())
+    assert [len(output.tokens) for output in outputs] == [LENGTH] * len(PROMPTS)
+    assert_greedy(reference, outputs)
+    assert outputs[0].text.startswith(" Paris")
+    assert outputs[1].text.startswith(" 5, 6, 7")
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (1, 2), pytest.param(3, 1, marks=pytest.mark.full)])
+def test_other_layouts(reference: Any, tensor: int, stages: int) -> None:
+    with LLM("smollm2", tensor_parallel=tensor, pipeline_parallel=stages, max_model_len=256) as llm:
+        assert_greedy(reference, llm.generate(PROMPTS[:8], greedy(24)))
+
+
+def test_an_answer(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(40))
+    assert "Paris" in output.text
+    ended = llm.chat([{"role": "user", "content": "Say hello."}], SamplingParams(temperature=0.0, max_tokens=100))
+    assert ended.finish_reason == "stop"
+    assert ended.stop_reason is None
+    assert ended.tokens[-1] in llm.model.eos
+    assert "<|im_end|>" not in ended.text
+
+
+def test_text_grows_and_times_make_sense(llm: LLM) -> None:
+    seen = list(llm.stream(PROMPTS[2], greedy(20)))
+    assert "".join(output.delta for output in seen) == seen[-1].text
+    assert all(later.text.startswith(earlier.text) for earlier, later in itertools.pairwise(seen))
+    assert len(seen) > 10, "tokens came together, not one by one"
+    last = seen[-1]
+    assert last.tpot_s is not None
+    assert 0 < last.ttft_s < last.time_s
+    assert last.tpot_s == pytest.approx((last.time_s - last.ttft_s) / 19)
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[1], greedy(20))[0]
+    cut = llm.generate(PROMPTS[1], greedy(20, stop=("8", "no such text")))[0]
+    assert cut.text == whole.text[: whole.text.index("8")]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "8")
+    token = whole.tokens[5]
+    by_token = llm.generate(PROMPTS[1], greedy(20, stop_token_ids=(token,)))[0]
+    assert by_token.tokens == whole.tokens[: whole.tokens.index(token) + 1]
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", token)
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, reference: Any) -> None:
+    output = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=3))[0]
+    assert output.logprobs is not None
+    known = torch.tensor([*output.prompt_tokens, *output.tokens])
+    with torch.inference_mode():
+        wanted = reference(known[None, :-1]).logits[0, len(output.prompt_tokens) - 1 :].log_softmax(-1)
+    assert len(output.logprobs) == len(output.tokens)
+    for place, said in enumerate(output.logprobs):
+        assert said.token == output.tokens[place]
+        assert said.logprob == pytest.approx(wanted[place, said.token].item(), abs=1e-3)
+        best = wanted[place].topk(3)
+        assert [value for _, value in said.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+def test_a_seed_gives_the_same_in_any_company(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12)
+    alone = llm.generate(PROMPTS[3], params)[0]
+    others = [SamplingParams(temperature=1.0, max_tokens=12) for _ in range(6)]
+    among = llm.generate([*PROMPTS[4:7], PROMPTS[3], *PROMPTS[7:10]], [*others[:3], params, *others[3:]])
+    assert among[3].tokens == alone.tokens
+    assert llm.generate(PROMPTS[3], SamplingParams(temperature=1.0, max_tokens=12))[0].tokens != alone.tokens
+
+
+def test_prefixes_are_reused(llm: LLM, reference: Any) -> None:
+    prefix = "You are given a long text that many requests begin with. " * 6
+    first = llm.generate(prefix + "First question:", greedy(8))[0]
+    second = llm.generate(prefix + "Second question:", greedy(8))[0]
+    assert first.cached_tokens == 0
+    assert second.cached_tokens > 48
+    assert second.cached_tokens < len(second.prompt_tokens)
+    assert_greedy(reference, [first, second])
+
+
+def test_a_closed_stream_ends_the_request(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[2], greedy(900))
+    next(stream)
+    assert llm.stats().running == 1
+    stream.close()
+    llm.generate(PROMPTS[0], greedy(4))
+    assert llm.stats().running == 0
+    assert llm.stats().kv_blocks_used == 0
+
+
+def test_bad_prompts_are_refused_and_nothing_is_lost(llm: LLM) -> None:
+    for prompt, said in (([[]], "empty"), ([1, 99999], "99999"), ([-1], "-1"), ([5] * 1024, "1024 tokens")):
+        with pytest.raises(ConfigError, match=said):
+            llm.generate(prompt, greedy(2))
+    with pytest.raises(ConfigError, match="2 prompts and 3 params"):
+        llm.generate(PROMPTS[:2], [greedy(1)] * 3)
+    assert llm.generate(PROMPTS[0], greedy(2))[0].text
+
+
+def test_little_memory_changes_no_output(reference: Any) -> None:
+    """The cache holds a fraction of what runs: sequences lose their blocks and are computed again."""
+    one_token = 2 * 30 * 3 * 64 * 4
+    with LLM("smollm2", max_model_len=112, kv_cache_bytes=one_token * 160, prefix_caching=False) as llm:
+        outputs = llm.generate(PROMPTS[:6], greedy(40))
+        assert llm.stats().preemptions > 0
+        assert_greedy(reference, outputs)
+
+
+def test_prompts_beyond_a_step_pass_in_chunks(reference: Any) -> None:
+    prompt = " ".join(PROMPTS)
+    with LLM("smollm2", max_model_len=512, max_batch_tokens=40, max_sequences=4) as llm:
+        outputs = llm.generate([prompt, PROMPTS[0]], greedy(8))
+        assert llm.stats().steps > len(outputs[0].prompt_tokens) // 40
+        assert_greedy(reference, outputs)
+
+
+@pytest.mark.parametrize(("how", "told"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGTERM, "SIGTERM")])
+def test_a_killed_rank_fails_what_runs_at_once(how: signal.Signals, told: str) -> None:
+    with LLM("smollm2", tensor_parallel=2, max_model_len=1024) as llm:
+        pids = llm.pids
+        stream = llm.stream(PROMPTS[2], greedy(900))
+        next(stream)
+        os.kill(pids[1], how)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match=told):
+            list(stream)
+        assert time.monotonic() - started < 10
+        with pytest.raises(EngineDead, match=told):
+            llm.generate(PROMPTS[0], greedy(2))
+    assert_gone(pids)
+
+
+def test_a_stopped_rank_is_named_within_the_timeout() -> None:
+    with LLM("smollm2", tensor_parallel=2, max_model_len=1024, timeout_s=2.0) as llm:
+        pids = llm.pids
+        stream = llm.stream(PROMPTS[2], greedy(900))
+        next(stream)
+        os.kill(pids[1], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="missing ranks: 1"):
+            list(stream)
+        assert time.monotonic() - started < 15
+    assert_gone(pids)
+
+
+def test_close_ends_the_ranks_and_what_waits() -> None:
+    llm = LLM("smollm2", max_model_len=1024)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            list(llm.stream(PROMPTS[2], greedy(900)))
+        except EngineDead as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while llm.stats().running == 0:
+        time.sleep(0.01)
+    llm.close()
+    llm.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "closed" in str(errors[0])
+    assert_gone(llm.pids)
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate(PROMPTS[0], greedy(2))
+
+
+def assert_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 10
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
+        ({"max_model_len": 9000}, "the model was made for at most 8192 tokens"),
+        ({"kv_cache_bytes": 1000}, "fewer than one sequence"),
+        ({"memory_fraction": 1e-9}, "the weights of a rank take"),
+        ({"dtype": "float64"}, "dtype on cpu is float32"),
+        ({"device": "tpu"}, "device is cpu or cuda"),
+        ({"max_sequences": 0}, "max_sequences is a whole number"),
+        ({"max_batch_tokens": 8, "max_sequences": 9}, "max_batch_tokens"),
+        ({"algorithm": "fastest"}, "algorithm is one of"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(**{"model": "smollm2", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"tensor_parallel": 5}, "4 heads"), ({"pipeline_parallel": 3}, "2 layers")]
+)
+def test_more_ranks_than_parts_are_refused(tmp_path: Path, options: dict[str, int], said: str) -> None:
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        LLM(str(tmp_path), **options)

@@ -1,0 +1,90 @@
+"""What ranks run for test_parity.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import shotcast
+from shotcast.layers.batch import Batch
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.weights import Weights
+from shotcast.models.llama import Llama
+from shotcast.models.source import open_checkpoint
+
+BLOCK = 4
+
+
+class Tables:
+    """Blocks of sequences in a paged cache, given out in a scattered order."""
+
+    def __init__(self, sequences: int, blocks: int):
+        order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(3))
+        self.blocks = order.to(torch.int32).view(sequences, blocks)
+
+    def batch(self, parts: list[tuple[int, int, list[int]]]) -> Batch:
+        """``parts``: (sequence, tokens before, tokens), those with one token first. All their tokens are drawn from."""
+        parts = sorted(parts, key=lambda part: len(part[2]) > 1)
+        tokens = [token for _, _, new in parts for token in new]
+        positions = [position for _, start, new in parts for position in range(start, start + len(new))]
+        owners = [sequence for sequence, _, new in parts for _ in new]
+        slots = [int(self.blocks[s, p // BLOCK]) * BLOCK + p % BLOCK for s, p in zip(owners, positions, strict=True)]
+        starts = [0]
+        for _, _, new in parts:
+            starts.append(starts[-1] + len(new))
+        contexts = [start + len(new) for _, start, new in parts]
+        return Batch(
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            torch.tensor(slots),
+            tuple(starts),
+            tuple(contexts),
+            sum(len(new) == 1 for _, _, new in parts),
+            self.blocks[[sequence for sequence, _, _ in parts]],
+            torch.tensor(contexts, dtype=torch.int32),
+            torch.arange(len(tokens)),
+        )
+
+
+@torch.inference_mode()
+def logits(
+    folder: str, stages: int, prompts: list[list[int]], chunk: int, decoded: int, options: dict[str, Any]
+) -> list[torch.Tensor] | None:
+    """Logits of all tokens of each prompt: in chunks, but for the last ``decoded`` tokens, which come one by one.
+
+    Sequences are shifted by a step each, so that steps hold chunks and single tokens together.
+    """
+    checkpoint = open_checkpoint(folder)
+    with shotcast.Communicator(device="cpu") as job:
+        ranks = job.world_size // stages
+        comm = job.split(job.rank // ranks) if stages > 1 else job
+        parallel = Parallel(comm, job, stages, **options)
+        model = Llama(
+            checkpoint.config, Weights(checkpoint, torch.float32, torch.device("cpu")), parallel, 128, len(prompts)
+        )
+        tables = Tables(len(prompts), -(-max(map(len, prompts)) // BLOCK))
+        caches = model.caches(tables.blocks.numel(), BLOCK)
+        found: list[list[torch.Tensor]] = [[] for _ in prompts]
+        waiting = {}
+        for number, prompt in enumerate(prompts):
+            cut = len(prompt) - decoded
+            pieces = [prompt[start : min(start + chunk, cut)] for start in range(0, cut, chunk)]
+            waiting[number] = pieces + [[token] for token in prompt[cut:]]
+        done = [0] * len(prompts)
+        step = 0
+        while any(waiting.values()):
+            taking = [number for number, pieces in waiting.items() if pieces and number <= step]
+            parts = [(number, done[number], waiting[number].pop(0)) for number in taking]
+            result = model(tables.batch(parts), caches)
+            parts.sort(key=lambda part: len(part[2]) > 1)
+            place = 0
+            for number, _, new in parts:
+                if result is not None:
+                    found[number].append(result[place : place + len(new)])
+                place += len(new)
+                done[number] += len(new)
+            step += 1
+        if not parallel.last:
+            return None
+        return [torch.cat(parts) for parts in found]

@@ -1,0 +1,126 @@
+"""Logits, against Hugging Face Transformers on the same weights, for every family and layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity_targets as targets
+import pytest
+import torch
+import transformers
+
+import shotcast
+
+VOCAB = 203  # no multiple of anything
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-tied-scaled": ("Llama", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "mistral": ("Mistral", {"sliding_window": 10, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": ("Qwen2", {"rope_scaling": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "num_attention_heads": 4}),
+}
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2), (3, 2)]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (40, 7, 23)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[torch.Tensor]]]:
+    """A tiny model of each family, as Transformers saves it, with the logits that Transformers computes."""
+    made = {}
+    for name, (family, options) in FAMILIES.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        for parameter in model.parameters():  # biases are 0 and norms 1, which would hide both
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, 0.7, 0.3)
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        with torch.inference_mode():
+            made[name] = folder, [model(torch.tensor([prompt])).logits[0] for prompt in prompts()]
+    return made
+
+
+def run(folder: Path, layout: tuple[int, int], chunk: int = 9, decoded: int = 4, **options: Any) -> list[torch.Tensor]:
+    tensor, stages = layout
+    arguments = (str(folder), stages, prompts(), chunk, decoded, options)
+    results = shotcast.spawn(targets.logits, tensor * stages, *arguments, timeout_s=100)
+    last = results[-tensor:]
+    for other in last[1:]:
+        for ours, theirs in zip(last[0], other, strict=True):
+            assert torch.equal(ours, theirs), "the ranks of a stage do not have the same logits"
+    return last[0]
+
+
+def assert_agree(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(folders: dict[str, tuple[Path, list[torch.Tensor]]], family: str) -> None:
+    folder, wanted = folders[family]
+    assert_agree(run(folder, (2, 1)), wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")
+def test_layouts(folders: dict[str, tuple[Path, list[torch.Tensor]]], layout: tuple[int, int]) -> None:
+    folder, wanted = folders["llama-tied-scaled"]
+    assert_agree(run(folder, layout), wanted)
+
+
+def test_more_ranks_than_key_value_heads_with_biases_and_head_norms(
+    folders: dict[str, tuple[Path, list[torch.Tensor]]],
+) -> None:
+    for family in ("llama-biases", "qwen3", "qwen2"):
+        folder, wanted = folders[family]
+        assert_agree(run(folder, (4, 1)), wanted)
+
+
+@pytest.mark.parametrize(("ranks", "chunk", "decoded"), [(2, 100, 0), (3, 1, 1), (2, 4, 7)])
+def test_chunks(folders: dict[str, tuple[Path, list[torch.Tensor]]], ranks: int, chunk: int, decoded: int) -> None:
+    folder, wanted = folders["mistral"]
+    assert_agree(run(folder, (ranks, 1), chunk, decoded), wanted)
+
+
+def test_one_shot_and_two_shot_have_the_same_bits(folders: dict[str, tuple[Path, list[torch.Tensor]]]) -> None:
+    folder, _ = folders["llama"]
+    for one, two in zip(
+        run(folder, (3, 1), algorithm="one_shot"), run(folder, (3, 1), algorithm="two_shot"), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def test_sequence_parallel_has_the_same_bits(folders: dict[str, tuple[Path, list[torch.Tensor]]]) -> None:
+    folder, _ = folders["llama"]
+    for layout in ((2, 1), (2, 2)):
+        whole = run(folder, layout, chunk=8)
+        divided = run(folder, layout, chunk=8, sequence_parallel=4)
+        for one, other in zip(whole, divided, strict=True):
+            assert torch.equal(one, other)
