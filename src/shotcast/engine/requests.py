@@ -21,7 +21,7 @@ class SamplingParams:
     The order is that of the field: penalties, then temperature, then top_k, top_p and min_p on what is left.
 
     Args:
-        temperature: divides the logits, from 0.001 to 100; 0 takes the likeliest token, always.
+        temperature: divides the logits; 0 takes the likeliest token, always.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens until their probabilities reach this, in (0, 1].
         min_p: drop tokens less likely than this times the likeliest, in [0, 1].
@@ -59,9 +59,7 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {accepted}, not {value!r}")
 
-        between("temperature", 0.0, 100.0, "0, or a number from 0.001 to 100")
-        if 0 < self.temperature < 1e-3:  # logits divided by less overflow
-            raise ConfigError(f"temperature is 0, or a number from 0.001 to 100, not {self.temperature!r}")
+        between("temperature", 0.0, 1e6, "a number from 0 up")
         whole("top_k", 0, math.inf, "a whole number from 0 (all tokens) up")
         between("top_p", 0.0, 1.0, "a number above 0, at most 1")
         if self.top_p == 0:
