@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shotcast.cpu import attention
 from shotcast.cpu.attention import decode, rotate_into_cache
 
 
@@ -45,6 +46,7 @@ def test_decode(
     out = torch.full_like(queries, float("nan"))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    attention._THREADS_FROM, kept = 0, attention._THREADS_FROM
     try:
         decode(
             queries,
@@ -59,6 +61,7 @@ def test_decode(
         )
     finally:
         torch.set_num_threads(before)
+        attention._THREADS_FROM = kept
     for sequence, length in enumerate(lengths):
         seen = torch.arange(max(0, length - window) if window else 0, length)
         slots = tables[sequence].long()[seen // block_size] * block_size + seen % block_size

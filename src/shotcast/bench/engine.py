@@ -27,10 +27,13 @@ from shotcast.collectives.spawn import spawn
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
+from shotcast.models.config import ModelConfig
 from shotcast.models.memory import kv_bytes_per_token, weight_bytes
+from shotcast.models.source import find_model, open_checkpoint
 
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
 """What a benchmark calls them; "nccl" is Gloo between CPU ranks."""
+TRANSFORMERS = "transformers"
 _READ_BYTES = 256 << 20
 _READS = 8
 
@@ -61,7 +64,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What to measure: each batch with each algorithm on each layout."""
+    """What to measure: each batch with each algorithm on each layout; and first, as ``baseline``, Transformers."""
 
     model: str
     layouts: tuple[Layout, ...]
@@ -72,6 +75,7 @@ class EnginePlan:
     rounds: int
     device: str
     dtype: str = ""
+    baseline: bool = False
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.algorithms if name not in ALGORITHMS]:
@@ -115,6 +119,10 @@ class EngineRow:
 
 def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
     """Measure the points of a plan, one engine for each layout and algorithm."""
+    if plan.baseline:
+        advance(TRANSFORMERS)
+        # a process of its own, so that its memory and threads are gone before the next
+        yield from spawn(transformers_rows, 1, plan)[0]
     for layout in plan.layouts:
         ranks = layout.tensor_parallel * layout.pipeline_parallel
         bandwidth = min(spawn(read_bandwidth_gbps, ranks, plan.device))
@@ -136,17 +144,67 @@ def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None
                     yield _point(plan, layout, algorithm, batch, llm, bandwidth)
 
 
+def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
+    """The batches by ``generate`` of Hugging Face Transformers: same weights, dtype, prompts' length and threads."""
+    from transformers import AutoModelForCausalLM
+
+    path = find_model(plan.model)
+    folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    dtype = plan.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
+    loaded = loaded.eval().to(plan.device)
+    bandwidth = read_bandwidth_gbps(plan.device)
+    checkpoint = open_checkpoint(plan.model)
+    rows = []
+    for batch in plan.batches:
+        numbers = torch.Generator().manual_seed(batch)
+
+        def timed(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> float:
+            prompts = torch.randint(checkpoint.config.vocab, (batch, plan.prompt), generator=numbers).to(plan.device)
+            started = time.perf_counter()
+            loaded.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            return time.perf_counter() - started
+
+        timed(2)
+        first = median(timed(1) for _ in range(plan.rounds))
+        whole = median(timed(plan.output) for _ in range(plan.rounds))
+        rows.append(
+            _row(
+                plan,
+                checkpoint.config,
+                Layout(1, 1),
+                TRANSFORMERS,
+                batch,
+                dtype,
+                bandwidth,
+                ttft_ms=first * 1e3,
+                tpot_ms=(whole - first) / (plan.output - 1) * 1e3,
+                tokens_per_s=batch * plan.output / whole,
+                communication=0.0,
+            )
+        )
+    checkpoint.close()
+    return rows
+
+
 def read_bandwidth_gbps(device: str) -> float:
     """GB/s (1e9) at which this rank reads memory far larger than its caches, while the others do the same."""
     import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() if dist.is_initialized() else 0)
-    data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, dtype=torch.int32, device=device)
+    data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, device=device)
     times = []
     for _ in range(_READS):
         started = time.perf_counter()
-        int(data.sum())
+        float(data.sum())
         times.append(time.perf_counter() - started)
     return data.numel() * 4 / min(times) / 1e9
 
@@ -168,18 +226,47 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
     after = llm.stats()
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
-    item = torch.tensor([], dtype=getattr(torch, llm.dtype)).element_size()
-    cache_item = 4 if llm.config.device == "cpu" else item
-    weights = weight_bytes(model, item, layout.tensor_parallel, layout.pipeline_parallel)
+    return _row(
+        plan,
+        model,
+        layout,
+        algorithm,
+        batch,
+        llm.dtype,
+        bandwidth,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        tokens_per_s=median(batch * plan.output / seconds for _, seconds in rounds),
+        communication=(after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
+    )
+
+
+def _row(
+    plan: EnginePlan,
+    model: ModelConfig,
+    layout: Layout,
+    algorithm: str,
+    batch: int,
+    dtype: str,
+    bandwidth: float,
+    *,
+    ttft_ms: float,
+    tpot_ms: float,
+    tokens_per_s: float,
+    communication: float,
+) -> EngineRow:
+    """A point with its roofline: all weights of a rank, and its sequences' keys and values, read once a token."""
+    item = getattr(torch, dtype).itemsize
+    cache_item = 4 if plan.device == "cpu" else item
+    weights = weight_bytes(model, item, layout.tensor_parallel, layout.pipeline_parallel) * layout.pipeline_parallel
     kept = (
         batch * (plan.prompt + plan.output // 2) * kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
     )
-    step_bytes = weights * layout.pipeline_parallel + kept / layout.tensor_parallel
-    roofline_ms = step_bytes / bandwidth / 1e6
+    roofline_ms = (weights + kept / layout.tensor_parallel) / bandwidth / 1e6
     return EngineRow(
         plan.model,
-        llm.config.device,
-        llm.dtype,
+        plan.device,
+        dtype,
         str(layout),
         algorithm,
         batch,
@@ -187,8 +274,8 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
         plan.output,
         ttft_ms,
         tpot_ms,
-        median(batch * plan.output / seconds for _, seconds in rounds),
-        (after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
+        tokens_per_s,
+        communication,
         roofline_ms,
         roofline_ms / tpot_ms,
         bandwidth,
@@ -203,7 +290,7 @@ def table(rows: Sequence[EngineRow]) -> Table:
     for row in rows:
         view.add_row(
             row.layout,
-            row.algorithm if not row.layout.startswith("1x") else "-",
+            row.algorithm if not row.layout.startswith("1x") or row.algorithm == TRANSFORMERS else "-",
             str(row.batch),
             f"{row.ttft_ms:.1f}",
             f"{row.tpot_ms:.2f}",
@@ -232,7 +319,8 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
     for key in dict.fromkeys((row.layout, row.algorithm) for row in rows):
         curve = sorted((row for row in rows if (row.layout, row.algorithm) == key), key=lambda row: row.batch)
         xs, ys = [row.tokens_per_s for row in curve], [row.tpot_ms for row in curve]
-        axes.plot(xs, ys, marker="o", label=f"TP{key[0].replace('x', ' x PP')}, {key[1]}")
+        label = key[1] if key[1] == TRANSFORMERS else f"TP{key[0].replace('x', ' x PP')}, {key[1]}"
+        axes.plot(xs, ys, marker="o", label=label)
         for row, x, y in zip(curve, xs, ys, strict=True):
             axes.annotate(str(row.batch), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
     first = rows[0]

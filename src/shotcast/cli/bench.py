@@ -241,6 +241,7 @@ def _engine_command(
     rounds: Annotated[int, typer.Option("--rounds", help="Timed, after one that is not.")] = 3,
     device: DeviceOption = Device.AUTO,
     dtype: Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also time generate of Transformers.")] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -258,6 +259,7 @@ def _engine_command(
         rounds,
         "cuda" if device is Device.CUDA else "cpu",
         dtype,
+        baseline,
     )
     screen = new_console()
     rows = []

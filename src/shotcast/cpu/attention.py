@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,10 @@ import torch
 from numba import njit, types
 
 from shotcast.cpu.compilation import keep_on_disk
+from shotcast.cpu.threads import in_parallel
+
+_THREADS_FROM = 4 << 20
+"""Products of queries with keys from which a second thread saves more than it takes to wake it."""
 
 _MATRIX = types.Array(types.float32, 2, "C")
 _CUBE = types.Array(types.float32, 3, "C")
@@ -125,11 +128,6 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     return dispatcher
 
 
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="shotcast-attention")
-
-
 def rotate_into_cache(
     x: torch.Tensor,
     cosines: torch.Tensor,
@@ -185,21 +183,11 @@ def decode(
         kv_of: int64 [heads], the key-value head of each.
         window: how many tokens back a query sees, itself included; 0 for all.
     """
-    count = queries.shape[0]
-    arguments = (queries, keys, values, tables, lengths, kv_of)
-    arrays = [argument.numpy() for argument in arguments]
-    scale = 1.0 / math.sqrt(queries.shape[2])
-    run = _compiled(_decode)
-    threads = min(torch.get_num_threads(), count)
-    bounds = [count * part // threads for part in range(threads + 1)]
-    if threads == 1:
-        run(*arrays, block_size, scale, window, 0, count, out.numpy())
-        return
-    pool = _threads(threads - 1)
-    others = [
-        pool.submit(run, *arrays, block_size, scale, window, bounds[part], bounds[part + 1], out.numpy())
-        for part in range(1, threads)
-    ]
-    run(*arrays, block_size, scale, window, bounds[0], bounds[1], out.numpy())
-    for other in others:
-        other.result()
+    arrays = [argument.numpy() for argument in (queries, keys, values, tables, lengths, kv_of)]
+    scale, run, result = 1.0 / math.sqrt(queries.shape[2]), _compiled(_decode), out.numpy()
+    parts = None if queries[0].numel() * int(lengths.sum()) >= _THREADS_FROM else 1
+
+    def attend(first: int, stop: int) -> None:
+        run(*arrays, block_size, scale, window, first, stop, result)
+
+    in_parallel(attend, queries.shape[0], parts)

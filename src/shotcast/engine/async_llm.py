@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from shotcast.engine.client import EngineClient
+from shotcast.engine.client import EngineClient, News
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.output import OutputBuilder
-from shotcast.engine.requests import EngineStats, Progress, RequestOutput, SamplingParams
+from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import EngineDead
 
@@ -66,26 +66,26 @@ class AsyncLLM:
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
         builder = OutputBuilder(name, tokens, params, tokenizer, client.ready.model.eos)
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Progress | Exception] = asyncio.Queue()
+        news: asyncio.Queue[News] = asyncio.Queue()
 
-        def listen(item: Progress | Exception) -> None:
+        def listen(item: News) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(news.put_nowait, item)
 
         client.submit(name, tokens, params, listen)
         try:
             while True:
-                item = await news.get()
+                item, arrived = await news.get()
                 if isinstance(item, Exception):
                     raise item
                 # outputs that nobody has read yet become one
-                output = builder.take(item)
+                output = builder.take(item, arrived)
                 delta = output.delta
                 while not output.finished and not news.empty():
-                    item = news.get_nowait()
+                    item, arrived = news.get_nowait()
                     if isinstance(item, Exception):
                         raise item
-                    output = builder.take(item)
+                    output = builder.take(item, arrived)
                     delta += output.delta
                 output.delta = delta
                 yield output

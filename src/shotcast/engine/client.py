@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -28,8 +29,11 @@ from shotcast.models.source import RANDOM, find_model
 _STOP_GRACE_S = 10.0
 """From the word that it is the end to that of the processes."""
 
-Listen = Callable[["Progress | Exception"], None]
-"""Told each progress of a request, or the error that ended it; on a thread of the engine's."""
+News = tuple["Progress | Exception", float]
+"""What a request's listener is told: its progress or the error that ended it, and when that came (perf_counter)."""
+
+Listen = Callable[[News], None]
+"""Told on a thread of the engine's."""
 
 
 class EngineClient:
@@ -215,7 +219,7 @@ class EngineClient:
     def _tell(self, request_id: str, news: Progress | Exception, last: bool) -> None:
         listen = self._listeners.pop(request_id, None) if last else self._listeners.get(request_id)
         if listen is not None:
-            listen(news)
+            listen((news, time.perf_counter()))
 
     def _watch(self) -> None:
         """Wait for the end of the ranks, and tell everybody."""
@@ -230,7 +234,7 @@ class EngineClient:
             listeners, self._listeners = list(self._listeners.values()), {}
             death, self._death = self._death, []
         for listen in listeners:
-            listen(self._dead)
+            listen((self._dead, time.perf_counter()))
         for listen_death in death:
             listen_death(self._dead)
         self._loaded.set()
@@ -257,7 +261,7 @@ class EngineClient:
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         for listen in list(self._listeners.values()):
-            listen(EngineDead("it was closed"))
+            listen((EngineDead("it was closed"), time.perf_counter()))
 
 
 def _cause_of(failure: RankFailed | None) -> str:

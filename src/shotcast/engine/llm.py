@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shotcast.engine.client import EngineClient
+from shotcast.engine.client import EngineClient, News
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.output import OutputBuilder
-from shotcast.engine.requests import EngineStats, Progress, RequestOutput, SamplingParams
+from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
@@ -131,17 +131,17 @@ class _Stream:
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
         self._builder = OutputBuilder(self._id, tokens, params, tokenizer, client.ready.model.eos)
-        self._news: queue.SimpleQueue[Progress | Exception] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._ended = False
         client.submit(self._id, tokens, params, self._news.put)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         while not self._ended:
-            news = self._news.get()
+            news, arrived = self._news.get()
             if isinstance(news, Exception):
                 self._ended = True
                 raise news
-            output = self._builder.take(news)
+            output = self._builder.take(news, arrived)
             if output.finished:
                 self.close()
             yield output

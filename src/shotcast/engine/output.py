@@ -34,10 +34,13 @@ class OutputBuilder:
         self._end_tokens = frozenset(end_tokens)
         self._started = time.perf_counter()
 
-    def take(self, progress: Progress) -> RequestOutput:
-        """The output with ``progress`` in it. When a stop string ended it, the engine does not know that yet."""
+    def take(self, progress: Progress, arrived: float) -> RequestOutput:
+        """The output with ``progress`` in it, which came at ``arrived`` by :func:`time.perf_counter`.
+
+        When a stop string ended it, the engine does not know that yet.
+        """
         output = self._output
-        output.time_s = time.perf_counter() - self._started
+        output.time_s = arrived - self._started
         if progress.tokens and output.ttft_s is None:
             output.ttft_s = output.time_s
             output.cached_tokens = progress.cached

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.split import VOCAB_UNIT, shares
 from shotcast.layers.weights import Weights
@@ -34,5 +35,5 @@ class Vocabulary:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] to float32 [tokens, vocab], the same on every rank."""
-        mine = F.linear(x, self.weight).float()
+        mine = Linear(self.weight)(x).float()
         return self._parallel.gather_columns(mine, [len(share) for share in self._shares])

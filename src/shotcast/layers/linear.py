@@ -25,6 +25,12 @@ class Linear:
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":
+            from shotcast.cpu import matvec
+
+            if matvec.serves(x, self.weight):
+                out = matvec.linear(x, self.weight)
+                return (out if self.bias is None else out + self.bias).to(x.dtype)
         return F.linear(x, self.weight, self.bias)
 
 
