@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   all-reduce between 2, 4 and 8 CPU processes: a table, and a picture in demo/all_reduce.png"
+	@echo "make demo   a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
 	@echo "make test   linters, types, tests"
 	@echo "make lint   linters and types alone"
 	@echo "make clean  remove .venv and what was built"
@@ -30,6 +30,7 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)
 	@mkdir -p demo
+	$(BIN)/shotcast generate --chat --tensor-parallel 2 --max-tokens 96 "What is gravity?"
 	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
 

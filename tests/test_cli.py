@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -358,3 +359,37 @@ class TestErrors:
         result = shell("--traceback", "bench", "all-reduce", "--device", "cpu", "--world-size", "1")
         assert result.returncode == 1
         assert "Traceback" in result.stderr
+
+
+class TestEngine:
+    def test_generate_answers_and_says_what_it_took(self) -> None:
+        result = shell("generate", "--chat", "-t", "2", "-n", "24", "What is the capital of France?")
+        assert result.returncode == 0, result.stderr
+        assert "Paris" in result.stdout
+        told = re.search(r"(\d+) tokens in, (\d+) out on 2 cpu ranks; first after \d+ ms", result.stderr)
+        assert told is not None, result.stderr
+        assert int(told[2]) <= 24
+        assert re.search(r"\d+\.\d% of the time in communication", result.stderr)
+
+    def test_chat_keeps_the_conversation(self) -> None:
+        command = [sys.executable, "-m", "shotcast", "chat", "--temperature", "0", "-n", "12"]
+        asked = "Name a fruit.\nName another one.\n\nnever asked\n"
+        result = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=100)
+        assert result.returncode == 0, result.stderr
+        assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
+
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (["generate", "x", "-m", "nothing-here"], "there is no model 'nothing-here'"),
+            (["generate", "x", "-m", "random:llama-9"], "llama-9"),
+            (["generate", "x", "--temperature", "-1"], "temperature is a number from 0 up"),
+            (["generate", "x", "-d", "int8"], "dtype on cpu is float32, bfloat16"),
+            (["generate", "x", "--device", "cuda"], "no usable GPU"),
+            (["serve", "--kv-cache", "lots"], "lots"),
+            (["serve", "--max-queue", "0"], "max_queue is a whole number from 1 up"),
+            (["bench", "engine", "--layouts", "2"], "a layout is TxP"),
+        ],
+    )
+    def test_refused(self, args: list[str], said: str) -> None:
+        assert said in refused(*args)

@@ -117,6 +117,12 @@ def test_one_shot_and_two_shot_have_the_same_bits(folders: dict[str, tuple[Path,
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "vendor"])
+def test_other_algorithms(folders: dict[str, tuple[Path, list[torch.Tensor]]], algorithm: str) -> None:
+    folder, wanted = folders["qwen3"]
+    assert_agree(run(folder, (3, 1), algorithm=algorithm), wanted)
+
+
 def test_sequence_parallel_has_the_same_bits(folders: dict[str, tuple[Path, list[torch.Tensor]]]) -> None:
     folder, _ = folders["llama"]
     for layout in ((2, 1), (2, 2)):

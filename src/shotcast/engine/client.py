@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
@@ -70,8 +69,8 @@ class EngineClient:
             rank.serve(config, "", b"")
             sys.exit(0)
         self._key = key = secrets.token_bytes(32)
-        self._folder = tempfile.mkdtemp(prefix="shotcast-")
-        address = os.path.join(self._folder, "engine")
+        self._folder = tempfile.TemporaryDirectory(prefix="shotcast-")
+        address = os.path.join(self._folder.name, "engine")
         try:
             self._listener = Listener(address, authkey=key)
             if job is None:
@@ -79,7 +78,7 @@ class EngineClient:
             else:
                 self._ranks = Ranks.start_in_place(rank.serve, config, address, key)
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
             raise
         self.pids = self._ranks.pids
         self._ready: rank.Ready | None = None
@@ -259,7 +258,7 @@ class EngineClient:
                 Client(self._listener.address, authkey=self._key).close()
         read.join()
         self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
         for listen in list(self._listeners.values()):
             listen((EngineDead("it was closed"), time.perf_counter()))
 

@@ -30,7 +30,7 @@ class EngineConfig:
             cache may take together.
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
         sequence_parallel: the residual of a prefill is divided between the ranks of a stage.
-        algorithm: of the all-reduces.
+        algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it; ``ring`` is not fused with norms.
         timeout_s: how long a rank waits for another in a collective.
         seed: of draws that have none of their own; None for other draws each time.
         progress: show a bar while the model is read.

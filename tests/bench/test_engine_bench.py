@@ -1,0 +1,80 @@
+"""``shotcast bench engine``: what it measures, says, keeps and draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from shotcast.bench import engine
+from shotcast.cli import app
+from shotcast.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    path = tmp_path_factory.mktemp("tiny")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
+    kept, picture = tmp_path / "deep" / "a.json", tmp_path / "deep" / "a.png"
+    options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "5", "--rounds", "1"]
+    outputs = ["--json", str(kept), "--plot", str(picture)]
+    arguments = ["bench", "engine", "-m", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    said = json.loads(kept.read_text())
+    rows = [engine.EngineRow(**row) for row in said["rows"]]
+    assert [(row.layout, row.algorithm, row.batch) for row in rows] == [
+        *[("1x1", "transformers", batch) for batch in (1, 3)],
+        *[("1x1", "auto", batch) for batch in (1, 3)],
+        *[("2x1", algorithm, batch) for algorithm in ("auto", "nccl") for batch in (1, 3)],
+    ]
+    for row in rows:
+        assert row.ttft_ms > 0
+        assert row.tpot_ms > 0
+        # all of a round's tokens within its time, which is no less than a request's own
+        assert row.tokens_per_s <= row.batch * row.output / ((row.ttft_ms + 4 * row.tpot_ms) / 1e3) * 1.05
+        assert row.roofline == pytest.approx(row.roofline_ms / row.tpot_ms)
+        assert 0 < row.roofline < 1
+        assert (row.communication > 0) == (row.algorithm != "transformers")
+    assert said["environment"]["cpu_model"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "transformers" in result.output
+    assert "2x1" in result.output
+
+
+@pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])
+def test_layouts_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="a layout is TxP"):
+        engine.Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"algorithms": ("fast",)}, "'fast'"), ({"output": 1}, "output 2 or more"), ({"batches": (0,)}, "1 or more")],
+)
+def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> None:
+    good = {
+        "model": "smollm2",
+        "layouts": (engine.Layout(1, 1),),
+        "batches": (1,),
+        "algorithms": ("auto",),
+        "prompt": 8,
+        "output": 2,
+        "rounds": 1,
+        "device": "cpu",
+    }
+    engine.EnginePlan(**good)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=said):
+        engine.EnginePlan(**{**good, **change})  # type: ignore[arg-type]

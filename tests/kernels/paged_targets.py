@@ -1,0 +1,50 @@
+"""What a rank of test_paged_attention.py runs: the kernels under the interpreter, beside compiled host code."""
+
+from __future__ import annotations
+
+import torch
+
+from shotcast.cpu import attention
+from shotcast.kernels import paged_attention
+
+LENGTHS = (1, 5, 130, 64, 65)
+
+
+def both_ways(kv_of: tuple[int, ...], head_dim: int, block_size: int, window: int, dtype_name: str) -> float:
+    """Largest difference between the kernels and the host's attention, relative to the largest value."""
+    dtype = getattr(torch, dtype_name)
+    generator = torch.Generator().manual_seed(head_dim)
+    heads, kv_heads, sequences = len(kv_of), max(kv_of) + 1, len(LENGTHS)
+    blocks_of = [-(-length // block_size) for length in LENGTHS]
+    blocks = torch.randperm(sum(blocks_of), generator=generator)
+    slots_in_all = sum(blocks_of) * block_size
+    keys, values = (torch.randn(slots_in_all, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
+    tables = torch.zeros(sequences, max(blocks_of), dtype=torch.int32)
+    taken = 0
+    for sequence, count in enumerate(blocks_of):
+        tables[sequence, :count] = blocks[taken : taken + count]
+        taken += count
+    last = torch.tensor(LENGTHS) - 1
+    slots = tables[torch.arange(sequences), last // block_size].long() * block_size + last % block_size
+    x = torch.randn(sequences, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+    angles = torch.rand(200, head_dim // 2, generator=generator) * 6
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+
+    def run(kernels: bool, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mine = keys.to(kind, copy=True), values.to(kind, copy=True)
+        queries = torch.empty(sequences, heads, head_dim, dtype=kind)
+        out = torch.full_like(queries, float("nan"))
+        rotate = (paged_attention if kernels else attention).rotate_into_cache
+        rotate(x.to(kind), angles.cos(), angles.sin(), last, slots, *mine, queries)
+        if kernels:
+            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, 8, torch.device("cpu"))
+            decoding(queries, *mine, tables, lengths, block_size, window, out)
+        else:
+            attention.decode(queries, *mine, tables, lengths, torch.tensor(kv_of), block_size, window, out)
+        return out.float(), mine[0].float(), mine[1].float()
+
+    worst = 0.0
+    for found, wanted in zip(run(True, dtype), run(False, torch.float32), strict=True):
+        assert found.shape == wanted.shape
+        worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
+    return worst

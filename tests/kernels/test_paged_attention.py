@@ -1,0 +1,75 @@
+"""Paged attention as GPUs run it, by Triton's interpreter, against the compiled code of CPU ranks; and compiled."""
+
+from __future__ import annotations
+
+import pytest
+from paged_targets import both_ways
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+import shotcast
+from shotcast.kernels.paged_attention import TILE, decode_kernel, join_kernel, rotate_kernel
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.parametrize(
+    ("kv_of", "head_dim", "block_size", "window", "dtype", "close"),
+    [
+        ((0, 0, 0, 1, 1), 64, 16, 0, "float32", 1e-5),
+        ((0, 1), 24, 4, 7, "float32", 1e-5),
+        ((0,) * 8, 128, 16, 0, "bfloat16", 2e-2),
+        ((0, 0, 1, 1), 64, 16, 40, "float16", 4e-3),
+    ],
+)
+def test_kernels_do_what_the_host_does(
+    kv_of: tuple[int, ...], head_dim: int, block_size: int, window: int, dtype: str, close: float
+) -> None:
+    (worst,) = shotcast.spawn(both_ways, 1, kv_of, head_dim, block_size, window, dtype, env=INTERPRETED, timeout_s=60)
+    assert worst < close
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile(capability: int) -> None:
+    target = GPUTarget("cuda", capability, 32)
+    decode = ASTSource(
+        decode_kernel,
+        signature={
+            **dict.fromkeys(("queries", "keys", "values"), "*bf16"),
+            **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
+            **dict.fromkeys(("parts", "weights"), "*fp32"),
+            "scale": "fp32",
+            "blocks": "i32",
+            "window": "i32",
+        },
+        constexprs={
+            "HEADS": 16,
+            "KV_HEADS": 2,
+            "HEAD_DIM": 128,
+            "GROUP": 16,
+            "WIDTH": 128,
+            "BLOCK_SIZE": 16,
+            "SPLITS": 32,
+            "TILE": TILE,
+        },
+    )
+    ptx = triton_compile(decode, target=target, options={"num_warps": 4}).asm["ptx"]
+    assert "bf16" in ptx
+    assert "mma" in ptx, "products of queries and keys go through the tensor cores"
+    rotate = ASTSource(
+        rotate_kernel,
+        signature={
+            **dict.fromkeys(("x", "keys", "values", "queries"), "*bf16"),
+            **dict.fromkeys(("cosines", "sines"), "*fp32"),
+            **dict.fromkeys(("positions", "slots"), "*i64"),
+        },
+        constexprs={"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64},
+    )
+    assert "fma" in triton_compile(rotate, target=target, options={"num_warps": 1}).asm["ptx"]
+    join = ASTSource(
+        join_kernel,
+        signature={"parts": "*fp32", "weights": "*fp32", "out": "*bf16"},
+        constexprs={"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32},
+    )
+    assert "ex2" in triton_compile(join, target=target, options={"num_warps": 1}).asm["ptx"]
