@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ import transformers
 
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
-from shotcast.errors import ConfigError, EngineDead
+from shotcast.errors import ConfigError, EngineDead, UnsupportedError
 from shotcast.models.source import find_model
 
 PROMPTS = [
@@ -199,7 +201,13 @@ def test_prompts_beyond_a_step_pass_in_chunks(reference: Any) -> None:
         assert_greedy(reference, outputs)
 
 
-@pytest.mark.parametrize(("how", "told"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL"),
+        pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_rank_fails_what_runs_at_once(how: signal.Signals, told: str) -> None:
     with LLM("smollm2", tensor_parallel=2, max_model_len=1024) as llm:
         pids = llm.pids
@@ -252,6 +260,58 @@ def test_close_ends_the_ranks_and_what_waits() -> None:
         llm.generate(PROMPTS[0], greedy(2))
 
 
+def test_close_with_a_step_in_each_stage_is_no_death() -> None:
+    llm = LLM("smollm2", pipeline_parallel=2, max_model_len=512)
+    streams = [llm.stream(prompt, greedy(300)) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        next(stream)
+    llm.close()
+    for stream in streams:
+        with pytest.raises(EngineDead, match="closed"):
+            list(stream)
+    assert llm._client.dead is None
+    assert_gone(llm.pids)
+
+
+def test_a_stopped_rank_0_gives_no_sign_of_life() -> None:
+    with LLM("smollm2", max_model_len=512, timeout_s=2.0) as llm:
+        os.kill(llm.pids[0], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="no sign of life"):
+            llm.generate(PROMPTS[0], greedy(2))
+        assert time.monotonic() - started < 15
+
+
+def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from shotcast.engine.llm import LLM\n"
+        "if __name__ == '__main__':\n"
+        "    llm = LLM('smollm2', max_model_len=64, max_sequences=1)\n"
+        "    print(*llm.pids, flush=True)\n"
+        "    raise SystemExit(7)\n"
+    )
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 7, result.stderr
+    assert_gone([int(pid) for pid in result.stdout.split()])
+
+
+def test_one_bad_prompt_ends_those_before_it(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        llm.generate([PROMPTS[2], []], greedy(900))
+    llm.generate(PROMPTS[0], greedy(2))
+    assert llm.stats().running == 0
+
+
+def test_a_stop_string_ends_its_own_request_while_others_run(llm: LLM) -> None:
+    before = llm.stats().output_tokens
+    params = [greedy(40), *[greedy(900, stop=(",",))] * 3]
+    outputs = llm.generate([PROMPTS[2], *[PROMPTS[1]] * 3], params)
+    assert [output.stop_reason for output in outputs[1:]] == [","] * 3
+    llm.generate(PROMPTS[0], greedy(1))
+    assert llm.stats().output_tokens - before < 100
+
+
 def assert_gone(pids: list[int]) -> None:
     until = time.monotonic() + 10
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
@@ -271,12 +331,23 @@ def assert_gone(pids: list[int]) -> None:
         ({"max_sequences": 0}, "max_sequences is a whole number"),
         ({"max_batch_tokens": 8, "max_sequences": 9}, "max_batch_tokens"),
         ({"algorithm": "fastest"}, "algorithm is one of"),
+        ({"algorithm": "ring", "sequence_parallel": True}, "algorithm cannot be ring"),
+        ({"max_model_len": 1}, "2 and more"),
+        ({"seed": 2**64}, "seed is None or"),
+        ({"memory_fraction": "half"}, "memory_fraction is a number"),
         ({"timeout_s": 0}, "timeout_s"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(**{"model": "smollm2", **options})
+
+
+def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
+        LLM(str(tmp_path))
 
 
 @pytest.mark.parametrize(

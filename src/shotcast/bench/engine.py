@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.spawn import spawn
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory import kv_bytes_per_token, weight_bytes
+from shotcast.models.memory import kv_bytes_per_token
 from shotcast.models.source import find_model, open_checkpoint
 
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
@@ -196,17 +197,15 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
 
 def read_bandwidth_gbps(device: str) -> float:
     """GB/s (1e9) at which this rank reads memory far larger than its caches, while the others do the same."""
-    import torch.distributed as dist
-
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank() if dist.is_initialized() else 0)
-    data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, device=device)
-    times = []
-    for _ in range(_READS):
-        started = time.perf_counter()
-        float(data.sum())
-        times.append(time.perf_counter() - started)
-    return data.numel() * 4 / min(times) / 1e9
+    with Communicator(device=device) as comm:
+        data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, device=comm.device)
+        times = []
+        for _ in range(_READS):
+            comm.barrier()
+            started = time.perf_counter()
+            float(data.sum())
+            times.append(time.perf_counter() - started)
+    return data.numel() * 4 / median(times) / 1e9
 
 
 def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float) -> EngineRow:
@@ -255,14 +254,15 @@ def _row(
     tokens_per_s: float,
     communication: float,
 ) -> EngineRow:
-    """A point with its roofline: all weights of a rank, and its sequences' keys and values, read once a token."""
+    """A point with its roofline: weights, and keys and values of sequences that are computed together, read once."""
     item = getattr(torch, dtype).itemsize
     cache_item = 4 if plan.device == "cpu" else item
-    weights = weight_bytes(model, item, layout.tensor_parallel, layout.pipeline_parallel) * layout.pipeline_parallel
-    kept = (
-        batch * (plan.prompt + plan.output // 2) * kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
-    )
-    roofline_ms = (weights + kept / layout.tensor_parallel) / bandwidth / 1e6
+    # of the embeddings only rows of the batch's tokens are read, unless they are the head as well
+    weights = (model.parameters - (0 if model.tied else model.vocab * model.hidden)) * item
+    a_token = kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
+    together = max(1.0, batch / layout.pipeline_parallel)
+    kept = together * (plan.prompt + plan.output // 2) * a_token
+    roofline_ms = (weights + kept) / layout.tensor_parallel / bandwidth / 1e6
     return EngineRow(
         plan.model,
         plan.device,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,11 +12,13 @@ import typer
 from rich.console import Console
 
 from shotcast.cli.options import Device, DeviceOption
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, EngineDead
 
 if TYPE_CHECKING:
     from shotcast.engine.llm import LLM
     from shotcast.engine.requests import RequestOutput, SamplingParams
+
+_RESTART_AFTER_S = 1.0
 
 Model = Annotated[
     str,
@@ -137,9 +141,6 @@ def _converse(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) 
     """Answer the last of ``messages``, and add the answer; or take it back where there is no room for one."""
     try:
         answer = _show(llm.stream(llm.tokenizer.chat(messages), params)).text
-    except KeyboardInterrupt:
-        typer.echo()
-        answer = ""
     except ConfigError as error:
         messages.pop()
         _say(f"{error}")
@@ -211,9 +212,18 @@ def serve(
     def listening(bound: int) -> None:
         _say(f"serving {model} at http://{host}:{bound}/v1")
 
-    while (code := run(AsyncLLM(**options), config, listening)) != 0 and restart:
+    while True:
+        try:
+            code = run(AsyncLLM(**options), config, listening)
+        except EngineDead as error:
+            if not restart:
+                raise
+            _say(str(error))
+            code = 1
+        if code == 0 or not restart:
+            raise typer.Exit(code)
         _say("the engine died; starting its ranks again")
-    raise typer.Exit(code)
+        time.sleep(_RESTART_AFTER_S)
 
 
 def _ask() -> str:
@@ -225,13 +235,14 @@ def _ask() -> str:
 
 
 def _show(outputs: Iterator[RequestOutput]) -> RequestOutput:
-    """Print an answer while it is made."""
-    output = None
-    for output in outputs:
-        typer.echo(output.delta, nl=False)
-        sys.stdout.flush()
+    """Print an answer while it is made; Ctrl-C ends it where it stands."""
+    output = next(outputs)
+    typer.echo(output.delta, nl=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        for output in outputs:
+            typer.echo(output.delta, nl=False)
+            sys.stdout.flush()
     typer.echo()
-    assert output is not None
     return output
 
 

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
@@ -148,14 +149,19 @@ class Ranks:
 
     Attributes:
         ranks: one for each process, in the order of rank.
+        pids: their process ids.
     """
 
     def __init__(self, payload: bytes, environments: Mapping[int, dict[str, str]], store: dist.Store | None):
         self._store = store  # what the ranks meet at lives as long as they
         self.ranks: list[_Rank] = []
+        self.pids: list[int] = []
+        # multiprocessing waits at exit for processes that nobody has ended
+        atexit.register(self.kill)
         try:
             for number, environment in environments.items():
                 self.ranks.append(_Rank.start(number, environment, payload))
+                self.pids.append(self.ranks[-1].process.pid or 0)
         except BaseException:
             self.end()
             raise
@@ -172,12 +178,9 @@ class Ranks:
     @classmethod
     def start_in_place(cls, fn: Callable[..., Any], *args: Any) -> Ranks:
         """One process in the place of this one, which torchrun started as a rank: same rank, same store."""
-        return cls(_pickle_call(fn, args), {int(os.environ["RANK"]): dict(os.environ)}, None)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, in the order of rank."""
-        return [rank.process.pid or 0 for rank in self.ranks]
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        environment = {"OMP_NUM_THREADS": str(max(1, available_cores() // beside)), **os.environ}
+        return cls(_pickle_call(fn, args), {int(os.environ["RANK"]): environment}, None)
 
     def wait(self) -> RankFailed | None:
         """Return when all ranks have returned, or soon after one failed: then what failed first, the others running.
@@ -199,7 +202,8 @@ class Ranks:
         _end(self.ranks)
         for rank in self.ranks:
             rank.close()
-        self.ranks = []
+        self.ranks, self.pids = [], []
+        atexit.unregister(self.kill)
         self._store = None  # ranks are gone; the port is free again
 
 
@@ -258,9 +262,12 @@ class _Failure:
 
     @property
     def consequence(self) -> int:
-        """How likely another rank is to blame: 0 died without a word, 1 raised, 2 lost a peer, 3 waited in vain."""
+        """How likely another rank is to blame: 0 died without a word, 1 raised, 2 lost a peer, 3 waited in vain, 4 saw
+        the end of a connection."""
         if self.killed:
             return 0
+        if isinstance(self.exception, ConnectionError):
+            return 4
         if isinstance(self.exception, CollectiveTimeout | CollectiveMismatch):
             return 3
         lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")

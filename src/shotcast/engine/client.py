@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from shotcast.engine import rank
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
-from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError
+from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.models.source import RANDOM, find_model
 
 _STOP_GRACE_S = 10.0
@@ -47,6 +49,7 @@ class EngineClient:
 
     Raises:
         ConfigError: something cannot be done, which is known before or while the model is loaded.
+        UnsupportedError: the model is of a kind that is not implemented.
         EngineDead: a rank ended while it loaded.
     """
 
@@ -59,6 +62,7 @@ class EngineClient:
             find_model(config.model)  # before processes are started
         self._dead: EngineDead | None = None
         self._closing = False
+        self._silent = ""
         self._listeners: dict[str, Listen] = {}
         self._lock = threading.Lock()
         self._death: list[Callable[[EngineDead], None]] = []
@@ -68,7 +72,7 @@ class EngineClient:
         if job is not None and job.rank != 0:
             rank.serve(config, "", b"")
             sys.exit(0)
-        self._key = key = secrets.token_bytes(32)
+        key = secrets.token_bytes(32)
         self._folder = tempfile.TemporaryDirectory(prefix="shotcast-")
         address = os.path.join(self._folder.name, "engine")
         try:
@@ -77,10 +81,14 @@ class EngineClient:
                 self._ranks = Ranks.start(rank.serve, config.ranks, config, address, key)
             else:
                 self._ranks = Ranks.start_in_place(rank.serve, config, address, key)
-        except BaseException:
+        except BaseException as error:
+            if hasattr(self, "_listener"):
+                self._listener.close()
             self._folder.cleanup()
+            if isinstance(error, OSError):
+                raise ConfigError(f"no socket can be made at {address}: {error}") from error
             raise
-        self.pids = self._ranks.pids
+        self.pids = list(self._ranks.pids)
         self._ready: rank.Ready | None = None
         self._loaded = threading.Event()
         self._connection: Connection | None = None
@@ -99,7 +107,7 @@ class EngineClient:
             raise
         if (dead := self.dead) is not None:
             self.close()
-            raise dead.__cause__ if isinstance(dead.__cause__, ConfigError) else dead
+            raise dead.__cause__ if isinstance(dead.__cause__, ConfigError | UnsupportedError) else dead
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -203,8 +211,15 @@ class EngineClient:
                 self._connection = connection
                 self._ready = connection.recv()
                 self._loaded.set()
+                patience_s = max(self.config.timeout_s, 5 * rank.BEAT_S)
                 while True:
+                    if not connection.poll(patience_s):
+                        self._silent = f"rank 0 has given no sign of life for {patience_s:g} s"
+                        self._ranks.kill()
+                        return
                     message = connection.recv()
+                    if message is None:
+                        continue
                     if isinstance(message, rank.Report):
                         self._stats = message.stats
                         for progress in message.progress:
@@ -212,7 +227,7 @@ class EngineClient:
                     else:
                         assert isinstance(message, rank.Refused)
                         self._tell(message.request_id, ConfigError(message.reason), True)
-        except (EOFError, OSError):
+        except (EOFError, OSError, AuthenticationError):
             return  # the other thread knows why
 
     def _tell(self, request_id: str, news: Progress | Exception, last: bool) -> None:
@@ -225,10 +240,10 @@ class EngineClient:
         failure = self._ranks.wait()
         self._ranks.end()
         with self._lock:
-            if self._closing and failure is None:
+            if self._closing:
                 self._loaded.set()
                 return
-            self._dead = EngineDead(_cause_of(failure))
+            self._dead = EngineDead(self._silent or _cause_of(failure))
             self._dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
             listeners, self._listeners = list(self._listeners.values()), {}
             death, self._death = self._death, []
@@ -254,8 +269,8 @@ class EngineClient:
             self._ranks.kill()
             watch.join()
         if self._connection is None:  # the ranks never came: end the wait for them
-            with contextlib.suppress(OSError, EOFError):
-                Client(self._listener.address, authkey=self._key).close()
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as nobody:
+                nobody.connect(self._listener.address)
         read.join()
         self._listener.close()
         self._folder.cleanup()

@@ -31,7 +31,7 @@ class EngineConfig:
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
         sequence_parallel: the residual of a prefill is divided between the ranks of a stage.
         algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it; ``ring`` is not fused with norms.
-        timeout_s: how long a rank waits for another in a collective.
+        timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
         seed: of draws that have none of their own; None for other draws each time.
         progress: show a bar while the model is read.
     """
@@ -73,9 +73,17 @@ class EngineConfig:
             raise ConfigError(f"dtype on {self.device} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
-        if not 0 < self.memory_fraction <= 1:
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len is 0 (what the model was made for) or 2 and more: a prompt and an output")
+        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
+            raise ConfigError(f"seed is None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
+        if self.sequence_parallel and self.algorithm in ("ring", "vendor"):
+            raise ConfigError(
+                f"sequence_parallel has a fused operation of its own; algorithm cannot be {self.algorithm}"
+            )
+        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction is a number above 0, at most 1, not {self.memory_fraction!r}")
-        if not 0 < self.timeout_s < 1e9:
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e9:
             raise ConfigError(f"timeout_s is a number of seconds above 0, not {self.timeout_s!r}")
         if self.max_batch_tokens < self.max_sequences:
             raise ConfigError(

@@ -1,15 +1,17 @@
 """How the ranks of an engine talk beside their collectives: plans from rank 0 to all, results back from the last stage.
 
 Connections of :mod:`multiprocessing`, over a Unix socket where all ranks are on one machine, over TCP otherwise; each
-end proves that it knows a key, which travels by the communicator. A rank whose peer is gone gets EOFError.
+end proves that it knows a key, which travels by the communicator. A rank whose peer is gone gets ConnectionError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import secrets
 import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.plan import StepPlan
 from shotcast.engine.runner import Drawn
+from shotcast.errors import ShotcastError
 
 _INVITATION_BYTES = 512
 
@@ -43,12 +46,21 @@ class Driver:
     def give(self, plan: StepPlan | None) -> None:
         """Hand a step to every other rank; None ends them."""
         message = pickle.dumps(plan)
-        for link in self._links.values():
-            link.send_bytes(message)
+        for rank, link in self._links.items():
+            with _losing(rank):
+                link.send_bytes(message)
 
-    def take(self) -> Drawn:
-        """What the last stage has drawn next; waits for it."""
-        drawn = self._links[self._reporter].recv()
+    def take(self, timeout_s: float) -> Drawn:
+        """What the last stage has drawn next; waits for it.
+
+        Raises:
+            ShotcastError: it has said nothing for so long.
+        """
+        link = self._links[self._reporter]
+        with _losing(self._reporter):
+            if not link.poll(timeout_s):
+                raise ShotcastError(f"rank {self._reporter}, of the last stage, has said nothing for {timeout_s:g} s")
+            drawn = link.recv()
         assert isinstance(drawn, Drawn)
         return drawn
 
@@ -66,16 +78,26 @@ class Follower:
         self._link.send(job.rank)
 
     def next(self) -> StepPlan | None:
-        """The next step; None when there is none any more. EOFError if rank 0 is gone."""
-        plan = pickle.loads(self._link.recv_bytes())
+        """The next step; None when there is none any more."""
+        with _losing(0):
+            plan = pickle.loads(self._link.recv_bytes())
         assert plan is None or isinstance(plan, StepPlan)
         return plan
 
     def report(self, drawn: Drawn) -> None:
-        self._link.send(drawn)
+        with _losing(0):
+            self._link.send(drawn)
 
     def close(self) -> None:
         self._link.close()
+
+
+@contextlib.contextmanager
+def _losing(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise ConnectionError(f"rank {rank} is gone") from error
 
 
 def _invite(job: Communicator, invitation: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shotcast.engine.client import EngineClient, News
+from shotcast.engine.client import EngineClient, Listen, News
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.output import OutputBuilder
 from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
@@ -85,12 +86,20 @@ class LLM:
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"there are {len(several)} prompts and {len(each)} params; give one for all, or one each")
-        streams = [_Stream(self._client, prompt, one) for prompt, one in zip(several, each, strict=True)]
+        news: queue.SimpleQueue[tuple[int, News]] = queue.SimpleQueue()
+        streams: list[_Stream] = []
+        outputs: dict[int, RequestOutput] = {}
         try:
-            return [stream.last() for stream in streams]
+            for number, (prompt, one) in enumerate(zip(several, each, strict=True)):
+                streams.append(_Stream(self._client, prompt, one, functools.partial(_put, news, number)))
+            while len(outputs) < len(streams):
+                number, latest = news.get()
+                if number not in outputs and (output := streams[number].take(latest)).finished:
+                    outputs[number] = output
         finally:
             for stream in streams:
                 stream.close()
+        return [outputs[number] for number in range(len(streams))]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation: messages of ``role`` and ``content``, by the model's own template."""
@@ -98,9 +107,14 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete a prompt; yields the output each time that it has grown."""
-        stream = _Stream(self._client, prompt, params or SamplingParams())
+        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        stream = _Stream(self._client, prompt, params or SamplingParams(), news.put)
         try:
-            yield from stream
+            finished = False
+            while not finished:
+                output = stream.take(news.get())
+                finished = output.finished
+                yield output
         finally:
             stream.close()
 
@@ -123,36 +137,30 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
+def _put(news: queue.SimpleQueue[tuple[int, News]], number: int, latest: News) -> None:
+    news.put((number, latest))
+
+
 class _Stream:
     """One request of a script."""
 
-    def __init__(self, client: EngineClient, prompt: Prompt, params: SamplingParams):
+    def __init__(self, client: EngineClient, prompt: Prompt, params: SamplingParams, listen: Listen):
         self._client, self._id = client, client.new_id()
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
         self._builder = OutputBuilder(self._id, tokens, params, tokenizer, client.ready.model.eos)
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._ended = False
-        client.submit(self._id, tokens, params, self._news.put)
+        client.submit(self._id, tokens, params, listen)
 
-    def __iter__(self) -> Iterator[RequestOutput]:
-        while not self._ended:
-            news, arrived = self._news.get()
-            if isinstance(news, Exception):
-                self._ended = True
-                raise news
-            output = self._builder.take(news, arrived)
-            if output.finished:
-                self.close()
-            yield output
-
-    def last(self) -> RequestOutput:
-        """The whole output."""
-        *_, output = self
+    def take(self, news: News) -> RequestOutput:
+        """The output with what has come. Raises what ended the request."""
+        latest, arrived = news
+        if isinstance(latest, Exception):
+            raise latest
+        output = self._builder.take(latest, arrived)
+        if output.finished:
+            self.close()
         return output
 
     def close(self) -> None:
         """End the request, if it has not ended."""
-        if not self._ended:
-            self._ended = True
-            self._client.abort(self._id)
+        self._client.abort(self._id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -37,6 +37,12 @@ logger = logging.getLogger(__name__)
 DEFAULT_MODEL_LEN = 8192
 _CPU_SHARE = 4
 """Of the memory that weights leave of a machine, the cache takes one in so many: others work there too."""
+BEAT_S = 1.0
+"""Between signs of life of rank 0."""
+_LOADING_S = 600.0
+"""What ranks wait for each other while they load, which takes some longer than others."""
+_STAGE_PATIENCE = 10
+"""Times ``timeout_s``: what a stage waits for another, which computes meanwhile."""
 _SEQUENCE_PARALLEL_FROM = 64
 """Tokens of a step from which the residual is divided."""
 
@@ -84,28 +90,70 @@ def serve(config: EngineConfig, address: str, key: bytes) -> None:
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         requests = stack.enter_context(Client(address, authkey=key)) if place.rank == 0 else None
-        model, runner, ready, job = _load(config, stack)
+        runner, ready, job, comm = _load(config, stack)
+        several = config.pipeline_parallel > 1
+        job.set_timeout(config.timeout_s * (_STAGE_PATIENCE if several else 1))
+        if several:
+            comm.set_timeout(config.timeout_s)
+
+        def check() -> None:
+            """Nothing leaves that a stopped collective may have spoilt."""
+            job.check()
+            comm.check()
+
         reporter = config.ranks - config.tensor_parallel
         if requests is not None:
             driver = Driver(job, reporter)
             stack.callback(driver.close)
-            requests.send(replace(ready, load_s=time.perf_counter() - started))
-            Core(config, model.config, ready, runner, driver, requests, job.check).run()
+            asker = Asker(requests)
+            core = Core(config, ready, runner, driver, asker, check)
+            asker.send(replace(ready, load_s=time.perf_counter() - started))
+            asker.start()
+            stack.callback(asker.stop)
+            core.run()
         else:
             follower = Follower(job)
             stack.callback(follower.close)
-            _follow(follower, runner, job.rank == reporter)
+            while (plan := follower.next()) is not None:
+                drawn = runner.execute(plan)
+                if job.rank == reporter:
+                    check()
+                    assert drawn is not None
+                    follower.report(drawn)
 
 
-def _follow(follower: Follower, runner: Runner, reports: bool) -> None:
-    try:
-        while (plan := follower.next()) is not None:
-            drawn = runner.execute(plan)
-            if reports:
-                assert drawn is not None
-                follower.report(drawn)
-    except (EOFError, ConnectionError):
-        sys.exit("rank 0 is gone")
+class Asker:
+    """Rank 0's end of the connection to whoever asks, who is given a sign of life every second."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._beat = threading.Thread(target=self._live, name="shotcast-beat", daemon=True)
+
+    def start(self) -> None:
+        self._beat.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._beat.join()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def poll(self) -> bool:
+        return self._connection.poll()
+
+    def recv(self) -> Any:
+        return self._connection.recv()
+
+    def _live(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            try:
+                self.send(None)
+            except OSError:
+                return  # whoever asks is gone, which the other thread notices too
 
 
 class Core:
@@ -114,11 +162,10 @@ class Core:
     def __init__(
         self,
         config: EngineConfig,
-        model: ModelConfig,
         ready: Ready,
         runner: Runner,
         driver: Driver,
-        requests: Connection,
+        requests: Asker,
         check: Callable[[], None],
     ):
         self._scheduler = Scheduler(
@@ -130,12 +177,12 @@ class Core:
                 max_model_len=ready.max_model_len,
                 prefix_caching=config.prefix_caching,
                 pipeline=config.pipeline_parallel,
-                eos=model.eos,
+                eos=ready.model.eos,
             )
         )
         self._stages, self._runner, self._driver, self._requests = config.pipeline_parallel, runner, driver, requests
         self._check = check
-        self._steps = 0
+        self._patience_s = config.timeout_s * _STAGE_PATIENCE
 
     def run(self) -> None:
         """Return when whoever asks says that it is the end, or is gone."""
@@ -143,6 +190,9 @@ class Core:
         while True:
             idle = not outstanding and not self._scheduler.unfinished
             if not self._take_requests(wait=idle):
+                for _, drawn in outstanding:
+                    if drawn is None:
+                        self._driver.take(self._patience_s)
                 self._driver.give(None)
                 return
             while len(outstanding) < self._stages and (plan := self._scheduler.schedule()) is not None:
@@ -152,18 +202,15 @@ class Core:
                 continue
             plan, drawn = outstanding.popleft()
             if drawn is None:
-                drawn = self._driver.take()
-            # nothing leaves that a stopped collective may have spoilt
+                drawn = self._driver.take(self._patience_s)
             self._check()
             assert drawn.number == plan.number
             progress = self._scheduler.update(drawn.number, drawn.tokens, drawn.logprobs)
-            self._steps += 1
             self._requests.send(Report(tuple(progress), self._stats()))
 
     def _stats(self) -> EngineStats:
         return replace(
             self._scheduler.stats(),
-            steps=self._steps,
             step_s=self._runner.step_s,
             communication_s=self._runner.communication_s,
         )
@@ -193,7 +240,7 @@ class Core:
             self._requests.send(Refused(request.request_id, str(error)))
 
 
-def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Llama, Runner, Ready, Communicator]:
+def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Ready, Communicator, Communicator]:
     """This rank's part of the model, ready to run; all ranks agree on the rest."""
     checkpoint = open_checkpoint(config.model, _device_of(config))
     stack.callback(checkpoint.close)
@@ -212,7 +259,7 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Llama, Run
         Communicator(
             device=device,
             max_bytes=max(1 << 20, config.max_batch_tokens * model.hidden * dtype.itemsize),
-            timeout_s=config.timeout_s,
+            timeout_s=max(config.timeout_s, _LOADING_S),
         )
     )
     if job.world_size != config.ranks:
@@ -231,13 +278,12 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Llama, Run
         part = Llama(
             model, Weights(checkpoint, dtype, job.device, on_read), parallel, max_model_len, config.max_sequences
         )
-    cached_tokens = config.max_sequences * max_model_len
     bytes_a_block = _bytes_a_block(part, config.block_size)
     left = max(0, budget.available - budget.weights)
     room = config.kv_cache_bytes or (left if device == "cuda" else left // _CPU_SHARE)
-    blocks = min(-(-cached_tokens // config.block_size), room // bytes_a_block)
-    blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
     least = -(-max_model_len // config.block_size)
+    blocks = min(config.max_sequences * least, room // bytes_a_block)
+    blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
     if blocks < least:
         raise ConfigError(
             f"the cache has room for {blocks * config.block_size} tokens ({format_size(room)}), fewer than one "
@@ -247,7 +293,7 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Llama, Run
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
     runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt))
-    return part, runner, Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0), job
+    return runner, Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0), job, comm
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ FFN_UNIT = VOCAB_UNIT = 64
 
 
 def shares(total: int, parts: int, unit: int = 1) -> list[range]:
-    """``total`` elements in ``parts`` contiguous ranges; the first ones are longer by at most one ``unit``.
+    """``total`` elements in ``parts`` contiguous ranges; the first ones are longer by at most one ``unit``, and
+    the last one has what is no whole unit.
 
     Boundaries are multiples of ``unit``, where ``total`` has as many units as parts.
 
