@@ -1,7 +1,7 @@
 """Products of few rows with a matrix of weights, compiled: each weight is read once, at the speed of memory.
 
-For decoding at small batch, where BLAS libraries, made for large matrices, leave much of it unused. A dot product is one
-loop here, which the compiler turns into vectors.
+For decoding at small batch, where BLAS libraries, made for large matrices, leave much of it unused. A dot product here
+is one loop, which the compiler turns into vectors.
 """
 
 from __future__ import annotations
