@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     kept, picture = tmp_path / "deep" / "a.json", tmp_path / "deep" / "a.png"
-    options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "5", "--rounds", "1"]
+    options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "33", "--rounds", "1"]
     outputs = ["--json", str(kept), "--plot", str(picture)]
     arguments = ["bench", "engine", "-m", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
     result = CliRunner().invoke(app, arguments)
@@ -44,7 +44,7 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
         assert row.ttft_ms > 0
         assert row.tpot_ms > 0
         # all of a round's tokens within its time, which is no less than a request's own
-        assert row.tokens_per_s <= row.batch * row.output / ((row.ttft_ms + 4 * row.tpot_ms) / 1e3) * 1.05
+        assert row.tokens_per_s <= row.batch * row.output / ((row.ttft_ms + 32 * row.tpot_ms) / 1e3) * 1.05
         assert row.roofline == pytest.approx(row.roofline_ms / row.tpot_ms)
         assert 0 < row.roofline < 1
         assert (row.communication > 0) == (row.algorithm != "transformers")

@@ -94,7 +94,10 @@ def test_greedy_outputs_are_those_of_transformers(llm: LLM, reference: Any) -> N
     assert outputs[1].text.startswith(" 5, 6, 7")
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (1, 2), pytest.param(3, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("tensor", "stages"),
+    [(1, 2), *[pytest.param(*layout, marks=pytest.mark.full) for layout in ((1, 1), (3, 1), (2, 2))]],
+)
 def test_other_layouts(reference: Any, tensor: int, stages: int) -> None:
     with LLM("smollm2", tensor_parallel=tensor, pipeline_parallel=stages, max_model_len=256) as llm:
         assert_greedy(reference, llm.generate(PROMPTS[:8], greedy(24)))
@@ -323,9 +326,6 @@ def assert_gone(pids: list[int]) -> None:
     ("options", "said"),
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
-        ({"max_model_len": 9000}, "the model was made for at most 8192 tokens"),
-        ({"kv_cache_bytes": 1000}, "fewer than one sequence"),
-        ({"memory_fraction": 1e-9}, "the weights of a rank take"),
         ({"dtype": "float64"}, "dtype on cpu is float32"),
         ({"device": "tpu"}, "device is cpu or cuda"),
         ({"max_sequences": 0}, "max_sequences is a whole number"),
@@ -359,9 +359,16 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"tensor_parallel": 5}, "4 heads"), ({"pipeline_parallel": 3}, "2 layers")]
+    ("options", "said"),
+    [
+        ({"tensor_parallel": 5}, "4 heads"),
+        ({"pipeline_parallel": 3}, "2 layers"),
+        ({"max_model_len": 9000}, "the model was made for at most 2048 tokens"),
+        ({"kv_cache_bytes": 1000}, "fewer than one sequence"),
+        ({"memory_fraction": 1e-9}, "the weights of a rank take"),
+    ],
 )
-def test_more_ranks_than_parts_are_refused(tmp_path: Path, options: dict[str, int], said: str) -> None:
+def test_what_the_model_rules_out_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     save_tiny(tmp_path)
     with pytest.raises(ConfigError, match=said):
         LLM(str(tmp_path), **options)

@@ -143,7 +143,7 @@ def test_200_requests_at_once_are_answered_as_one_by_one(served: Served) -> None
     said = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line and line[0] != "#"}
     assert max(value for name, value in said.items() if name.startswith("shotcast_requests_total")) >= 200
     assert said["shotcast_ttft_seconds_count"] >= 200
-    assert said["shotcast_running"] == 0
+    assert said["shotcast_requests_running"] == 0
     assert said["shotcast_communication_seconds_total"] > 0
 
 
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
     until = time.monotonic() + 10
     while True:
         metrics = httpx.get(f"http://127.0.0.1:{served.port}/metrics").text
-        running = re.search(r"^shotcast_running (\S+)", metrics, re.M)
+        running = re.search(r"^shotcast_requests_running (\S+)", metrics, re.M)
         assert running is not None
         if float(running[1]) == 0:
             return
