@@ -31,7 +31,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "two_shot_fp8", "two_shot_fp8"),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "1", True),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "false", False),
-        (env.nvtx, "SHOTCAST_NVTX", True, "0", False),
+        (env.nvtx, "SHOTCAST_NVTX", False, "1", True),
         (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
     ],
 )

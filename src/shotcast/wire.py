@@ -38,6 +38,8 @@ class Op(enum.IntEnum):
     REDUCE_SCATTER_RMS_NORM = 10
     REDUCE_SCATTER_RMS_NORM_ALL_GATHER = 11
 
+    __hash__ = int.__hash__  # an enum hashes its name, which takes longer, and every call is looked up
+
     @property
     def label(self) -> str:
         return self.name.lower()

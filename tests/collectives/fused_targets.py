@@ -116,7 +116,10 @@ def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor,
     """The sum by a plain call, and the norm after it."""
     plain = comm.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else comm.reduce_scatter
     total = plain(x, algorithm="one_shot")
-    norm, tensors = norm_operands("test", comm.device, total, residual, made.weight, EPS, 1, False, None)
+    # clones, for the norm by itself takes tensors that begin at multiples of 16 bytes
+    norm, tensors = norm_operands(
+        "test", comm.device, total, residual.clone(), made.weight.clone(), EPS, 1, False, None
+    )
     rms_norm.add_rms_norm(total, tensors, norm, comm.topology.kernels != "compiled")
     normed = tensors.normed
     if op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:

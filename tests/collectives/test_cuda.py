@@ -137,6 +137,41 @@ def test_two_streams(world_size: int) -> None:
     shotcast.spawn(two_streams, world_size, 300, timeout_s=200)
 
 
+def repeated(calls: int) -> int:
+    """The same calls again and again, as eager decoding makes them; returns how many went the short way."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        rank, size, device = comm.rank, comm.world_size, comm.device
+        assert comm._repeats is not None
+        short, make = [0], comm._repeats.make
+
+        def counted(*args: Any) -> bool:
+            made = make(*args)
+            short[0] += made
+            return made
+
+        comm._repeats.make = counted  # type: ignore[method-assign]
+        other = torch.cuda.Stream(device)
+        for number in range(calls):
+            count, dtype = (24, 4096, 40_000, 3_000_001)[number % 4], list(FLOATS.values())[number % 3]
+            mine = torch.arange(count + 1, device=device) % 7
+            x = (mine * (rank + 1)).to(dtype)[number // 48 % 2 :][:count]  # aligned, then not
+            out = x if number // 12 % 2 else torch.empty_like(x)
+            wanted = (mine * (size * (size + 1) // 2)).to(dtype)[number // 48 % 2 :][:count]
+            algorithm = ("one_shot", "two_shot", "auto")[number // 4 % 3]
+            with torch.cuda.stream(other if number % 5 == 0 else torch.cuda.current_stream(device)):
+                torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+                assert comm.all_reduce(x, out=out, algorithm=algorithm) is out
+            torch.cuda.synchronize(device)
+            assert torch.equal(out, wanted), (number, count, dtype, algorithm)
+        comm.check()
+        return short[0]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_calls_made_again(world_size: int) -> None:
+    assert min(shotcast.spawn(repeated, world_size, 400, timeout_s=200)) > 200
+
+
 def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
     error = said["error"]
     assert isinstance(error, shotcast.CollectiveTimeout), error

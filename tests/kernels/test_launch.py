@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import cross
 import pytest
@@ -13,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from shotcast.kernels.launch import Launch
+from shotcast.memory import driver as cuda_driver
 
 STREAM = 0x5EED
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
@@ -32,13 +36,23 @@ class Driver:
 
 
 class Compiled:
-    """A compiled kernel that notes how it was run."""
+    """A compiled kernel that notes how it was run by Triton."""
 
-    function, packed_metadata = 0xF00D, (4, 1, 1024)
+    function, packed_metadata, name = 0xF00D, (4, 1, 1024), "kernel"
 
     def __init__(self) -> None:
         self.runs: list[tuple[Any, ...]] = []
         self.loads = 0
+        self.src = SimpleNamespace(signature={})
+        self.metadata = SimpleNamespace(
+            num_warps=4,
+            num_ctas=1,
+            shared=1024,
+            launch_pdl=True,
+            launch_cooperative_grid=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+        )
 
     def _init_handles(self) -> None:
         self.loads += 1
@@ -50,10 +64,59 @@ class Compiled:
         self.runs.append(args)
 
 
+class Enqueued(NamedTuple):
+    """What the driver was asked to launch; ``values`` without Triton's two scratch addresses, which are null."""
+
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    stream: int
+    attributes: dict[int, int]
+    function: int
+    values: tuple[Any, ...]
+
+
+class Library:
+    """The CUDA driver: reads what it is told to launch as ``cuda.h`` lays it out."""
+
+    KINDS: ClassVar = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "fp32": ctypes.c_float}
+
+    def __init__(self, compiled: Compiled):
+        self._compiled = compiled
+        self.launches: list[Enqueued] = []
+        self.error = 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: Any, extra: Any) -> int:  # noqa: N802
+        at = ctypes.cast(config, ctypes.c_void_p).value
+        raw = ctypes.string_at(at, 56)
+        *sizes, shared = struct.unpack_from("<7I", raw)
+        stream, attributes, count = struct.unpack_from("<QQI", raw, 32)
+        pairs = [struct.unpack_from("<I4xI", ctypes.string_at(attributes + 72 * place, 72)) for place in range(count)]
+        kinds = [kind for kind in self._compiled.src.signature.values() if kind != "constexpr"]
+        values = [ctypes.cast(params[place], ctypes.POINTER(self.KINDS[kind]))[0] for place, kind in enumerate(kinds)]
+        assert [ctypes.cast(params[len(kinds) + place], ctypes.POINTER(ctypes.c_uint64))[0] for place in (0, 1)] == [
+            0,
+            0,
+        ]
+        assert extra is None
+        self.launches.append(
+            Enqueued(tuple(sizes[:3]), tuple(sizes[3:]), shared, stream, dict(pairs), function.value, tuple(values))
+        )
+        return self.error
+
+    def cuGetErrorString(self, error: int, text: Any) -> None:  # noqa: N802
+        text._obj.value = b"out of order"
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     made = Compiled()
-    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, *args, **kwargs: made)
+
+    def compile_it(kernel: Any, key: Any, signature: dict[str, str], *args: Any, **kwargs: Any) -> Compiled:
+        made.src.signature = signature
+        return made
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_it)
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", triton.knobs.HookChain())
     monkeypatch.setattr(driver, "_active", Driver())
     for kernel, _ in cross.KERNELS.values():
@@ -61,6 +124,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     yield made
     for kernel, _ in cross.KERNELS.values():
         kernel.device_caches.clear()  # it holds what no GPU can run
+
+
+@pytest.fixture
+def library(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library(compiled)
+    monkeypatch.setattr(cuda_driver, "library", lambda: made)
+    return made
 
 
 def arguments_of(name: str) -> dict[str, Any]:
@@ -77,7 +147,7 @@ def arguments_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "gather", "send", "barrier"])
-def test_the_kernel_gets_what_the_public_launcher_gives_it(name: str, compiled: Compiled) -> None:
+def test_the_kernel_gets_what_the_public_launcher_gives_it(name: str, compiled: Compiled, library: Library) -> None:
     kernel, _ = cross.KERNELS[name]
     arguments = arguments_of(name)
     names = [name for name in ("x", "out", "data") if name in arguments]
@@ -87,32 +157,61 @@ def test_the_kernel_gets_what_the_public_launcher_gives_it(name: str, compiled: 
     assert compiled.loads == 1
     launch(STREAM, given)
     kernel[(7,)](**(arguments | dict(zip(names, given, strict=True))), **OPTIONS)
-    ours, theirs = compiled.runs
-    metadata, hooks = slice(6, 7), slice(7, 9)
-    assert ours[:6] == theirs[:6] == (7, 1, 1, STREAM, Compiled.function, Compiled.packed_metadata)
-    assert ours[metadata] == theirs[metadata] == (None,)
-    assert ours[hooks] == (None, None)
-    assert ours[9:] == theirs[9:]
-    assert set(given) <= set(ours[9:])
+    (ours,), (theirs,) = library.launches, compiled.runs
+    assert theirs[:6] == (7, 1, 1, STREAM, Compiled.function, Compiled.packed_metadata)
+    kinds = compiled.src.signature
+    values = [value for value, kind in zip(theirs[9:], kinds.values(), strict=True) if kind != "constexpr"]
+    pdl = {6: 1}
+    assert ours == Enqueued((7, 1, 1), (128, 1, 1), 1024, STREAM, pdl, Compiled.function, tuple(values))
+    assert set(given) <= set(ours.values)
 
 
-def test_later_calls_change_what_they_give_and_nothing_else(compiled: Compiled) -> None:
+def test_a_launch_without_attributes_has_none(compiled: Compiled, library: Library) -> None:
+    compiled.metadata.launch_pdl = False
+    kernel, _ = cross.KERNELS["barrier"]
+    Launch(kernel, 1, arguments_of("barrier"), (), OPTIONS)(STREAM, ())
+    compiled.metadata.launch_cooperative_grid = True
+    Launch(kernel, 1, arguments_of("barrier"), (), OPTIONS)(STREAM, ())
+    assert [launch.attributes for launch in library.launches] == [{}, {2: 1}]
+
+
+def test_later_calls_change_what_they_give_and_nothing_else(compiled: Compiled, library: Library) -> None:
     kernel, _ = cross.KERNELS["two_shot"]
     launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
     launch(STREAM, (1 << 41, 1 << 42))
     launch(STREAM + 1, (1 << 43, 1 << 42))
-    first, second = compiled.runs
-    differing = [place for place, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    assert differing == [3, 9 + kernel.arg_names.index("x")]
+    first, second = library.launches
+    differing = [place for place, (a, b) in enumerate(zip(first.values, second.values, strict=True)) if a != b]
+    assert (first.stream, second.stream) == (STREAM, STREAM + 1)
+    names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    assert differing == [names.index("x")]
+    assert first[:3] == second[:3]
     assert compiled.loads == 1
 
 
-def test_a_profilers_hook_sees_launches(compiled: Compiled) -> None:
+def test_a_profilers_hook_sees_launches(compiled: Compiled, library: Library) -> None:
     kernel, _ = cross.KERNELS["two_shot"]
     launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
-    launch(STREAM, (1 << 41, 1 << 42))
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
     launch(STREAM, (1 << 41, 1 << 42))
-    quietly, hooked = compiled.runs
-    assert hooked[9:] == quietly[9:]
+    assert not library.launches
+    (hooked,) = compiled.runs
     assert hooked[7] is triton.knobs.runtime.launch_enter_hook
+
+
+def test_an_error_of_the_driver_is_told(library: Library) -> None:
+    kernel, _ = cross.KERNELS["two_shot"]
+    launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
+    library.error = 700
+    with pytest.raises(RuntimeError, match=r"launching a kernel failed: out of order \(CUDA error 700\)"):
+        launch(STREAM, (1 << 41, 1 << 42))
+
+
+@pytest.mark.parametrize("asks", [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"num_ctas": 2}])
+def test_a_kernel_that_needs_more_than_is_given_is_refused(
+    asks: dict[str, int], compiled: Compiled, library: Library
+) -> None:
+    vars(compiled.metadata).update(asks)
+    kernel, _ = cross.KERNELS["two_shot"]
+    with pytest.raises(RuntimeError, match="wants memory or clusters"):
+        Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS).load()

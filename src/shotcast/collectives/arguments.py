@@ -15,6 +15,9 @@ _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 
 def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
     """Raise ConfigError unless ``x`` is a contiguous tensor on ``device``."""
+    plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
+    if plain and (is_compiling() or not (x.is_conj() or x.is_neg())):
+        return  # as nearly all are, and an eager call has little time for questions
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{name} is a torch.Tensor, not {type(x).__name__}")
     if x.device != device:
@@ -38,7 +41,7 @@ def output(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> t
     if out is None:
         return x.new_empty(shape)
     valid(out, "out", x.device)
-    if out.dtype != x.dtype or out.shape != torch.Size(shape):
+    if out.dtype != x.dtype or out.shape != tuple(shape):
         raise ConfigError(f"out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
     if out.requires_grad and torch.is_grad_enabled():
         raise ConfigError("out requires grad, and what is written to it has no derivative; pass out.detach()")

@@ -33,6 +33,7 @@ from shotcast.collectives.norm_operands import (
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
 from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
 from shotcast.collectives.registry import register
+from shotcast.collectives.repeats import Repeats
 from shotcast.collectives.select import choose
 from shotcast.collectives.streams import StreamChain
 from shotcast.collectives.table import MODES, Table, fit_for, load, packaged
@@ -162,6 +163,9 @@ class Communicator:
             self.max_bytes,
             self._allow_fp8,
         )
+        self._repeats: Repeats | None = None
+        if self._executor is not None and self._chain is not None and self.world_size > 1 and not self._nvtx:
+            self._repeats = Repeats(self._executor, self._chain, self._lock, self.device)
         register(self)
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -221,13 +225,18 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
+        repeats = None if out is None else self._repeats
+        if repeats is not None and out is not None and repeats.make(x, out, algorithm, reduction):
+            return out
         valid(x, "x", self.device)
         if is_compiling():
             return ops.all_reduce(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.AllReduce.apply(x, self, algorithm)
         out = output(x, out, x.shape)
-        self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
+        call = self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
+        if repeats is not None:
+            repeats.keep(call.plan, x, out, algorithm, reduction)
         return out
 
     def reduce_scatter(
@@ -791,6 +800,8 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
+            if self._repeats is not None:
+                self._repeats.close()
             if self._executor is not None:
                 self._executor.drain()
                 self._executor.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ class Executor(Protocol):
     def run(
         self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None
     ) -> None: ...
+    def whole(self, plan: CallPlan, aligned: bool) -> Callable[[int, Sequence[Any]], None] | None: ...
     def prepare(self, plan: CallPlan) -> bool: ...
     def form(self, plan: CallPlan) -> str: ...
     def fault(self) -> Fault | None: ...

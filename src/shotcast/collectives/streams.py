@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
+from shotcast.memory import driver
 from shotcast.memory.streams import capturing, raw_stream
 
 
@@ -14,16 +14,11 @@ def _capture_id(stream: torch.cuda.Stream) -> int:
     """Number of the graph capture that ``stream`` takes part in; 0 for none. PyTorch has no public way to ask."""
     status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
     none = ctypes.c_void_p(None)
-    error = _driver().cuStreamGetCaptureInfo_v2(
+    error = driver.library().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), none, none, none
     )
-    if error:
-        raise RuntimeError(f"cuStreamGetCaptureInfo failed with error {error}")
+    driver.check(error, "asking for the capture of a stream")
     return number.value if status.value == 1 else 0
-
-
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 class StreamChain:

@@ -6,7 +6,7 @@ which a rank takes in what has arrived (reads it, uses it, clears it):
     one-shot   T = f + a + (N-1) M / b + N M / m             every rank sends M to N-1 peers at once, and adds up N M
     two-shot   T = f + 2a + 2 (N-1)/N M / b + M / m          a slice to each owner, then a slice to everyone
     in FP8     T = f + 2a + 2 (N-1)/N R M / b + M / m        R = 33/32 bytes an element, for the item's; not calibrated
-    ring       T = f + (2N-2) (a + M / (N b)) + M / m        2N-2 steps of one slice each
+    ring       T = f + (2N-2) (a + M / (N b)) + 3/2 M / m    2N-2 steps of one slice each
     multimem   T = f + 3a + (N+1)/N M / b + 2 M / m      staging and a flag, a load that the switch sums, a store to all
 
 In multimem the switch reads a slice of M/N from every rank, itself included, for each of the N owners, and the result
@@ -15,7 +15,8 @@ receives M/N + M. (That the own copy takes the wire as well: measured on 4 H20 b
 topic 356726.) With N = 2 it sends more than two-shot, from N = 4 on less. The equation is not calibrated.
 
 The all-gather and the reduce-scatter of M bytes in all take half of two-shot's, or ring's, steps and bytes sent, and
-take in M. (Two-shot and ring take in M twice. As measured, one pass hides under the transfers of the other.)
+take in M. (Two-shot and ring take in M twice. As measured, one pass of two-shot hides under the transfers of the other,
+and half of one in the ring, whose steps wait for each other: that sets them apart where N = 2.)
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class LinkCost:
         return nbytes / (self.bw_gbps * 1e3)
 
 
-NVLINK4 = LinkCost(fixed_us=1.257, step_us=0.894, bw_gbps=456.0, local_gbps=1424.0)
+NVLINK4 = LinkCost(fixed_us=1.286, step_us=0.871, bw_gbps=473.5, local_gbps=1448.0)
 """Hopper, 18 links: :func:`shotcast.cost.calibration.fit` of benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json.
-Off by 12% in the mean square; a choice by it costs at most 5% more than the fastest measured, 1 KiB to 256 MiB."""
+Off by 10% in the mean square; a choice by it costs at most 4% more than the fastest measured, 1 KiB to 256 MiB."""
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0)
 """Processes of one host. Only the order of the algorithms is meant: with 4 ranks on 2 cores two-shot overtakes one-shot
 between 16 and 64 KiB (benchmarks/data/cpu)."""
@@ -74,8 +75,9 @@ def work(op: str, algorithm: str, nbytes: int, world_size: int, itemsize: int = 
     if op == "all_reduce" and algorithm == "multimem":
         return Work(3, nbytes + share, 2 * nbytes)
     if algorithm == "ring":
-        steps = others * (2 if op == "all_reduce" else 1)
-        return Work(steps, steps * share, nbytes)
+        if op == "all_reduce":
+            return Work(2 * others, 2 * others * share, 1.5 * nbytes)
+        return Work(others, others * share, nbytes)
     if op == "broadcast":
         return Work(1, others * nbytes, nbytes)
     return Work(1, others * share, nbytes)

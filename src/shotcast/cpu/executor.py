@@ -153,6 +153,9 @@ class CpuExecutor:
             for tensor in written:
                 _fill_with_nan(tensor)
 
+    def whole(self, plan: CallPlan, aligned: bool) -> None:
+        """Calls are not kernels on a stream."""
+
     def prepare(self, plan: CallPlan) -> bool:
         """Compiles or loads what ``run(plan)`` needs; True when this process had not done so before."""
         code: list[Schedule | Arithmetic] = [self._schedule(plan), *self._arithmetic(plan).values()]

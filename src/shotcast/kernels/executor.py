@@ -134,6 +134,14 @@ class TritonExecutor:
             else:
                 launch(stream, {"x": (source,), "out": (target,), "none": ()}[entry.tensors])
 
+    def whole(self, plan: CallPlan, aligned: bool) -> Launch | None:
+        """The kernel of a call with ``x`` and ``out`` that was run, if it is all there is to the call: to be given the
+        stream and both addresses. ``aligned``: these are multiples of 16."""
+        entry = self._entries.get((id(plan), aligned))
+        if INTERPRETED or entry is None or entry.tensors != "x and out" or len(entry.launches) > 1:
+            return None
+        return entry.launches[0][0]
+
     def prepare(self, plan: CallPlan) -> bool:
         """Compile every form of the kernel that ``plan`` may need on any rank; True if that had not been done."""
         form = self.form(plan)

@@ -1,0 +1,150 @@
+"""The short way of an all-reduce made before: taken for a call that is like it, and for no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shotcast.collectives import repeats
+from shotcast.collectives.repeats import Repeats
+
+STREAM = 0x5EED
+
+
+class Executor:
+    """Of a communicator whose calls are one kernel each, unless it says otherwise."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[tuple[int, Sequence[Any]]] = []
+        self.stopped = False
+        self.several = False
+
+    def whole(self, plan: Any, aligned: bool) -> Callable[[int, Sequence[Any]], None] | None:
+        return None if self.several else lambda stream, given: self.enqueued.append((stream, given))
+
+    def fault(self) -> bool:
+        return self.stopped
+
+
+class Chain:
+    captured = False
+
+    def enter(self, device: torch.device) -> bool:
+        return self.captured
+
+    def capturing(self) -> bool:
+        return self.captured
+
+
+class Parts:
+    """A Repeats that knows one call: of x, a vector of 64 numbers, into out."""
+
+    def __init__(self) -> None:
+        self.executor, self.chain, self.lock = Executor(), Chain(), threading.Lock()
+        self.x, self.out = torch.ones(64), torch.ones(64)
+        self.repeats = Repeats(self.executor, self.chain, self.lock, torch.device("cpu"))  # type: ignore[arg-type]
+        self.keep(self.x, self.out)
+
+    def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.repeats.keep(None, x, out, "auto", "sum")  # type: ignore[arg-type]
+
+    def make(self, x: torch.Tensor, out: torch.Tensor, algorithm: str = "auto", reduction: str = "sum") -> bool:
+        made = self.repeats.make(x, out, algorithm, reduction)
+        assert made == bool(self.executor.enqueued)
+        assert not self.lock.locked()
+        return made
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    monkeypatch.setattr(repeats, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(repeats, "current_device", lambda: None)
+    return Parts()
+
+
+def test_a_call_like_one_before_is_made(parts: Parts) -> None:
+    x, out = torch.zeros(64), torch.zeros(64)
+    assert parts.make(x, out)
+    assert parts.executor.enqueued == [(STREAM, (x.data_ptr(), out.data_ptr()))]
+
+
+def test_in_place_and_in_another_shape(parts: Parts) -> None:
+    x = torch.zeros(8, 8)
+    assert parts.make(x, x)
+
+
+def test_other_algorithms_and_reductions_are_other_calls(parts: Parts) -> None:
+    assert not parts.make(parts.x, parts.out, algorithm="one_shot")
+    assert not parts.make(parts.x, parts.out, reduction="max")
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        (torch.ones(63), torch.ones(63)),
+        (torch.ones(64), torch.ones(8, 8)),
+        (torch.ones(64), torch.ones(64, dtype=torch.int32)),
+        (torch.ones(64, dtype=torch.float16), torch.ones(64, dtype=torch.float16)),
+        (torch.ones(65)[1:], torch.ones(64)),
+        (torch.ones(128)[::2], torch.ones(64)),
+        (torch.ones(64), torch.ones(128)[::2]),
+        (torch.ones(64, device="meta"), torch.ones(64)),
+        (torch.ones(64), torch.ones(64, device="meta")),
+        (torch.nn.Parameter(torch.ones(64)), torch.ones(64)),
+        (torch.ones(64), torch.nn.Parameter(torch.ones(64), requires_grad=False)),
+        (torch.ones(64), torch.ones(64, requires_grad=True)),
+        (torch._neg_view(torch.ones(64)), torch.ones(64)),
+        (torch.ones(64), torch._neg_view(torch.ones(64))),
+        ("x", torch.ones(64)),
+    ],
+    ids=[
+        "size", "shape", "dtype of out", "dtype", "alignment", "strides", "strides of out", "device", "device of out",
+        "class", "class of out", "gradient", "negated", "negated out", "no tensor",
+    ],
+)  # fmt: skip
+def test_what_differs_goes_the_long_way(parts: Parts, x: torch.Tensor, out: torch.Tensor) -> None:
+    assert not parts.make(x, out)
+
+
+def test_not_while_another_gpu_is_current(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "current_device", lambda: 1)
+    assert not parts.make(parts.x, parts.out)
+
+
+def test_not_in_a_capture_and_not_after_a_fault_or_the_end(parts: Parts) -> None:
+    parts.chain.captured = True
+    assert not parts.make(parts.x, parts.out)
+    parts.chain.captured, parts.executor.stopped = False, True
+    assert not parts.make(parts.x, parts.out)
+    parts.executor.stopped = False
+    parts.repeats.close()
+    assert not parts.make(parts.x, parts.out)
+
+
+def test_not_beside_a_call_of_another_thread(parts: Parts) -> None:
+    with parts.lock:
+        assert not parts.repeats.make(parts.x, parts.out, "auto", "sum")
+    assert parts.make(parts.x, parts.out)
+
+
+def test_calls_of_several_kernels_of_captures_and_of_nothing_are_not_kept(parts: Parts) -> None:
+    x = torch.ones(128)
+    parts.executor.several = True
+    parts.keep(x, x)
+    parts.executor.several, parts.chain.captured = False, True
+    parts.keep(x, x)
+    parts.chain.captured = False
+    assert not parts.make(x, x)
+    empty = torch.ones(0)
+    parts.keep(empty, empty)
+    assert not parts.make(empty, empty)
+
+
+def test_what_is_kept_has_a_limit(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_KEPT", 1)
+    parts.keep(torch.ones(3), torch.ones(3))
+    assert not parts.make(parts.x, parts.out)
