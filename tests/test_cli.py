@@ -384,7 +384,7 @@ class TestEngine:
             (["generate", "x", "-m", "nothing-here"], "there is no model 'nothing-here'"),
             (["generate", "x", "-m", "random:llama-9"], "llama-9"),
             (["generate", "x", "--temperature", "-1"], "temperature is a number from 0 up"),
-            (["generate", "x", "-d", "int8"], "dtype on cpu is float32, bfloat16"),
+            (["generate", "x", "-d", "int8"], "dtype is float32, bfloat16, float16"),
             (["generate", "x", "--device", "cuda"], "no usable GPU"),
             (["serve", "--kv-cache", "lots"], "lots"),
             (["serve", "--max-queue", "0"], "max_queue is a whole number from 1 up"),

@@ -52,7 +52,8 @@ def test_decode(
             queries,
             keys,
             values,
-            tables,
+            torch.cat((torch.full_like(tables[:1], 1 << 20), tables.flip(0))),
+            torch.arange(len(lengths), 0, -1),
             torch.tensor(lengths, dtype=torch.int32),
             torch.tensor(kv_of),
             block_size,
@@ -77,7 +78,7 @@ def test_scores_that_overflow_without_their_maximum() -> None:
     values = torch.arange(4.0).view(4, 1, 1).expand(4, 1, 8).contiguous()
     queries, out = torch.full((1, 1, 8), 100.0), torch.empty(1, 1, 8)
     tables, lengths = torch.tensor([[0]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
-    decode(queries, keys, values, tables, lengths, torch.tensor([0]), 4, 0, out)
+    decode(queries, keys, values, tables, torch.tensor([0]), lengths, torch.tensor([0]), 4, 0, out)
     assert torch.equal(out, torch.full_like(out, 2.0))
 
 

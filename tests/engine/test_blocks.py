@@ -114,3 +114,18 @@ def test_a_digest_stands_for_the_block_and_all_before_it(a: list[int], b: list[i
     for block, (x, y) in enumerate(zip(digests(a), digests(b), strict=False)):
         end = (block + 1) * size
         assert (x == y) == (a[:end] == b[:end])
+
+
+def test_withdrawn_blocks_are_not_found_and_can_be_handed_out() -> None:
+    blocks = BlockManager(2, 1)
+    digests: list[bytes] = []
+    blocks.extend_digests(digests, [5, 6], 2)
+    held = blocks.allocate(2)
+    for block, digest in zip(held, digests, strict=True):
+        blocks.publish(block, digest)
+    blocks.release(held[1:])  # one idle, one held
+    blocks.withdraw([*digests, b"nobody's"])
+    assert blocks.match(digests) == []
+    assert blocks.free == 1
+    blocks.release(held[:1])
+    assert sorted(blocks.allocate(2)) == sorted(held)

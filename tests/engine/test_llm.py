@@ -326,8 +326,10 @@ def assert_gone(pids: list[int]) -> None:
     ("options", "said"),
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
-        ({"dtype": "float64"}, "dtype on cpu is float32"),
-        ({"device": "tpu"}, "device is cpu or cuda"),
+        ({"dtype": "float64"}, "dtype is float32, bfloat16, float16, not 'float64'"),
+        ({"dtype": "float16", "device": "cpu"}, "dtype on cpu is float32"),
+        ({"device": "tpu"}, "device is auto, cpu, cuda, not 'tpu'"),
+        ({"stamp_every": -1}, "stamp_every is a whole number"),
         ({"max_sequences": 0}, "max_sequences is a whole number"),
         ({"max_batch_tokens": 8, "max_sequences": 9}, "max_batch_tokens"),
         ({"algorithm": "fastest"}, "algorithm is one of"),
@@ -348,6 +350,24 @@ def save_tiny(folder: Path) -> None:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), tensor_parallel=2, max_model_len=64) as llm:
+        good, bad, other = llm.generate([[1, 2], [1, 7], [3]], greedy(4))
+        assert (bad.tokens, bad.finish_reason) == ([], "error")
+        assert "not numbers" in bad.error
+        for output in (good, other):
+            assert output.error == ""
+            assert 7 in output.tokens or (len(output.tokens), output.finish_reason) == (4, "length")
+        (last,) = llm.stream([5, 7], greedy(4))
+        assert last.finish_reason == "error"
 
 
 def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shotcast.engine.plan import PENDING, StepPlan
+from shotcast.engine.plan import NO_TOKEN, PENDING, StepPlan
 from shotcast.engine.requests import Progress, Request, SamplingParams, TokenLogprob
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.errors import ConfigError
@@ -677,3 +677,37 @@ def test_the_work_of_a_step_grows_with_those_that_decode_and_not_with_their_leng
     assert step(64, 210) == step(64, 10)  # the same place in a block
     assert step(256, 10) < 4.2 * step(64, 10)
     assert step(64, 10) < 64 * 40
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_logits_that_are_no_numbers_end_their_request_alone(lookahead: int) -> None:
+    engine = Engine(config(lookahead=lookahead, max_batch_tokens=32))
+    for name in "ab":
+        engine.add(request(name, tuple(range(9)), max_tokens=6))
+    while engine.schedule():
+        pass
+    # With lookahead the step after it is planned already.
+    assert len(engine.made) == 1 + lookahead
+    plan = engine.plans.popleft()
+    drawn = engine.ranks.step(plan, engine.prompts.popleft())
+    failed, good = engine.scheduler.update(plan.number, [NO_TOKEN, drawn[1]])
+    assert (failed.request_id, failed.tokens, failed.finish) == ("a", (), "error")
+    assert "not numbers" in failed.error
+    engine.ended["a"] = replace(failed, finish="abort")  # for the check at the end: its output is not the whole
+    engine.outputs["b"] += good.tokens
+    engine.drain()
+    engine.check()
+
+
+def test_what_a_failed_request_left_in_the_cache_is_not_found() -> None:
+    engine = Engine(config())
+    engine.add(request("a", tuple(range(9)), max_tokens=6))
+    engine.schedule()
+    plan = engine.plans.popleft()
+    engine.ranks.step(plan, engine.prompts.popleft())
+    engine.scheduler.update(plan.number, [NO_TOKEN])
+    engine.ended["a"] = Progress("a", (), finish="abort")
+    engine.add(request("b", tuple(range(9)), max_tokens=2))
+    engine.drain()
+    assert engine.ended["b"].cached == 0
+    engine.check()

@@ -29,6 +29,10 @@ def both_ways(kv_of: tuple[int, ...], head_dim: int, block_size: int, window: in
     x = torch.randn(sequences, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
     angles = torch.rand(200, head_dim // 2, generator=generator) * 6
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    # The sequences' rows, in another order than theirs, in a larger table.
+    rows = torch.arange(sequences).flip(0) + 1
+    spread = torch.full((sequences + 2, tables.shape[1]), 1 << 20, dtype=torch.int32)
+    spread[rows] = tables
 
     def run(kernels: bool, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mine = keys.to(kind, copy=True), values.to(kind, copy=True)
@@ -38,9 +42,9 @@ def both_ways(kv_of: tuple[int, ...], head_dim: int, block_size: int, window: in
         rotate(x.to(kind), angles.cos(), angles.sin(), last, slots, *mine, queries)
         if kernels:
             decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, 8, torch.device("cpu"))
-            decoding(queries, *mine, tables, lengths, block_size, window, out)
+            decoding(queries, *mine, spread, rows, lengths, block_size, window, out)
         else:
-            attention.decode(queries, *mine, tables, lengths, torch.tensor(kv_of), block_size, window, out)
+            attention.decode(queries, *mine, spread, rows, lengths, torch.tensor(kv_of), block_size, window, out)
         return out.float(), mine[0].float(), mine[1].float()
 
     worst = 0.0

@@ -38,6 +38,7 @@ def test_kernels_compile(capability: int) -> None:
         signature={
             **dict.fromkeys(("queries", "keys", "values"), "*bf16"),
             **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
+            "rows": "*i64",
             **dict.fromkeys(("parts", "weights"), "*fp32"),
             "scale": "fp32",
             "blocks": "i32",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
 import shotcast
-from shotcast.layers.batch import Batch
+from shotcast.layers.batch import Batch, Prefill
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
 from shotcast.models.llama import Llama
@@ -23,27 +24,34 @@ class Tables:
         order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(3))
         self.blocks = order.to(torch.int32).view(sequences, blocks)
 
+    def slot(self, sequence: int, position: int) -> int:
+        return int(self.blocks[sequence, position // BLOCK]) * BLOCK + position % BLOCK
+
     def batch(self, parts: list[tuple[int, int, list[int]]]) -> Batch:
         """``parts``: (sequence, tokens before, tokens), those with one token first. All their tokens are drawn from."""
         parts = sorted(parts, key=lambda part: len(part[2]) > 1)
         tokens = [token for _, _, new in parts for token in new]
         positions = [position for _, start, new in parts for position in range(start, start + len(new))]
         owners = [sequence for sequence, _, new in parts for _ in new]
-        slots = [int(self.blocks[s, p // BLOCK]) * BLOCK + p % BLOCK for s, p in zip(owners, positions, strict=True)]
-        starts = [0]
-        for _, _, new in parts:
-            starts.append(starts[-1] + len(new))
+        slots = [self.slot(*place) for place in zip(owners, positions, strict=True)]
+        starts = [0, *itertools.accumulate(len(new) for _, _, new in parts)]
         contexts = [start + len(new) for _, start, new in parts]
+        decodes = sum(len(new) == 1 for _, _, new in parts)
+        sequences = [sequence for sequence, _, _ in parts]
+        several = list(zip(starts, starts[1:], contexts, sequences, strict=False))[decodes:]
         return Batch(
             torch.tensor(tokens),
             torch.tensor(positions),
             torch.tensor(slots),
-            tuple(starts),
-            tuple(contexts),
-            sum(len(new) == 1 for _, _, new in parts),
-            self.blocks[[sequence for sequence, _, _ in parts]],
-            torch.tensor(contexts, dtype=torch.int32),
-            torch.arange(len(tokens)),
+            decodes,
+            torch.tensor(sequences[:decodes], dtype=torch.int64),
+            torch.tensor(contexts[:decodes], dtype=torch.int32),
+            tuple(
+                Prefill(first, stop, torch.tensor([self.slot(sequence, position) for position in range(context)]))
+                for first, stop, context, sequence in several
+            ),
+            self.blocks,
+            None,
         )
 
 
@@ -81,7 +89,7 @@ def logits(
             place = 0
             for number, _, new in parts:
                 if result is not None:
-                    found[number].append(result[place : place + len(new)])
+                    found[number].append(result.values[place : place + len(new)])
                 place += len(new)
                 done[number] += len(new)
             step += 1

@@ -47,7 +47,7 @@ class ScriptedEngine:
         dies_at: the engine dies when an output gets to this many tokens.
         fault: raised by every request, at ``fault_at`` tokens.
         leaves_at: outputs stop at this many tokens, unfinished.
-        end_reason: the finish reason of an output that ends by itself.
+        end_reason, end_error: the finish reason of an output that ends by itself, and what it says went wrong.
         started, aborted, finished: ids of requests.
     """
 
@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.fault_at = 0
         self.leaves_at: int | None = None
         self.end_reason: FinishReason = "stop"
+        self.end_error = ""
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.started: list[str] = []
@@ -132,7 +133,7 @@ class ScriptedEngine:
                 output.logprobs.append(TokenLogprob(token, -0.5, 1, ranked[: params.logprobs]))
             output.ttft_s, output.time_s = 0.25, 0.25 + 0.125 * number
             if ends:
-                output.finish_reason = self.end_reason
+                output.finish_reason, output.error = self.end_reason, self.end_error
             elif token in params.stop_token_ids:
                 output.finish_reason, output.stop_reason = "stop", token
             else:

@@ -135,6 +135,18 @@ def test_a_dead_engine_is_told_until_the_server_is_gone() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_ends_with_an_error_is_one(stream: bool) -> None:
+    engine = ScriptedEngine()
+    engine.end_reason, engine.end_error = "error", "the logits are not numbers"
+    with live(engine) as server:
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        assert "the logits are not numbers" in answer.text
+        assert '"code":"generation_failed"' in answer.text
+        assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_breaks_its_word_is_an_error(stream: bool) -> None:
     engine = ScriptedEngine()
     engine.end_reason = "abort"

@@ -10,12 +10,14 @@ sequence. Bandwidth is measured on the ranks, all reading at once.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +25,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.spawn import spawn
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.device import resolved
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
@@ -95,7 +100,8 @@ class EngineRow:
         prompt, output: tokens of each request.
         ttft_ms, tpot_ms: of a request.
         tokens_per_s: output tokens of all requests over the time of the round.
-        communication: share of the steps' time that rank 0 spent in collectives; waiting for others included.
+        communication: share of the steps' time that rank 0 spent in collectives, waiting for others included; on CUDA
+            of steps that decode, in a round that is not timed otherwise.
         roofline_ms: least time of a decoding step by memory bandwidth, at the middle of the output.
         roofline: ``roofline_ms`` over ``tpot_ms``.
         bandwidth_gbps: measured, of a rank.
@@ -120,6 +126,8 @@ class EngineRow:
 
 def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
     """Measure the points of a plan, one engine for each layout and algorithm."""
+    most = max(layout.tensor_parallel * layout.pipeline_parallel for layout in plan.layouts)
+    plan = replace(plan, device=resolved(EngineConfig(plan.model, most, device=plan.device)).device)
     if plan.baseline:
         advance(TRANSFORMERS)
         # a process of its own, so that its memory and threads are gone before the next
@@ -130,19 +138,34 @@ def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None
         # one rank has nobody to talk to, so it is measured once
         for algorithm in plan.algorithms if layout.tensor_parallel > 1 else plan.algorithms[:1]:
             advance(f"{layout} {algorithm}")
-            with LLM(
-                plan.model,
-                tensor_parallel=layout.tensor_parallel,
-                pipeline_parallel=layout.pipeline_parallel,
-                device=plan.device,
-                dtype=plan.dtype,
-                max_model_len=plan.prompt + plan.output,
-                max_sequences=max(plan.batches),
-                prefix_caching=False,
-                algorithm=ALGORITHMS[algorithm],
-            ) as llm:
+            with (
+                _environment(NCCL_FAVOURABLE if algorithm == "nccl" else {}),
+                LLM(
+                    plan.model,
+                    tensor_parallel=layout.tensor_parallel,
+                    pipeline_parallel=layout.pipeline_parallel,
+                    device=plan.device,
+                    dtype=plan.dtype,
+                    max_model_len=plan.prompt + plan.output,
+                    max_sequences=max(plan.batches),
+                    prefix_caching=False,
+                    algorithm=ALGORITHMS[algorithm],
+                ) as llm,
+            ):
                 for batch in plan.batches:
                     yield _point(plan, layout, algorithm, batch, llm, bandwidth)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Of ranks that are started meanwhile. What is set already stays."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
@@ -202,10 +225,26 @@ def read_bandwidth_gbps(device: str) -> float:
         times = []
         for _ in range(_READS):
             comm.barrier()
-            started = time.perf_counter()
-            float(data.sum())
-            times.append(time.perf_counter() - started)
+            times.append(_read_cuda_s(data) if device == "cuda" else _read_s(data))
     return data.numel() * 4 / median(times) / 1e9
+
+
+def _read_s(data: torch.Tensor) -> float:
+    started = time.perf_counter()
+    float(data.sum())
+    return time.perf_counter() - started
+
+
+def _read_cuda_s(data: torch.Tensor) -> float:
+    """Of several reads in a row, so that the host is ahead."""
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    data.sum()
+    before.record()
+    for _ in range(_READS):
+        data.sum()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3 / _READS
 
 
 def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float) -> EngineRow:
@@ -223,6 +262,12 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
     before = llm.stats()
     rounds = [round_of() for _ in range(plan.rounds)]
     after = llm.stats()
+    if plan.device == "cuda":  # stamps take time: rounds of their own have them
+        llm.stamp_every(1)
+        before = llm.stats()
+        round_of()
+        after = llm.stats()
+        llm.stamp_every(0)
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     return _row(

@@ -257,7 +257,7 @@ def _engine_command(
         prompt,
         output,
         rounds,
-        "cuda" if device is Device.CUDA else "cpu",
+        device.value,
         dtype,
         baseline,
     )

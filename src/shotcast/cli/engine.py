@@ -35,6 +35,9 @@ MaxBatchTokens = Annotated[int, typer.Option("--max-batch-tokens", help="Tokens 
 KvCache = Annotated[str, typer.Option("--kv-cache", help="Bytes of a rank for keys and values, such as 512M.")]
 Algorithm = Annotated[str, typer.Option("--algorithm", help="Of all-reduces: auto, one_shot, two_shot, ring, vendor.")]
 SequenceParallel = Annotated[bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps.")]
+StampEvery = Annotated[
+    int, typer.Option("--stamp-every", min=0, help="CUDA: of so many steps, one is timed for /metrics. 0: none.")
+]
 RankTimeout = Annotated[float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")]
 MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="Tokens of the answer, at most.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token, always.")]
@@ -55,7 +58,7 @@ def _options(
 ) -> dict[str, Any]:
     return {
         "model": model,
-        "device": "cpu" if device is Device.AUTO else device.value,
+        "device": device.value,
         "tensor_parallel": tensor_parallel,
         "pipeline_parallel": pipeline_parallel,
         "dtype": dtype,
@@ -167,6 +170,7 @@ def serve(
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
     rank_timeout: RankTimeout = 60.0,
+    stamp_every: StampEvery = 128,
     max_queue: Annotated[int, typer.Option("--max-queue", help="Requests at once; more get 429.")] = 256,
     max_prompt_tokens: Annotated[int, typer.Option("--max-prompt-tokens", help="0: as the model allows.")] = 0,
     max_output_tokens: Annotated[int, typer.Option("--max-output-tokens", help="0: as the model allows.")] = 0,
@@ -191,6 +195,7 @@ def serve(
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
         timeout_s=rank_timeout,
+        stamp_every=stamp_every,
     )
     config = ServerConfig(
         host=host,
@@ -243,6 +248,8 @@ def _show(outputs: Iterator[RequestOutput]) -> RequestOutput:
             typer.echo(output.delta, nl=False)
             sys.stdout.flush()
     typer.echo()
+    if output.error:
+        _say(f"it ended with an error: {output.error}")
     return output
 
 

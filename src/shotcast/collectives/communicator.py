@@ -510,8 +510,10 @@ class Communicator:
         plain = "vendor" if algorithm == "vendor" else "auto"
         gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
         own = rms_norm.share(tensors, norm, self.rank, self.world_size) if gather else tensors
-        # the sum goes where the new residual will be, unless the old one is there
+        # the sum goes where the new residual will be; if the old one is there, into x where the norm will be
         room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
+        if room is None and op is Op.ALL_REDUCE_RMS_NORM and own.normed is not None:
+            room = x if own.normed.data_ptr() == x.data_ptr() else None
         with torch.no_grad():
             reduce = self.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else self.reduce_scatter
             total = reduce(x, out=room, algorithm=plain)

@@ -54,6 +54,7 @@ def _decode(
     keys: Any,
     values: Any,
     tables: Any,
+    rows: Any,
     lengths: Any,
     kv_of: Any,
     block_size: int,
@@ -69,13 +70,13 @@ def _decode(
         longest = max(longest, lengths[sequence])
     scores = np.empty(longest, np.float32)
     for sequence in range(first, stop):
-        length = lengths[sequence]
+        length, table = lengths[sequence], tables[rows[sequence]]
         begin = max(0, length - window) if window > 0 else 0
         for head in range(queries.shape[1]):
             query, kv = queries[sequence, head], kv_of[head]
             largest = np.float32(-np.inf)
             for position in range(begin, length):
-                slot = tables[sequence, position // block_size] * block_size + position % block_size
+                slot = table[position // block_size] * block_size + position % block_size
                 key = keys[slot, kv]
                 score = np.float32(0.0)
                 for i in range(head_dim):
@@ -92,7 +93,7 @@ def _decode(
             for i in range(head_dim):
                 target[i] = np.float32(0.0)
             for position in range(begin, length):
-                slot = tables[sequence, position // block_size] * block_size + position % block_size
+                slot = table[position // block_size] * block_size + position % block_size
                 weight = scores[position] / total
                 value = values[slot, kv]
                 for i in range(head_dim):
@@ -106,6 +107,7 @@ _SIGNATURES: dict[Callable[..., None], Any] = {
         _CUBE,
         _CUBE,
         _TABLES,
+        _LONGS,
         _INTS,
         _LONGS,
         types.int64,
@@ -165,6 +167,7 @@ def decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor,
+    rows: torch.Tensor,
     lengths: torch.Tensor,
     kv_of: torch.Tensor,
     block_size: int,
@@ -178,12 +181,13 @@ def decode(
     Args:
         queries, out: float32 [sequences, heads, head_dim].
         keys, values: the caches.
-        tables: int32 [sequences, blocks].
+        tables: int32 [rows, blocks].
+        rows: int64 [sequences], each one's row of the tables.
         lengths: int32 [sequences], tokens of each in the cache.
         kv_of: int64 [heads], the key-value head of each.
         window: how many tokens back a query sees, itself included; 0 for all.
     """
-    arrays = [argument.numpy() for argument in (queries, keys, values, tables, lengths, kv_of)]
+    arrays = [argument.numpy() for argument in (queries, keys, values, tables, rows, lengths, kv_of)]
     scale, run, result = 1.0 / math.sqrt(queries.shape[2]), _compiled(_decode), out.numpy()
     parts = None if queries[0].numel() * int(lengths.sum()) >= _THREADS_FROM else 1
 

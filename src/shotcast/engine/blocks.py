@@ -103,6 +103,17 @@ class BlockManager:
             self._published[digest] = block
             self._digests[block] = digest
 
+    def withdraw(self, digests: Iterable[bytes]) -> None:
+        """The blocks of ``digests`` are not found any more: what they hold is not to be used again."""
+        for digest in digests:
+            block = self._published.pop(digest, None)
+            if block is None:
+                continue
+            self._digests[block] = None
+            if block in self._idle:
+                del self._idle[block]
+                self._empty.append(block)
+
     def release(self, blocks: Sequence[int]) -> None:
         """One fewer holds each of ``blocks``, a sequence's in order: the ends of prefixes are reused before the starts.
 

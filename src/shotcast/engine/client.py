@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import secrets
 import socket
@@ -16,16 +17,17 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-import torch
-
 from shotcast import env
 from shotcast.collectives.spawn import Ranks
 from shotcast.engine import rank
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.device import resolved
 from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.models.source import RANDOM, find_model
+
+logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 10.0
 """From the word that it is the end to that of the processes."""
@@ -44,7 +46,7 @@ class EngineClient:
     ranks of the engine, and leave when it ends: for them this does not return.
 
     Attributes:
-        config: what it was started with.
+        config: what it was started with, and the device that was chosen.
         pids: process ids of the ranks.
 
     Raises:
@@ -54,9 +56,7 @@ class EngineClient:
     """
 
     def __init__(self, config: EngineConfig):
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
-        self.config = config
+        self.config = config = resolved(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         if self.has_tokenizer:
             find_model(config.model)  # before processes are started
@@ -108,6 +108,7 @@ class EngineClient:
         if (dead := self.dead) is not None:
             self.close()
             raise dead.__cause__ if isinstance(dead.__cause__, ConfigError | UnsupportedError) else dead
+        logger.info("ready after %.1f s, %.1f s of them for CUDA graphs", self.ready.load_s, self.ready.capture_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -187,6 +188,14 @@ class EngineClient:
         with self._lock:
             if self._dead is None and not self._closing and request_id in self._listeners:
                 self._send(rank.Abort(request_id))
+
+    def stamp_every(self, steps: int) -> None:
+        """Change ``EngineConfig.stamp_every``."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"stamp_every is a whole number from 0 up, not {steps!r}")
+        with self._lock:
+            if self._dead is None and not self._closing:
+                self._send(rank.Stamp(steps))
 
     def on_death(self, listen: Callable[[EngineDead], None]) -> None:
         """``listen`` is told when the ranks are gone; at once if they are."""

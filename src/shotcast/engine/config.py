@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from shotcast.errors import ConfigError
 
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16")}
+_CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
+DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda": _CUDA_DTYPES}
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
 
 
@@ -18,7 +19,7 @@ class EngineConfig:
         model: a folder of Hugging Face, a GGUF file, ``smollm2``, or ``random:`` and a preset.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: stages, each with some of the layers.
-        device: ``cpu``; or ``cuda``, which has not been run on hardware.
+        device: ``cpu``, ``cuda``, or ``auto``: CUDA where every rank of this machine can have a GPU.
         dtype: of weights and activations; "" for float32 on the CPU and bfloat16 on CUDA.
         max_model_len: tokens of a sequence, prompt and output; 0 for what the model was made for, at most 8192.
         max_sequences: computed together.
@@ -34,12 +35,14 @@ class EngineConfig:
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
         seed: of draws that have none of their own; None for other draws each time.
         progress: show a bar while the model is read.
+        stamp_every: on CUDA, every so many steps one takes its time and that of its communication, if all its sequences
+            decode; it takes some longer for that. 0: none does, and statistics have no such times.
     """
 
     model: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = ""
     max_model_len: int = 0
     max_sequences: int = 64
@@ -53,6 +56,7 @@ class EngineConfig:
     timeout_s: float = 60.0
     seed: int | None = None
     progress: bool = False
+    stamp_every: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -63,14 +67,16 @@ class EngineConfig:
             ("max_batch_tokens", 1),
             ("block_size", 1),
             ("kv_cache_bytes", 0),
+            ("stamp_every", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is a whole number from {least} up, not {value!r}")
         if self.device not in DTYPES:
-            raise ConfigError(f"device is {' or '.join(DTYPES)}, not {self.device!r}")
+            raise ConfigError(f"device is {', '.join(DTYPES)}, not {self.device!r}")
         if self.dtype and self.dtype not in DTYPES[self.device]:
-            raise ConfigError(f"dtype on {self.device} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
+            where = "" if self.device == "auto" else f" on {self.device}"
+            raise ConfigError(f"dtype{where} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
         if self.max_model_len == 1:

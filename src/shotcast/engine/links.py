@@ -84,6 +84,12 @@ class Follower:
         assert plan is None or isinstance(plan, StepPlan)
         return plan
 
+    @property
+    def waiting(self) -> bool:
+        """Whether :meth:`next` has something at once."""
+        with _losing(0):
+            return self._link.poll()
+
     def report(self, drawn: Drawn) -> None:
         with _losing(0):
             self._link.send(drawn)

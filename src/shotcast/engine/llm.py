@@ -70,6 +70,10 @@ class LLM:
     def stats(self) -> EngineStats:
         return self._client.stats
 
+    def stamp_every(self, steps: int) -> None:
+        """Change ``EngineConfig.stamp_every``; graphs that this takes are captured when they are first needed."""
+        self._client.stamp_every(steps)
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:

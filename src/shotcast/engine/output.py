@@ -53,7 +53,7 @@ class OutputBuilder:
         if found is not None:
             output.finish_reason, output.stop_reason = "stop", found
         elif progress.finish is not None:
-            output.finish_reason = progress.finish
+            output.finish_reason, output.error = progress.finish, progress.error
             if progress.stop_token not in self._end_tokens:
                 output.stop_reason = progress.stop_token
         return replace(output, tokens=list(output.tokens), logprobs=output.logprobs and list(output.logprobs))

@@ -8,6 +8,8 @@ from shotcast.engine.requests import SamplingParams
 
 PENDING = -1
 """In place of a token: the one that the step before draws for this sequence, which is not known yet."""
+NO_TOKEN = -1
+"""In place of a token that was drawn: there is none, as the logits are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,15 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: sequences that have one token to compute (decoding) first, then those with more (prefill)."""
+    """One step: sequences that have one token to compute (decoding) first, then those with more (prefill).
+
+    Attributes:
+        stamped: on CUDA, if all sequences decode: take the time of it and of its communication.
+    """
 
     number: int
     sequences: tuple[SequenceStep, ...]
+    stamped: bool = False
 
     @property
     def tokens(self) -> int:

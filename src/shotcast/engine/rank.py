@@ -21,9 +21,11 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.links import Driver, Follower
 from shotcast.engine.plan import StepPlan
 from shotcast.engine.requests import EngineStats, Progress, Request
-from shotcast.engine.runner import Drawn, Runner
+from shotcast.engine.runner import Drawing, Runner
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.steps import bucket_sizes
 from shotcast.errors import ConfigError
+from shotcast.layers.clock import DeviceClock, HostClock
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
@@ -58,6 +60,7 @@ class Ready:
     device: str
     dtype: str
     load_s: float
+    capture_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,13 @@ class Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """To rank 0: from now on, ``stamp_every`` is this."""
+
+    every: int
+
+
 def serve(config: EngineConfig, address: str, key: bytes) -> None:
     """Be a rank until the engine ends. ``address`` and ``key``: where rank 0 finds who asks, over a Unix socket."""
     place = env.job()
@@ -101,7 +111,7 @@ def serve(config: EngineConfig, address: str, key: bytes) -> None:
             job.check()
             comm.check()
 
-        reporter = config.ranks - config.tensor_parallel
+        reporter = _reporter(config)
         if requests is not None:
             driver = Driver(job, reporter)
             stack.callback(driver.close)
@@ -114,12 +124,29 @@ def serve(config: EngineConfig, address: str, key: bytes) -> None:
         else:
             follower = Follower(job)
             stack.callback(follower.close)
-            while (plan := follower.next()) is not None:
-                drawn = runner.execute(plan)
-                if job.rank == reporter:
-                    check()
-                    assert drawn is not None
-                    follower.report(drawn)
+            _follow(runner, follower, job.rank == reporter, check)
+
+
+def _follow(runner: Runner, follower: Follower, reports: bool, check: Callable[[], None]) -> None:
+    """Compute what rank 0 plans, to the end. Work for the device goes before waiting for what it has done."""
+    drawings: deque[Drawing] = deque()
+    while True:
+        while drawings and (drawings[0].ready or not follower.waiting):
+            drawn = drawings.popleft().result()
+            check()
+            follower.report(drawn)
+        if (plan := follower.next()) is None:
+            return
+        drawing = runner.execute(plan)
+        check()
+        if reports:
+            assert drawing is not None
+            drawings.append(drawing)
+
+
+def _reporter(config: EngineConfig) -> int:
+    """The rank that tells rank 0 what was drawn: the first of the last stage."""
+    return config.ranks - config.tensor_parallel
 
 
 class Asker:
@@ -176,33 +203,38 @@ class Core:
                 num_blocks=ready.kv_blocks,
                 max_model_len=ready.max_model_len,
                 prefix_caching=config.prefix_caching,
+                # A GPU has its next step before the host knows what the last one drew; the token goes from one to the
+                # other on the device. Between stages it would have to travel, and there are other sequences to compute.
+                lookahead=int(ready.device == "cuda" and config.pipeline_parallel == 1),
                 pipeline=config.pipeline_parallel,
                 eos=ready.model.eos,
             )
         )
-        self._stages, self._runner, self._driver, self._requests = config.pipeline_parallel, runner, driver, requests
+        self._stamp_every = config.stamp_every
+        self._runner, self._driver, self._requests = runner, driver, requests
         self._check = check
         self._patience_s = config.timeout_s * _STAGE_PATIENCE
 
     def run(self) -> None:
         """Return when whoever asks says that it is the end, or is gone."""
-        outstanding: deque[tuple[StepPlan, Drawn | None]] = deque()
+        outstanding: deque[tuple[StepPlan, Drawing | None]] = deque()
         while True:
             idle = not outstanding and not self._scheduler.unfinished
             if not self._take_requests(wait=idle):
-                for _, drawn in outstanding:
-                    if drawn is None:
+                for _, drawing in outstanding:
+                    if drawing is None:
                         self._driver.take(self._patience_s)
                 self._driver.give(None)
                 return
-            while len(outstanding) < self._stages and (plan := self._scheduler.schedule()) is not None:
+            while (plan := self._scheduler.schedule()) is not None:
+                if self._stamp_every and plan.number % self._stamp_every == 0:
+                    plan = replace(plan, stamped=True)
                 self._driver.give(plan)
                 outstanding.append((plan, self._runner.execute(plan)))
             if not outstanding:
                 continue
-            plan, drawn = outstanding.popleft()
-            if drawn is None:
-                drawn = self._driver.take(self._patience_s)
+            plan, drawing = outstanding.popleft()
+            drawn = self._driver.take(self._patience_s) if drawing is None else drawing.result()
             self._check()
             assert drawn.number == plan.number
             progress = self._scheduler.update(drawn.number, drawn.tokens, drawn.logprobs)
@@ -226,6 +258,8 @@ class Core:
                 if isinstance(message, Abort):
                     if (ended := self._scheduler.abort(message.request_id)) is not None:
                         self._requests.send(Report((ended,), self._stats()))
+                elif isinstance(message, Stamp):
+                    self._stamp_every = message.every
                 else:
                     assert isinstance(message, Request)
                     self._add(message)
@@ -255,10 +289,13 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
     dtype_name = config.dtype or ("float32" if device == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, dtype_name)
     budget = _memory_budget(config, model, dtype)
+    largest = config.max_batch_tokens * model.hidden
+    if device == "cuda":  # where longer messages would not go by own kernels: the logits of a step
+        largest = max(largest, config.max_sequences * model.vocab)
     job = stack.enter_context(
         Communicator(
             device=device,
-            max_bytes=max(1 << 20, config.max_batch_tokens * model.hidden * dtype.itemsize),
+            max_bytes=max(1 << 20, largest * dtype.itemsize),
             timeout_s=max(config.timeout_s, _LOADING_S),
         )
     )
@@ -273,7 +310,8 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
         assert split is not None
         comm = stack.enter_context(split)
     sequence_parallel = _SEQUENCE_PARALLEL_FROM if config.sequence_parallel else 0
-    parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel)
+    clock = DeviceClock(job.device) if device == "cuda" else HostClock()
+    parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, clock)
     with _progress(config.progress and job.rank == 0, budget.weights) as on_read:
         part = Llama(
             model, Weights(checkpoint, dtype, job.device, on_read), parallel, max_model_len, config.max_sequences
@@ -292,8 +330,15 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
         )
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
-    runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt))
-    return runner, Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0), job, comm
+    static = bucket_sizes(config.max_sequences) if device == "cuda" else ()
+    reports = job.rank == _reporter(config)
+    runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt), static, reports)
+    stack.callback(runner.close)
+    started = time.perf_counter()
+    runner.capture(stamped=config.stamp_every > 0)
+    capture_s = time.perf_counter() - started
+    ready = Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
+    return runner, ready, job, comm
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from shotcast.errors import ConfigError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 """Alternatives that may be asked for at each token."""
@@ -114,7 +114,8 @@ class Progress:
 
     Attributes:
         tokens: drawn since the last one. An end token is among them.
-        finish: why it ended; None if it goes on. With "stop", ``stop_token`` is the token that ended it.
+        finish: why it ended; None if it goes on. With "stop", ``stop_token`` is the token that ended it; with "error",
+            ``error`` says what happened.
         cached: tokens of the prompt that were found computed, known from the first token on.
     """
 
@@ -124,6 +125,7 @@ class Progress:
     finish: FinishReason | None = None
     stop_token: int | None = None
     cached: int = 0
+    error: str = ""
 
 
 @dataclass(slots=True)
@@ -134,8 +136,9 @@ class RequestOutput:
         text: the output, without end tokens, up to a stop string.
         delta: what ``text`` grew by since the output before.
         tokens: of the output, an end token among them.
-        finish_reason: "stop" (an end token, or a stop string), "length", "abort"; None if it goes on.
+        finish_reason: "stop" (an end token, or a stop string), "length", "abort", "error"; None if it goes on.
         stop_reason: the stop string or stop token that ended it; None for the model's own end token.
+        error: with "error", what happened.
         ttft_s: seconds from the request to its first token, None before.
         time_s: seconds from the request to its last token so far.
     """
@@ -148,6 +151,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: str = ""
     cached_tokens: int = 0
     ttft_s: float | None = None
     time_s: float = 0.0
@@ -173,7 +177,9 @@ class EngineStats:
         kv_blocks, kv_blocks_used: of the paged cache; used are those that running requests hold.
         prompt_tokens, cached_tokens, output_tokens: of all requests; ``cached`` were found computed.
         preemptions: times that a request lost its blocks to others and was computed again.
-        steps, step_s, communication_s: steps, their time, and of it rank 0's in collectives.
+        steps: of the engine.
+        step_s, communication_s: time of steps on rank 0, and of it that in collectives; on CUDA of stamped steps alone
+            (``EngineConfig.stamp_every``).
     """
 
     running: int = 0

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from shotcast.engine.plan import PENDING, StepPlan
+from shotcast.engine import steps
+from shotcast.engine.graphs import StaticDecoding
+from shotcast.engine.plan import NO_TOKEN, PENDING, StepPlan
 from shotcast.engine.requests import TokenLogprob
-from shotcast.engine.sampler import Sampler
-from shotcast.layers.batch import Batch
+from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
+from shotcast.engine.transfer import Download, uploaded
+from shotcast.layers.batch import Batch, Logits, Prefill
 from shotcast.models.llama import Llama
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that a step drew: one for each of its sequences that draws, in their order."""
+    """Tokens that a step drew: one for each of its sequences that draws, in their order, or NO_TOKEN."""
 
     number: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
 
 
+class Drawing:
+    """What a step draws, which the device may still be computing."""
+
+    def __init__(self, number: int, sampled: Sampled | None = None, best: torch.Tensor | None = None):
+        """``best``: of the :class:`~shotcast.layers.batch.Logits` that were sampled from."""
+        self.number = number
+        self._asked: tuple[tuple[int, int], ...] = ()
+        self._download = None
+        if sampled is not None and best is not None:
+            self._asked = sampled.asked
+            told = best if sampled.greedy else torch.stack((sampled.tokens, best[:, 1]), dim=1)
+            self._download = Download([told, *sampled.logprobs])
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`result` need not wait."""
+        return self._download is None or self._download.arrived
+
+    def result(self) -> Drawn:
+        """Wait for it. Sound only if the communicators' ``check`` passes afterwards."""
+        if self._download is None:
+            return Drawn(self.number, (), ())
+        told, *logprobs = self._download.wait()
+        tokens = [token if numbers else NO_TOKEN for token, numbers in told.tolist()]
+        return Drawn(self.number, tuple(tokens), tuple(logprobs_of(tokens, self._asked, logprobs)))
+
+
 class Runner:
-    """Executes plans, which every rank is given in the same order.
+    """Executes plans, which every rank is given in the same order. On CUDA it enqueues them, and waits for nothing.
 
     Args:
         model: this rank's part.
@@ -33,39 +63,84 @@ class Runner:
         max_sequences: slots.
         max_model_len: tokens of a sequence at most.
         salt: what draws without a seed depend on; the same on all ranks.
+        static: numbers of sequences for which steps that decode run on static memory (``engine/graphs.py``); the last
+            is ``max_sequences``. None: such steps are computed as all others.
+        reports: whether anybody asks this rank what was drawn.
     """
 
     def __init__(
-        self, model: Llama, blocks: int, block_size: int, max_sequences: int, max_model_len: int, salt: int
+        self,
+        model: Llama,
+        blocks: int,
+        block_size: int,
+        max_sequences: int,
+        max_model_len: int,
+        salt: int,
+        static: tuple[int, ...] = (),
+        reports: bool = True,
     ) -> None:
         self._model = model
+        self._reports = reports
         self._block_size = block_size
-        self._caches = model.caches(blocks, block_size)
+        self._caches = model.caches(blocks + bool(static), block_size)
         self._device = self._caches[0].keys.device
-        self._tables = torch.zeros(max_sequences, -(-max_model_len // block_size), dtype=torch.int32)
+        # The last row is nobody's; on the device, and as the host knows it.
+        self._host_tables = np.zeros((max_sequences + 1, -(-max_model_len // block_size)), np.int32)
+        if static:
+            self._host_tables[-1] = blocks
+        self._tables = torch.from_numpy(self._host_tables)
+        if self._device.type == "cuda":
+            self._tables = self._tables.to(self._device)
         self._filled = [0] * max_sequences
-        self._drawn = torch.zeros(max_sequences, dtype=torch.int64, device=self._device)
+        self._drawn = torch.zeros(max_sequences + 1, dtype=torch.int64, device=self._device)
         self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if model.parallel.last else None
-        self.step_s = 0.0
+        self._static = StaticDecoding(model, self._caches, self._tables, self._drawn, static) if static else None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds in steps since the start, as the model's clock tells it."""
+        return self._model.parallel.clock.step_s
 
     @property
     def communication_s(self) -> float:
-        """Seconds in collectives since the start."""
-        return self._model.parallel.communication_s
+        """Seconds of these in collectives."""
+        return self._model.parallel.clock.communication_s
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Drawn | None:
-        """Compute a step. Tokens on ranks of the last stage, None on others."""
-        started = time.perf_counter()
-        batch = self._batch(plan)
-        logits = self._model(batch, self._caches)
-        drawn = None
-        if self._sampler is not None:
-            drawn = self._draw(plan, logits)
-        self.step_s += time.perf_counter() - started
-        return drawn
+    def capture(self, stamped: bool) -> None:
+        """Make ready what steps that decode need. Collective."""
+        if self._static is not None:
+            self._static.capture(stamped=False)
+            if stamped:
+                self._static.capture(stamped=True)
 
-    def _draw(self, plan: StepPlan, logits: torch.Tensor | None) -> Drawn:
+    def close(self) -> None:
+        """To be called before the communicators are closed."""
+        if self._static is not None:
+            self._static.close()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Drawing | None:
+        """Compute a step. What it draws on ranks of the last stage, None on others."""
+        bucket = None if self._static is None else steps.bucket_of(plan, self._static.sizes)
+        if self._static is not None and bucket is not None:
+            self._enter_blocks(plan)
+            logits = self._static.run(plan, bucket)
+            return None if self._sampler is None else self._draw(plan, self._that_draw(plan, logits), True)
+        with self._model.parallel.clock.step():
+            logits = self._model(self._batch(plan), self._caches)
+            return None if self._sampler is None else self._draw(plan, logits, False)
+
+    def _that_draw(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
+        """Of logits of all sequences, those of sequences that draw."""
+        places = [place for place, sequence in enumerate(plan.sequences) if sequence.draws]
+        if logits is None or len(places) == len(plan.sequences):
+            return logits
+        (index,) = uploaded([np.array(places, np.int64)], self._device)
+        return Logits(logits.values[index], logits.best[index]) if places else None
+
+    def _draw(self, plan: StepPlan, logits: Logits | None, best_is_kept: bool) -> Drawing:
+        """``best_is_kept``: the likeliest tokens are known as drawn already."""
         assert self._sampler is not None
         slots = [sequence.slot for sequence in plan.sequences if sequence.draws]
         for sequence in plan.sequences:
@@ -73,51 +148,78 @@ class Runner:
                 assert sequence.params is not None
                 self._sampler.assign(sequence.slot, sequence.params, sequence.request_id, sequence.output)
         if logits is None:
-            return Drawn(plan.number, (), ())
-        tokens, logprobs = self._sampler.sample(logits, slots)
-        self._drawn[slots] = tokens
-        return Drawn(plan.number, tuple(tokens.tolist()), tuple(logprobs))
+            return Drawing(plan.number)
+        sampled = self._sampler.sample(logits.values, slots, logits.best[:, 0])
+        if not (sampled.greedy and best_is_kept):
+            (index,) = uploaded([np.array(slots, np.int64)], self._device)
+            self._drawn.index_copy_(0, index, sampled.tokens)
+        return Drawing(plan.number, sampled, logits.best) if self._reports else Drawing(plan.number)
+
+    def _enter_blocks(self, plan: StepPlan) -> list[tuple[int, int, int]]:
+        """Take the plan's blocks into the host's tables: (row, column, block) of each."""
+        entered = []
+        for sequence in plan.sequences:
+            slot = sequence.slot
+            if sequence.fresh:
+                self._filled[slot] = 0
+            for block in sequence.blocks:
+                entered.append((slot, self._filled[slot], block))
+                self._host_tables[slot, self._filled[slot]] = block
+                self._filled[slot] += 1
+        return entered
 
     def _batch(self, plan: StepPlan) -> Batch:
         """The tensors of a step; takes the plan's blocks into the tables."""
+        entered = self._enter_blocks(plan)
         tokens: list[int] = []
         positions: list[int] = []
-        starts, contexts, drawn, pending = [0], [], [], []
+        owners: list[int] = []
+        drawn, pending, several = [], [], []
+        contexts: list[npt.NDArray[np.int64]] = []
+        decodes = 0
         for sequence in plan.sequences:
-            slot, length = sequence.slot, sequence.start + len(sequence.tokens)
-            if sequence.fresh:
-                self._filled[slot] = 0
-            if sequence.blocks:
-                filled = self._filled[slot]
-                self._filled[slot] = filled + len(sequence.blocks)
-                self._tables[slot, filled : self._filled[slot]] = torch.tensor(sequence.blocks, dtype=torch.int32)
+            slot, first, length = sequence.slot, len(tokens), sequence.start + len(sequence.tokens)
             if sequence.tokens[0] == PENDING:
-                pending.append((len(tokens), slot))
+                pending.append((first, slot))
             tokens += sequence.tokens
             positions += range(sequence.start, length)
-            starts.append(len(tokens))
-            contexts.append(length)
+            owners += [slot] * len(sequence.tokens)
+            if len(sequence.tokens) == 1:
+                decodes += 1
+            else:
+                several.append((first, len(tokens)))
+                contexts.append(self._slots(np.full(length, slot), np.arange(length)))
             if sequence.draws:
                 drawn.append(len(tokens) - 1)
-        slots_of = [sequence.slot for sequence in plan.sequences]
-        longest = max(-(-length // self._block_size) for length in contexts)
-        tables = self._tables[slots_of, :longest].contiguous()
-        place = torch.tensor(positions)
-        owner = torch.repeat_interleave(torch.tensor([len(sequence.tokens) for sequence in plan.sequences]))
-        slots = tables[owner, place // self._block_size].long() * self._block_size + place % self._block_size
-        ids = torch.tensor(tokens)
-        if pending:
-            places, of = zip(*pending, strict=True)
-            ids[list(places)] = self._drawn[list(of)].to(ids.device)
-        device = self._device
-        return Batch(
-            ids.to(device),
-            place.to(device),
-            slots.to(device),
-            tuple(starts),
-            tuple(contexts),
-            sum(1 for _ in itertools.takewhile(lambda sequence: len(sequence.tokens) == 1, plan.sequences)),
-            tables.to(device),
-            torch.tensor(contexts, dtype=torch.int32, device=device),
-            torch.tensor(drawn, dtype=torch.int64, device=device),
+        place, owner = np.array(positions, np.int64), np.array(owners, np.int64)
+        slots = self._slots(owner, place)
+        lengths = (place[:decodes] + 1).astype(np.int32)
+        draws = np.array(drawn, np.int64)
+        pairs = np.array(pending, np.int64).reshape(-1, 2).T.copy()
+        cells = np.array(entered, np.int64).reshape(-1, 3).T.copy()
+        ids_here, rows_here = np.array(tokens, np.int64), owner[:decodes]
+        there = uploaded(
+            (ids_here, place, slots, rows_here, lengths, draws, pairs, cells, *contexts),
+            self._device,
         )
+        ids, place_there, slots_there, rows, lengths_there, drawn_there, pairs_there, cells_there = there[:8]
+        if pending:
+            ids[pairs_there[0]] = self._drawn[pairs_there[1]]
+        if entered and self._device.type == "cuda":  # elsewhere the host's tables are these
+            self._tables[cells_there[0], cells_there[1]] = cells_there[2].int()
+        return Batch(
+            ids,
+            place_there,
+            slots_there,
+            decodes,
+            rows,
+            lengths_there,
+            tuple(Prefill(*tokens_of, slots_of) for tokens_of, slots_of in zip(several, there[8:], strict=True)),
+            self._tables,
+            None if len(drawn) == len(tokens) else drawn_there,
+        )
+
+    def _slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of the cache, for positions of sequences in these rows of the tables."""
+        size = self._block_size
+        return self._host_tables[rows, positions // size].astype(np.int64) * size + positions % size

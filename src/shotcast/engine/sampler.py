@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 
 from shotcast.engine.requests import SamplingParams, TokenLogprob
-from shotcast.errors import ConfigError, ShotcastError
+from shotcast.errors import ConfigError
 
 FEW = 1024
 """Tokens among which a CPU looks for top_p first."""
@@ -122,10 +123,39 @@ def nucleus(
     return keep, (upto[:, -1] >= reach) | (top_k > 0)
 
 
-class Sampler:
-    """Draws the next token of each sequence of a step, as its request asks.
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was drawn, on the device still.
 
-    Nothing here waits for the device, except for log-probabilities and checks.
+    Attributes:
+        tokens: int64 [rows].
+        greedy: they are the likeliest of all rows.
+        asked: of the rows whose requests want log-probabilities, their numbers, and how many alternatives each wants.
+        logprobs: of these rows: float32 [asked], of the token drawn; int64 [asked], its rank; and of the likeliest,
+            float32 and int64 [asked, alternatives], log-probabilities and tokens. Empty where nobody asks.
+    """
+
+    tokens: torch.Tensor
+    greedy: bool
+    asked: tuple[tuple[int, int], ...] = ()
+    logprobs: tuple[torch.Tensor, ...] = ()
+
+
+def logprobs_of(
+    tokens: Sequence[int], asked: Sequence[tuple[int, int]], logprobs: Sequence[torch.Tensor]
+) -> list[TokenLogprob | None]:
+    """For each row of a :class:`Sampled` what its request is told, from tensors that have come to the host."""
+    found: list[TokenLogprob | None] = [None] * len(tokens)
+    columns = [tensor.tolist() for tensor in logprobs]
+    for (row, count), *entry in zip(asked, *columns, strict=True):
+        logprob, rank, values, indices = entry
+        likeliest = sorted(zip(indices, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found[row] = TokenLogprob(tokens[row], logprob, rank, tuple(likeliest[:count]))
+    return found
+
+
+class Sampler:
+    """Draws the next token of each sequence of a step, as its request asks. Nothing here waits for the device.
 
     Args:
         max_slots: slots are 0 to ``max_slots - 1``.
@@ -157,22 +187,16 @@ class Sampler:
             counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab)
             self._counts[slot] = self._move(counts.int())
 
-    def sample(
-        self, logits: torch.Tensor, slots: Sequence[int], check: bool = False
-    ) -> tuple[torch.Tensor, list[TokenLogprob | None]]:
+    def sample(self, logits: torch.Tensor, slots: Sequence[int], best: torch.Tensor) -> Sampled:
         """Draw a token for each row.
 
         Args:
             logits: float32 [rows, vocab]; they are left as they are.
             slots: of the rows; each was assigned, none comes twice.
-            check: wait, and see that the logits are numbers.
-
-        Returns:
-            The tokens, int64 [rows] on the device, and the log-probabilities of those rows that asked for them.
+            best: int64 [rows], the token of the largest logit of each row, the lowest of equal ones.
 
         Raises:
             ConfigError: the logits have another shape or dtype, or a slot is nobody's.
-            ShotcastError: with ``check``, a row holds NaN or infinity, or is minus infinity throughout.
         """
         if logits.shape != (len(slots), self.vocab) or logits.dtype != torch.float32:
             raise ConfigError(
@@ -180,15 +204,17 @@ class Sampler:
                 f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
             )
         params = [self._params(slot) for slot in slots]
-        if check:
-            self._check(logits, slots)
 
         raw = logits
         slow = [row for row, p in enumerate(params) if penalised(p)]
         if slow:
             logits = self._penalise(logits, slow, slots, params)
         greedy = [row for row, p in enumerate(params) if p.greedy]
-        tokens = logits.argmax(1) if greedy else torch.empty(len(slots), dtype=torch.int64, device=self.device)
+        tokens = best
+        if slow and greedy:
+            tokens = logits.argmax(1)
+        elif len(greedy) < len(params):
+            tokens = best.clone()  # for others to be drawn into
         cut = [row for row, p in enumerate(params) if not p.greedy and cuts(p)]
         whole = [row for row, p in enumerate(params) if not p.greedy and not cuts(p)]
         for rows, draw in ((cut, self._draw_cut), (whole, self._draw_whole)):
@@ -200,20 +226,13 @@ class Sampler:
             self._counts[self._index([slots[row] for row in slow]), tokens[self._index(slow)]] += 1
         for slot in slots:
             self._positions[slot] += 1
-        return tokens, self._logprobs(raw, tokens, params)
+        return self._sampled(raw, tokens, tokens is best, params)
 
     def _params(self, slot: int) -> SamplingParams:
         request = self._requests[slot]
         if request is None:
             raise ConfigError(f"slot {slot} is nobody's: assign it first")
         return request[1]
-
-    def _check(self, logits: torch.Tensor, slots: Sequence[int]) -> None:
-        # The maximum is NaN if anything is.
-        for slot, fine in zip(slots, logits.amax(1).isfinite().tolist(), strict=True):
-            request = self._requests[slot]
-            if not fine and request is not None:
-                raise ShotcastError(f"logits of request {request[0]!r} are not numbers")
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         """To the device without waiting for it, which takes pinned memory."""
@@ -284,29 +303,16 @@ class Sampler:
         """p >= min_p p_max, as logits whose largest is 0: [rows, 1]. log(0) is minus infinity and keeps all."""
         return self._floats([p.min_p for p in params]).log()[:, None]
 
-    def _logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, params: list[SamplingParams]
-    ) -> list[TokenLogprob | None]:
-        found: list[TokenLogprob | None] = [None] * len(params)
-        rows = [row for row, p in enumerate(params) if p.logprobs is not None]
-        if not rows:
-            return found
-        index = self._index(rows)
+    def _sampled(
+        self, logits: torch.Tensor, tokens: torch.Tensor, greedy: bool, params: list[SamplingParams]
+    ) -> Sampled:
+        asked = tuple((row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None)
+        if not asked:
+            return Sampled(tokens, greedy)
+        index = self._index([row for row, _ in asked])
         logprobs = logits[index].log_softmax(1)
-        chosen = tokens[index]
-        own = logprobs.gather(1, chosen[:, None])
+        own = logprobs.gather(1, tokens[index][:, None])
         ranks = (logprobs > own).sum(1) + 1
-        most = min(max(params[row].logprobs or 0 for row in rows), self.vocab)
+        most = min(max(count for _, count in asked), self.vocab)
         top = logprobs.topk(most, dim=1)
-        for row, token, logprob, rank, values, indices in zip(
-            rows,
-            chosen.tolist(),
-            own[:, 0].tolist(),
-            ranks.tolist(),
-            top.values.tolist(),
-            top.indices.tolist(),
-            strict=True,
-        ):
-            likeliest = sorted(zip(indices, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            found[row] = TokenLogprob(token, logprob, rank, tuple(likeliest[: params[row].logprobs]))
-        return found
+        return Sampled(tokens, greedy, asked, (own[:, 0], ranks, top.values, top.indices))

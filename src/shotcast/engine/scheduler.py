@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shotcast.engine.blocks import BlockManager
-from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
+from shotcast.engine.plan import NO_TOKEN, PENDING, SequenceStep, StepPlan
 from shotcast.engine.requests import EngineStats, FinishReason, Progress, Request, TokenLogprob
 from shotcast.engine.sequence import SequenceState
 from shotcast.errors import ConfigError
+
+_NOT_NUMBERS = "the model's logits are not numbers (NaN or infinity)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +278,10 @@ class Scheduler:
     ) -> list[Progress]:
         """Take in what plan ``number`` drew: a token for each of its sequences that draws, in its order.
 
+        A request whose token is NO_TOKEN ends with an error, and what it left in the cache is not used again.
+
         Returns:
-            The progress of the requests that got a token; those that had ended meanwhile are not among them.
+            The progress of the requests that drew; those that had ended meanwhile are not among them.
 
         Raises:
             ConfigError: that plan is not the oldest outstanding one, or it draws another number of tokens.
@@ -292,6 +296,12 @@ class Scheduler:
         progress = []
         for place, (sequence, token) in enumerate(zip(draws, tokens, strict=True)):
             if sequence.ended:
+                continue
+            if token == NO_TOKEN:
+                self._blocks.withdraw(sequence.digests)
+                self._end(sequence)
+                cached = sequence.cached or 0
+                progress.append(Progress(sequence.request_id, (), finish="error", cached=cached, error=_NOT_NUMBERS))
                 continue
             sequence.tokens.append(token)
             sequence.drawing -= 1

@@ -66,6 +66,7 @@ def decode_kernel(
     keys,
     values,
     tables,
+    rows,
     lengths,
     first_heads,
     parts,
@@ -98,6 +99,7 @@ def decode_kernel(
         other=0.0,
     )
     length = tl.load(lengths + sequence)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * blocks
     begin = tl.maximum(length - window, 0) if window > 0 else 0
     each = ((length - begin + SPLITS - 1) // SPLITS + TILE - 1) // TILE * TILE
     start = begin + split * each
@@ -108,7 +110,7 @@ def decode_kernel(
     for tile in range(start, stop, TILE):
         position = tile + tl.arange(0, TILE)
         there = position < stop
-        block = tl.load(tables + sequence * blocks + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         row = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM
         address = row[:, None] + d[None, :]
         key = tl.load(keys + address, mask=there[:, None] & wide[None, :], other=0.0)
@@ -212,6 +214,7 @@ class Decoding:
         keys: torch.Tensor,
         values: torch.Tensor,
         tables: torch.Tensor,
+        rows: torch.Tensor,
         lengths: torch.Tensor,
         block_size: int,
         window: int,
@@ -225,6 +228,7 @@ class Decoding:
             keys,
             values,
             tables,
+            rows,
             lengths,
             self._first_heads,
             self._parts,

@@ -77,14 +77,14 @@ class Attention:
         out = torch.empty_like(queries)
         if count := batch.decodes:
             self._decode(queries[:count], cache, batch, out[:count])
-        for sequence in range(batch.decodes, len(batch.contexts)):
-            first, stop = batch.starts[sequence], batch.starts[sequence + 1]
-            out[first:stop] = self._prefill(queries[first:stop], cache, batch, sequence)
+        for prefill in batch.prefills:
+            mine = slice(prefill.first, prefill.stop)
+            out[mine] = self._prefill(queries[mine], cache, prefill.slots)
         return out.view(tokens, -1).to(qkv.dtype)
 
     def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
         """Attention of one query a sequence, [sequences, heads, head_dim]."""
-        paged = queries, cache.keys, cache.values, batch.tables, batch.lengths
+        paged = queries, cache.keys, cache.values, batch.tables, batch.rows, batch.lengths
         if self._decoding is None:
             from shotcast.cpu.attention import decode
 
@@ -92,12 +92,9 @@ class Attention:
         else:
             self._decoding(*paged, cache.block_size, self.window, out)
 
-    def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, sequence: int) -> torch.Tensor:
+    def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, slots: torch.Tensor) -> torch.Tensor:
         """Attention of a sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
-        length, count = batch.contexts[sequence], queries.shape[0]
-        positions = torch.arange(length, device=queries.device)
-        blocks = batch.tables[sequence].to(torch.int64)
-        slots = blocks[positions // cache.block_size] * cache.block_size + positions % cache.block_size
+        length, count = slots.shape[0], queries.shape[0]
         # [1, heads, tokens, head_dim], as PyTorch wants it
         keys, values = (
             (whole[slots] if self._even else whole[slots][:, self._kv_of]).transpose(0, 1)[None]
@@ -107,6 +104,7 @@ class Attention:
         if count == length and not 0 < self.window < length:
             options["is_causal"] = True
         else:
+            positions = torch.arange(length, device=queries.device)
             ages = positions[length - count :, None] - positions
             seen = ages >= 0
             options["attn_mask"] = seen & (ages < self.window) if self.window else seen

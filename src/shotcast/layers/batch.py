@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Prefill(NamedTuple):
+    """A sequence with several tokens in a step: those from ``first`` to before ``stop``. They are the last of its
+    tokens that are in the cache after the step, whose ``slots`` are [context] int64."""
+
+    first: int
+    stop: int
+    slots: torch.Tensor
+
+
+class Logits(NamedTuple):
+    """What a step says of the next tokens.
+
+    Attributes:
+        values: float32 [drawn, vocab].
+        best: int64 [drawn, 2]: the likeliest token (the lowest of equal ones), and 1 if all logits are numbers, else 0.
+    """
+
+    values: torch.Tensor
+    best: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,20 +37,22 @@ class Batch:
         tokens: [tokens], the ids.
         positions: [tokens], of each in its sequence, from 0.
         slots: [tokens], where each one's key and value go: block * block size + place in the block.
-        starts: on the host, of each sequence its first token's place; and the number of tokens.
-        contexts: on the host, of each sequence the tokens that are in the cache after this step.
         decodes: how many sequences have one token.
-        tables: [sequences, blocks] int32, the blocks of each sequence in order.
-        lengths: [sequences] int32, ``contexts`` on the device.
-        drawn: [sequences that draw a token], places of the tokens whose logits are wanted.
+        rows: [decodes], the row of ``tables`` of each of these.
+        lengths: [decodes] int32, how many tokens of each are in the cache after this step.
+        prefills: the other sequences.
+        tables: [rows, blocks] int32, the blocks of sequences in order.
+        drawn: [sequences that draw a token], places of the tokens whose logits are wanted; None for all tokens.
+        logits: where these go; None for new tensors.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    starts: tuple[int, ...]
-    contexts: tuple[int, ...]
     decodes: int
-    tables: torch.Tensor
+    rows: torch.Tensor
     lengths: torch.Tensor
-    drawn: torch.Tensor
+    prefills: tuple[Prefill, ...]
+    tables: torch.Tensor
+    drawn: torch.Tensor | None
+    logits: Logits | None = None

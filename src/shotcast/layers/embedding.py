@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shotcast.layers.batch import Logits
 from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.split import VOCAB_UNIT, shares
@@ -21,19 +22,38 @@ class Vocabulary:
 
     def __init__(self, weights: Weights, name: str, vocab: int, parallel: Parallel):
         self._parallel = parallel
-        self._shares = shares(vocab, parallel.size, VOCAB_UNIT)
-        self._mine = self._shares[parallel.rank]
+        parts = shares(vocab, parallel.size, VOCAB_UNIT)
+        self._mine = parts[parallel.rank]
+        self._widths = [len(part) for part in parts]
         self.weight = weights.take(name, slice(self._mine.start, self._mine.stop))
+        bounds = [part.start for part in parts] + [vocab]
+        self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens] to [tokens, hidden]: rows of tokens that are this rank's, zero for the others. To be summed."""
+        if self.weight.is_cuda:
+            from shotcast.kernels.embedding import embed
+
+            return embed(tokens, self.weight, self._mine.start)
         if self._parallel.size == 1:
             return F.embedding(tokens, self.weight)
         places = tokens - self._mine.start
         other = (places < 0) | (places >= len(self._mine))
         return F.embedding(places.masked_fill(other, 0), self.weight).masked_fill(other[:, None], 0)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] to float32 [tokens, vocab], the same on every rank."""
-        mine = Linear(self.weight)(x).float()
-        return self._parallel.gather_columns(mine, [len(share) for share in self._shares])
+    def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
+        """Of [rows, hidden], the same on every rank. ``out``: on CUDA, where they go."""
+        parts = self._parallel.gather_parts(Linear(self.weight)(x), self._widths)
+        rows = x.shape[0]
+        if self.weight.is_cuda:
+            from shotcast.kernels.logits import join
+
+            if out is None:
+                values = torch.empty(rows, sum(self._widths), device=x.device)
+                out = Logits(values, torch.empty(rows, 2, dtype=torch.int64, device=x.device))
+            join(parts, self._widths, self._starts, out.values, out.best)
+            return out
+        columns = [part.view(rows, -1) for part in parts.split([rows * width for width in self._widths])]
+        values = (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).float()
+        token = values.argmax(1, keepdim=True)  # of a row that holds NaN, one of those
+        return Logits(values, torch.cat((token, values.gather(1, token).isfinite().long()), dim=1))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.layers.clock import Clock, HostClock
 
 
 class Parallel:
     """Tensor parallelism within a stage, and the stages before and after.
 
     Layers divide their weights between the ``size`` ranks of ``comm``, and leave partial sums that this class adds up.
-    ``communication_s`` is the time that this rank's calls took: on CPU ranks all of it, waiting included.
+    ``clock`` is told of every call.
 
     Args:
         comm: the ranks of this stage.
@@ -23,6 +24,7 @@ class Parallel:
         algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it.
         sequence_parallel: the residual is divided between the ranks of a stage where a step has as many tokens as
             ``sequence_parallel``; 0 for never.
+        clock: of this rank.
     """
 
     def __init__(
@@ -32,13 +34,18 @@ class Parallel:
         stages: int = 1,
         algorithm: str = "auto",
         sequence_parallel: int = 0,
+        clock: Clock | None = None,
     ):
         self.comm, self.job, self.stages = comm, job, stages
         self.rank, self.size = comm.rank, comm.world_size
         self.stage = 0 if job is None else job.rank // self.size
         self.algorithm = algorithm
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
-        self.communication_s = 0.0
+        self.clock = HostClock() if clock is None else clock
+
+    def _timed(self) -> contextlib.AbstractContextManager[None]:
+        """Of an operation of the ranks of a stage, which is no communication if there is one."""
+        return self.clock.communication() if self.size > 1 else contextlib.nullcontext()
 
     @property
     def first(self) -> bool:
@@ -71,54 +78,46 @@ class Parallel:
             residual: [tokens, hidden], or this rank's :meth:`part` of them.
             weight: [hidden].
         """
-        started = time.perf_counter()
-        if residual.shape[0] == x.shape[0] and self.algorithm == "ring":  # there is no fused form of it
-            residual += self.comm.all_reduce(x, out=x, algorithm="ring")
-            normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
-        elif residual.shape[0] == x.shape[0]:
-            normed, residual = self.comm.all_reduce_rms_norm(
-                x, residual, weight, eps, self.algorithm, out=(x, residual)
-            )
-        else:
-            normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
-        self.communication_s += time.perf_counter() - started
+        with self._timed():
+            if residual.shape[0] == x.shape[0] and self.algorithm == "ring":  # there is no fused form of it
+                residual += self.comm.all_reduce(x, out=x, algorithm="ring")
+                normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
+            elif residual.shape[0] == x.shape[0]:
+                normed, residual = self.comm.all_reduce_rms_norm(
+                    x, residual, weight, eps, self.algorithm, out=(x, residual)
+                )
+            else:
+                normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
         return normed, residual
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over the ranks of the stage, in place."""
-        started = time.perf_counter()
-        self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
-        self.communication_s += time.perf_counter() - started
+        with self._timed():
+            self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
         return x
 
-    def gather_columns(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        """``[rows, widths[rank]]`` of every rank of the stage, side by side: [rows, sum(widths)]."""
+    def gather_parts(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """``[rows, widths[rank]]`` of every rank of the stage, one behind the other: [rows * sum(widths)]."""
         if self.size == 1:
-            return x
-        started = time.perf_counter()
-        rows = x.shape[0]
-        parts = self.comm.all_gather(x.reshape(-1), sizes=[rows * width for width in widths])
-        self.communication_s += time.perf_counter() - started
-        return torch.cat([part.view(rows, -1) for part in parts.split([rows * width for width in widths])], dim=1)
+            return x.reshape(-1)
+        with self.clock.communication():
+            return self.comm.all_gather(x.reshape(-1), sizes=[x.shape[0] * width for width in widths])
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, ...]`` of every rank of the stage, one below the other."""
-        started = time.perf_counter()
-        x = self.comm.all_gather(x)
-        self.communication_s += time.perf_counter() - started
+        with self.clock.communication():
+            x = self.comm.all_gather(x)
         return x
 
     def send(self, x: torch.Tensor) -> None:
         """Give ``x`` to the rank of the next stage that has this rank's place."""
         assert self.job is not None
-        started = time.perf_counter()
-        self.job.send(x, self.job.rank + self.size)
-        self.communication_s += time.perf_counter() - started
+        with self.clock.communication():
+            self.job.send(x, self.job.rank + self.size)
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
         """Fill ``x`` with what the stage before has sent."""
         assert self.job is not None
-        started = time.perf_counter()
-        self.job.recv(x, self.job.rank - self.size)
-        self.communication_s += time.perf_counter() - started
+        with self.clock.communication():
+            self.job.recv(x, self.job.rank - self.size)
         return x

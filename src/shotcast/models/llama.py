@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.attention import Attention, KeyValueCache
-from shotcast.layers.batch import Batch
+from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.embedding import Vocabulary
 from shotcast.layers.linear import Rows, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
@@ -135,8 +135,8 @@ class Llama:
             for block in self.blocks
         ]
 
-    def __call__(self, batch: Batch, caches: list[KeyValueCache]) -> torch.Tensor | None:
-        """One step. On the last stage, logits of the tokens that ``batch.drawn`` names: float32 [drawn, vocab]."""
+    def __call__(self, batch: Batch, caches: list[KeyValueCache]) -> Logits | None:
+        """One step. On the last stage, logits of the tokens that ``batch.drawn`` names; None if it names none."""
         parallel = self.parallel
         tokens = batch.tokens.shape[0]
         weight = self.blocks[0].attention_norm
@@ -164,6 +164,8 @@ class Llama:
                 residual = parallel.gather_rows(residual)
             parallel.send(hidden + residual)
             return None
+        if batch.drawn is None:
+            return self.head.logits(normed, batch.logits)
         if not batch.drawn.numel():
             return None
         return self.head.logits(normed[batch.drawn])

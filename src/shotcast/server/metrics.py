@@ -78,7 +78,7 @@ class _EngineCollector:
             ("output_tokens", "Tokens drawn.", stats.output_tokens),
             ("preemptions", "Times that a request lost its blocks to others.", stats.preemptions),
             ("steps", "Steps of the engine.", stats.steps),
-            ("step_seconds", "Time of all steps.", stats.step_s),
+            ("step_seconds", "Time of all steps; on CUDA, of stamped ones.", stats.step_s),
             ("communication_seconds", "Of it rank 0's in collectives.", stats.communication_s),
         ):
             yield CounterMetricFamily(f"shotcast_{name}", says, count)

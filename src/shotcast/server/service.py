@@ -185,6 +185,8 @@ class _Sequences:
             async for output in self._engine.generate(prompt, params, request_id):
                 if output.finish_reason == "abort":
                     raise ApiError(503, "the engine aborted the request", code="aborted")
+                if output.finish_reason == "error":
+                    raise ApiError(500, output.error, code="generation_failed")
                 self._fresh[number] = output
                 self._changed.set()
                 if output.finished:

@@ -1,0 +1,34 @@
+"""Where an engine runs, if that is left to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from shotcast.engine.config import EngineConfig
+from shotcast.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def resolved(config: EngineConfig) -> EngineConfig:
+    """``config`` with a device in place of "auto": CUDA where each rank of this machine can have a GPU.
+
+    Raises:
+        ConfigError: CUDA was asked for and there are too few GPUs, or the dtype is not one of the device's.
+    """
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda":
+        if not there:
+            raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
+        if there < needed:
+            raise ConfigError(f"{needed} ranks on CUDA need as many GPUs, and {there} are visible")
+    if config.device != "auto":
+        return config
+    if 0 < there < needed:
+        logger.warning("%d ranks need as many GPUs, and %d are visible: they run on the CPU", needed, there)
+    return replace(config, device="cuda" if there >= needed else "cpu")

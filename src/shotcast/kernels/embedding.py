@@ -1,0 +1,33 @@
+"""Rows of a rank's part of an embedding matrix."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 1024
+"""Elements of a row that a program copies."""
+
+
+@triton.jit
+def embed_kernel(tokens, weight, out, start, count, HIDDEN: tl.constexpr, TILE: tl.constexpr):
+    """Program (token, tile of its row)."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = i < HIDDEN
+    place = tl.load(tokens + token) - start
+    mine = (place >= 0) & (place < count)
+    row = tl.load(weight + tl.where(mine, place, 0) * HIDDEN + i, mask=inside & mine, other=0.0)
+    tl.store(out + token * HIDDEN + i, row, mask=inside)
+
+
+def embed(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
+    """Rows of ``tokens``, int64 [tokens], of which ``weight`` [count, hidden] has ``start`` to ``start + count``; zero
+    for the others: [tokens, hidden]."""
+    count, hidden = weight.shape
+    out = torch.empty(tokens.shape[0], hidden, dtype=weight.dtype, device=weight.device)
+    embed_kernel[(tokens.shape[0], triton.cdiv(hidden, TILE))](
+        tokens, weight, out, start, count, hidden, TILE, num_warps=4
+    )
+    return out

@@ -1,0 +1,76 @@
+"""Rows of logits from the columns that ranks have computed, and what is largest in each row.
+
+One kernel puts the columns of all ranks side by side, as float32, and looks for the largest of each tile; a second one
+takes the largest of the tiles. So greedy decoding needs no other pass over the logits, and no other kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 1024
+"""Columns of a program."""
+
+
+@triton.jit
+def join_kernel(parts, starts, values, largest, places, rows, vocab, TILE: tl.constexpr):
+    """Program (row, rank, tile): copies the tile, and keeps its largest value and that token.
+
+    NaN counts as infinity, so that a row that holds either has an infinite largest value.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    rank, tile = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + rank)
+    width = tl.load(starts + rank + 1) - start
+    i = tile * TILE + tl.arange(0, TILE)
+    inside = i < width
+    source = parts + start.to(tl.int64) * rows + row * width
+    value = tl.load(source + i, mask=inside, other=float("-inf")).to(tl.float32)
+    tl.store(values + row * vocab + start + i, value, mask=inside)
+    key = tl.where(value != value, float("inf"), value)
+    most, place = tl.max(key, axis=0, return_indices=True)
+    # tiles in the order of their tokens; one with no columns is minus infinity, and none before it is less
+    at = (row * tl.num_programs(1) + rank) * tl.num_programs(2) + tile
+    tl.store(largest + at, most)
+    tl.store(places + at, start + tile * TILE + place)
+
+
+@triton.jit
+def best_kernel(largest, places, best, count, COUNT: tl.constexpr):
+    """Program (row): the largest of its tiles, of equal ones the first."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, COUNT)
+    key = tl.load(largest + row * count + tile, mask=tile < count, other=float("-inf"))
+    most, place = tl.max(key, axis=0, return_indices=True)
+    token = tl.load(places + row * count + place)
+    tl.store(best + row * 2, token.to(tl.int64))
+    tl.store(best + row * 2 + 1, ((most < float("inf")) & (most > float("-inf"))).to(tl.int64))
+
+
+def join(
+    parts: torch.Tensor,
+    widths: Sequence[int],
+    starts: torch.Tensor,
+    values: torch.Tensor,
+    best: torch.Tensor,
+) -> None:
+    """Fill ``values`` and ``best`` from the ranks' columns.
+
+    Args:
+        parts: a floating-point dtype, [rows, widths[rank]] of each rank, one behind the other.
+        starts: int32 [ranks + 1], where each rank's columns begin, and their number in all.
+        values: float32 [rows, sum(widths)], to fill.
+        best: int64 [rows, 2], to fill: the token of the largest logit (the lowest of equal ones), and 1 if all logits
+            of the row are numbers (at least one above minus infinity, none NaN or plus infinity), else 0.
+    """
+    rows, vocab = values.shape
+    tiles = triton.cdiv(max(widths), TILE)
+    count = len(widths) * tiles
+    largest = torch.empty(rows * count, dtype=torch.float32, device=values.device)
+    places = torch.empty(rows * count, dtype=torch.int32, device=values.device)
+    join_kernel[(rows, len(widths), tiles)](parts, starts, values, largest, places, rows, vocab, TILE, num_warps=4)
+    best_kernel[(rows,)](largest, places, best, count, triton.next_power_of_2(count), num_warps=4)

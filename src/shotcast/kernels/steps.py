@@ -1,0 +1,89 @@
+"""A decoding step as the device takes it: one small copy from the host, from which it derives all else itself.
+
+So a captured graph can begin with it, and a token that is still being drawn never passes through the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FIELDS = 4
+"""int32 words of a sequence: its row of the tables, position, token (below 0: the one drawn last), and the block that
+it has been given for this step (below 0: none)."""
+
+
+@triton.jit
+def unpack_kernel(
+    packed,
+    drawn,
+    tables,
+    tokens,
+    positions,
+    slots,
+    lengths,
+    rows,
+    count,
+    blocks,
+    FIELDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program: TILE sequences."""
+    sequence = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = sequence < count
+    row = tl.load(packed + sequence * FIELDS, mask=there, other=0).to(tl.int64)
+    position = tl.load(packed + sequence * FIELDS + 1, mask=there, other=0)
+    token = tl.load(packed + sequence * FIELDS + 2, mask=there, other=0).to(tl.int64)
+    given = tl.load(packed + sequence * FIELDS + 3, mask=there, other=0)
+    token = tl.where(token < 0, tl.load(drawn + row, mask=there & (token < 0), other=0), token)
+    place = tables + row * blocks + position // BLOCK_SIZE
+    known = tl.load(place, mask=there & (given < 0), other=0)
+    tl.store(place, given, mask=there & (given >= 0))
+    block = tl.where(given < 0, known, given).to(tl.int64)
+    tl.store(tokens + sequence, token, mask=there)
+    tl.store(positions + sequence, position.to(tl.int64), mask=there)
+    tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=there)
+    tl.store(lengths + sequence, position + 1, mask=there)
+    tl.store(rows + sequence, row, mask=there)
+
+
+def unpack(
+    packed: torch.Tensor,
+    drawn: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Enter the blocks given into the tables, and fill what a :class:`~shotcast.layers.batch.Batch` has.
+
+    Args:
+        packed: int32 [sequences, FIELDS]; no row of the tables comes twice, unless it is given no block.
+        drawn: int64 [rows], of each row the token that was drawn last.
+        tables: int32 [rows, blocks].
+        tokens, positions, slots, rows: int64 [sequences], to fill.
+        lengths: int32 [sequences], to fill.
+    """
+    count = packed.shape[0]
+    tile = min(128, triton.next_power_of_2(count))
+    unpack_kernel[(triton.cdiv(count, tile),)](
+        packed,
+        drawn,
+        tables,
+        tokens,
+        positions,
+        slots,
+        lengths,
+        rows,
+        count,
+        tables.shape[1],
+        FIELDS,
+        block_size,
+        tile,
+        num_warps=1,
+    )

@@ -1,0 +1,81 @@
+"""What ranks run for test_runner.py: scheduler and runner without the processes around them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+import shotcast
+from shotcast.engine import steps
+from shotcast.engine.plan import PENDING
+from shotcast.engine.requests import Progress, Request
+from shotcast.engine.runner import Drawing, Runner
+from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.layers.clock import Clock, DeviceClock, HostClock
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.weights import Weights
+from shotcast.models.llama import Llama
+from shotcast.models.source import open_checkpoint
+
+BLOCK = 4
+LIMIT = 64
+
+
+def answered(
+    folder: str, requests: list[Request], sequences: int, blocks: int, static: bool, lookahead: int, device: str = "cpu"
+) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+    """The progress of each request; and how many steps were static, had padding, were planned ahead, lost a block."""
+    checkpoint = open_checkpoint(folder)
+    with shotcast.Communicator(device=device) as comm:
+        weights = Weights(checkpoint, torch.float32, comm.device)
+        clock: Clock = DeviceClock(comm.device) if device == "cuda" else HostClock()
+        model = Llama(checkpoint.config, weights, Parallel(comm, clock=clock), LIMIT, sequences)
+        sizes = steps.bucket_sizes(sequences) if static else ()
+        runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes)
+        runner.capture(stamped=False)
+        config = SchedulerConfig(sequences, 24, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos)
+        found, counts = played(runner, Scheduler(config), requests, sizes, comm, False)
+        if device == "cuda":  # all is compiled now
+            again, _ = played(runner, Scheduler(config), requests, sizes, comm, True)
+            assert again == found, "another run gives something else"
+        runner.close()
+    return found, counts
+
+
+def played(
+    runner: Runner,
+    scheduler: Scheduler,
+    requests: list[Request],
+    sizes: tuple[int, ...],
+    comm: shotcast.Communicator,
+    strict: bool,
+) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+    """``strict``: on CUDA, that enqueuing a step waits for the device is an error."""
+    counts = {"static": 0, "padded": 0, "pending": 0}
+    found: dict[str, list[Progress]] = {request.request_id: [] for request in requests}
+    waiting, outstanding = deque(requests), deque[Drawing]()
+    while waiting or outstanding or scheduler.unfinished:
+        for _ in range(2):
+            if waiting:
+                scheduler.add(waiting.popleft())
+        while (plan := scheduler.schedule()) is not None:
+            bucket = steps.bucket_of(plan, sizes)
+            counts["static"] += bucket is not None
+            counts["padded"] += bucket is not None and bucket > len(plan.sequences)
+            counts["pending"] += any(sequence.tokens == (PENDING,) for sequence in plan.sequences)
+            if strict:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                drawing = runner.execute(plan)
+            finally:
+                if strict:
+                    torch.cuda.set_sync_debug_mode("default")
+            assert drawing is not None
+            outstanding.append(drawing)
+        drawn = outstanding.popleft().result()
+        comm.check()
+        for progress in scheduler.update(drawn.number, drawn.tokens, drawn.logprobs):
+            found[progress.request_id].append(progress)
+    counts["preemptions"] = scheduler.stats().preemptions
+    return found, counts

@@ -1,0 +1,61 @@
+"""Where an engine runs, by what there is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.device import resolved
+from shotcast.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "ranks", "local", "chosen"),
+    [
+        ("auto", 0, 1, None, "cpu"),
+        ("auto", 1, 1, None, "cuda"),
+        ("auto", 4, 4, None, "cuda"),
+        ("auto", 3, 4, None, "cpu"),
+        ("auto", 4, 8, "4", "cuda"),  # two machines of four
+        ("cpu", 8, 1, None, "cpu"),
+        ("cuda", 2, 2, None, "cuda"),
+    ],
+)
+def test_the_device(
+    monkeypatch: pytest.MonkeyPatch, asked: str, gpus: int, ranks: int, local: str | None, chosen: str
+) -> None:
+    there(monkeypatch, gpus, local)
+    assert resolved(EngineConfig("m", tensor_parallel=ranks, device=asked)).device == chosen
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(0, "no usable GPU"), (3, "4 ranks on CUDA need as many GPUs, and 3")])
+def test_too_few_gpus_for_what_was_asked(monkeypatch: pytest.MonkeyPatch, gpus: int, said: str) -> None:
+    there(monkeypatch, gpus, None)
+    with pytest.raises(ConfigError, match=said):
+        resolved(EngineConfig("m", tensor_parallel=2, pipeline_parallel=2, device="cuda"))
+
+
+def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    there(monkeypatch, 1, None)
+    with caplog.at_level(logging.WARNING):
+        resolved(EngineConfig("m", tensor_parallel=2))
+    assert "2 ranks need as many GPUs, and 1 are visible" in caplog.text
+
+
+def test_a_dtype_that_the_device_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch, 0, None)
+    with pytest.raises(ConfigError, match="dtype on cpu is float32, bfloat16, not 'float16'"):
+        resolved(EngineConfig("m", dtype="float16"))
+
+
+def there(monkeypatch: pytest.MonkeyPatch, gpus: int, local: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if local is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)

@@ -1,0 +1,59 @@
+"""What a rank that is not rank 0 does first: give its device work, or wait for what that has done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shotcast.engine.plan import StepPlan
+from shotcast.engine.rank import _follow
+from shotcast.engine.runner import Drawn
+
+
+class Scripted:
+    """Runner, follower and drawings at once; ``waiting`` plans are there when each step is taken."""
+
+    def __init__(self, waiting: list[int], ready: bool):
+        self.log: list[str] = []
+        self._waiting, self._ready, self._number = waiting, ready, 0
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting) and self._number in self._waiting
+
+    def next(self) -> StepPlan | None:
+        self.log.append(f"take {self._number}")
+        self._number += 1
+        return StepPlan(self._number - 1, ()) if self._number < 4 else None
+
+    def execute(self, plan: StepPlan) -> Any:
+        drawn = Drawn(plan.number, (), ())
+
+        class Drawing:
+            ready = self._ready
+            result = staticmethod(lambda: self.log.append(f"wait {plan.number}") or drawn)
+
+        return Drawing()
+
+    def report(self, drawn: Drawn) -> None:
+        self.log.append(f"report {drawn.number}")
+
+
+def followed(waiting: list[int], ready: bool) -> str:
+    script = Scripted(waiting, ready)
+    _follow(script, script, True, lambda: script.log.append("check"))  # type: ignore[arg-type]
+    return ", ".join(script.log)
+
+
+def test_a_plan_that_waits_goes_before_waiting_for_the_device() -> None:
+    told = followed([1, 2], ready=False)
+    assert told.startswith(
+        "take 0, check, take 1, check, take 2, check, wait 0, check, report 0, wait 1, check, report 1"
+    )
+    assert told.endswith("wait 2, check, report 2, take 3")
+
+
+@pytest.mark.parametrize(("waiting", "ready"), [([], False), ([1, 2], True)])
+def test_what_is_ready_or_all_there_is_is_reported_at_once(waiting: list[int], ready: bool) -> None:
+    assert followed(waiting, ready).startswith("take 0, check, wait 0, check, report 0, take 1, check, wait 1, check")

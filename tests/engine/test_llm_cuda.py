@@ -1,0 +1,232 @@
+"""The engine on real GPUs: graphs, steps planned ahead, stages, and ranks that die. Run with ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runner_targets as targets
+import torch
+import transformers
+
+import shotcast
+from shotcast.engine.llm import LLM
+from shotcast.engine.requests import Progress, Request, RequestOutput, SamplingParams
+from shotcast.errors import EngineDead
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+GPUS = torch.cuda.device_count()
+VOCAB = 500
+BAD = 499
+"""A token whose embedding is no number."""
+LAYOUTS = [
+    pytest.param(tensor, stages, marks=pytest.mark.skipif(tensor * stages > GPUS, reason="too few GPUs"))
+    for tensor, stages in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+]
+TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        eos_token_id=list(range(40)),
+    )
+    model = transformers.LlamaForCausalLM(config).float().eval()
+    model.model.embed_tokens.weight.data[BAD] = float("nan")
+    model.lm_head.weight.data[BAD] = 0  # and it is hardly drawn
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("cuda")
+    reference.save_pretrained(path)
+    return str(path)
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 90, (count,), generator=generator).tolist()
+    return [torch.randint(50, BAD, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy(length: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, **options)
+
+
+@torch.inference_mode()
+def assert_greedy(reference: Any, outputs: list[RequestOutput], close: float) -> None:
+    """Every token is the likeliest, or as likely but for ``close`` of the largest logit; logprobs are the model's."""
+    for output in outputs:
+        known = torch.tensor([*output.prompt_tokens, *output.tokens])
+        logits = reference(known[None, :-1]).logits[0, len(output.prompt_tokens) - 1 :]
+        for row, token in zip(logits, output.tokens, strict=True):
+            assert row.max() - row[token] <= close * row.abs().max(), output.request_id
+        for row, entry in zip(logits.log_softmax(-1), output.logprobs or (), strict=False):
+            assert entry.logprob == pytest.approx(row[entry.token].item(), abs=30 * close)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_float32_is_what_transformers_computes(folder: str, reference: Any, tensor: int, stages: int) -> None:
+    """More requests than slots, prompts in chunks, and all numbers of sequences up to 7."""
+    options = {"dtype": "float32", "max_model_len": 200, "max_sequences": 7, "max_batch_tokens": 64}
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
+        outputs = llm.generate(prompts(20), [greedy(10 + number, logprobs=2) for number in range(20)])
+        assert [len(output.tokens) for output in outputs] == list(range(10, 30))
+        assert_greedy(reference, outputs, 1e-4)
+        again = llm.generate(prompts(20)[:3], greedy(24))
+        assert_greedy(reference, again, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
+    options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16}
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
+        assert_greedy(reference, llm.generate(prompts(12), greedy(16)), 4e-2)
+
+
+@TWO
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "vendor"])
+def test_algorithms(folder: str, reference: Any, algorithm: str) -> None:
+    with LLM(folder, tensor_parallel=2, device="cuda", dtype="float32", algorithm=algorithm, max_sequences=4) as llm:
+        assert_greedy(reference, llm.generate(prompts(6), greedy(12)), 1e-4)
+
+
+@TWO
+def test_sequence_parallel(folder: str, reference: Any) -> None:
+    options = {"sequence_parallel": True, "max_sequences": 80, "max_model_len": 150}
+    with LLM(folder, tensor_parallel=2, device="cuda", dtype="float32", **options) as llm:
+        assert_greedy(reference, llm.generate(prompts(70), greedy(12)), 1e-4)
+
+
+def requests() -> list[Request]:
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=14),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=17),
+        SamplingParams(temperature=0, max_tokens=12, frequency_penalty=1.5, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=9, presence_penalty=0.5),
+        SamplingParams(temperature=0.9, top_k=20, max_tokens=16, stop_token_ids=tuple(range(100, 160))),
+    ]
+    parts = [prompt[:30] for prompt in prompts(18)]
+    return [Request(f"{number}", tuple(prompt), kinds[number % 6]) for number, prompt in enumerate(parts)]
+
+
+def outputs(found: dict[str, list[Progress]]) -> dict[str, tuple[list[int], str | None]]:
+    return {
+        name: ([token for progress in every for token in progress.tokens], every[-1].finish)
+        for name, every in found.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=TWO)])
+def test_graphs_and_lookahead_change_no_output_and_the_host_never_waits(folder: str, world_size: int) -> None:
+    def run(static: bool, lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+        options = folder, requests(), 7, blocks, static, lookahead, "cuda"
+        ranks = shotcast.spawn(targets.answered, world_size, *options, timeout_s=200)
+        assert all(rank == ranks[0] for rank in ranks)
+        return ranks[0]
+
+    plain, _ = run(False, 0, 200)
+    assert {finish for _, finish in outputs(plain).values()} == {"stop", "length"}
+    ahead, counts = run(True, 1, 200)
+    assert outputs(ahead) == outputs(plain)
+    assert min(counts["static"], counts["padded"], counts["pending"]) > 3
+    little, counts = run(True, 1, 26)
+    assert counts["preemptions"] > 0
+    assert outputs(little) == outputs(plain)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_logits_that_are_no_numbers_fail_their_request_alone(folder: str, tensor: int, stages: int) -> None:
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", max_model_len=100) as llm:
+        good, bad, other = llm.generate([[60, 61], [60, BAD], [63]], greedy(8))
+        assert (bad.tokens, bad.finish_reason) == ([], "error")
+        assert "not numbers" in bad.error
+        for output in (good, other):
+            assert BAD in output.tokens or (len(output.tokens), output.finish_reason) == (8, "length")
+
+
+def test_requests_end_where_they_should(folder: str) -> None:
+    """End tokens and stop tokens, each with a step that was planned ahead and is dropped; and requests that leave."""
+    with LLM(folder, device="cuda", dtype="float32", max_model_len=300, max_sequences=4) as llm:
+        whole = llm.generate(prompts(1), greedy(40))[0].tokens
+        stop = next(token for place, token in enumerate(whole) if place > 4 and token not in whole[:place])
+        place = whole.index(stop)
+        for _ in range(3):
+            cut = llm.generate(prompts(1), greedy(40, stop_token_ids=(stop,)))[0]
+            assert (cut.tokens, cut.finish_reason, cut.stop_reason) == (whole[: place + 1], "stop", stop)
+        stream = llm.stream(prompts(1)[0], greedy(200))
+        next(stream)
+        stream.close()
+        assert llm.generate(prompts(1), greedy(40))[0].tokens == whole
+        assert (llm.stats().running, llm.stats().kv_blocks_used) == (0, 0)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_the_time_of_communication_is_told(folder: str, tensor: int, stages: int) -> None:
+    options = {"max_model_len": 200, "max_sequences": 4}
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
+        llm.generate(prompts(2), greedy(20))
+        assert (llm.stats().step_s, llm.stats().communication_s) == (0.0, 0.0)
+        llm.stamp_every(2)
+        started = time.perf_counter()
+        llm.generate(prompts(4), greedy(40))
+        stats = llm.stats()
+        assert 0 < stats.step_s < time.perf_counter() - started
+        if tensor * stages == 1:
+            assert stats.communication_s == 0
+        else:
+            assert 0 < stats.communication_s < stats.step_s
+        llm.stamp_every(0)
+        llm.generate(prompts(2), greedy(2))
+        before = llm.stats().step_s
+        llm.generate(prompts(2), greedy(20))
+        assert llm.stats().step_s == before
+
+
+@TWO
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_a_killed_rank_fails_what_runs_at_once(folder: str, tensor: int, stages: int) -> None:
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", max_model_len=1000) as llm:
+        pids = llm.pids
+        stream = llm.stream(prompts(1)[0], greedy(900))
+        next(stream)
+        os.kill(pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="rank 1"):
+            list(stream)
+        assert time.monotonic() - started < 20
+
+
+@TWO
+def test_a_stopped_rank_is_named_within_the_timeout(folder: str) -> None:
+    with LLM(folder, tensor_parallel=2, device="cuda", max_model_len=1000, timeout_s=3.0) as llm:
+        stream = llm.stream(prompts(1)[0], greedy(900))
+        next(stream)
+        os.kill(llm.pids[1], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="missing ranks: 1"):
+            list(stream)
+        assert time.monotonic() - started < 25
+
+
+def test_auto_is_cuda_here(folder: str) -> None:
+    with LLM(folder, max_model_len=100) as llm:
+        assert (llm.config.device, llm.dtype) == ("cuda", "bfloat16")
+        assert len(llm.generate(prompts(1), greedy(4))[0].tokens) == 4

@@ -1,0 +1,48 @@
+"""What a rank of test_decoding_kernels.py runs: the small kernels of a decoding step, under the interpreter."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from shotcast.kernels import embedding, logits, steps
+from shotcast.kernels.stamps import Stamps
+
+
+def unpacked(
+    packed: torch.Tensor, drawn: torch.Tensor, tables: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, ...]:
+    """All that is derived, and the tables as they are afterwards."""
+    count = packed.shape[0]
+    tokens, positions, slots, rows = (torch.full([count], -9) for _ in range(4))
+    lengths = torch.full([count], -9, dtype=torch.int32)
+    steps.unpack(packed, drawn, tables, block_size, tokens, positions, slots, lengths, rows)
+    return tokens, positions, slots, lengths, rows, tables
+
+
+def joined(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
+    starts = torch.tensor([0, *widths]).cumsum(0).int()
+    values = torch.full([rows, sum(widths)], 7.0)
+    best = torch.full([rows, 2], -9)
+    logits.join(torch.cat([part.reshape(-1) for part in parts]), widths, starts, values, best)
+    return values, best
+
+
+def embedded(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
+    return embedding.embed(tokens, weight, start)
+
+
+def stamped(spans: int, pause_s: float) -> tuple[torch.Tensor, float]:
+    """Totals of two clocks, the second stopped in the middle of each span of the first; and what it took."""
+    stamps = Stamps(2, torch.device("cpu"))
+    started = time.monotonic()
+    for _ in range(spans):
+        stamps.begin(0)
+        stamps.begin(1)
+        time.sleep(pause_s)
+        stamps.end(1)
+        time.sleep(pause_s)
+        stamps.end(0)
+    return stamps.totals, time.monotonic() - started

@@ -1,0 +1,103 @@
+"""The small kernels of a decoding step: by Triton's interpreter, against plain torch; and compiled."""
+
+from __future__ import annotations
+
+import decoding_targets as targets
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+import shotcast
+from shotcast.kernels.embedding import embed_kernel
+from shotcast.kernels.logits import TILE, best_kernel, join_kernel
+from shotcast.kernels.stamps import begin_kernel, end_kernel
+from shotcast.kernels.steps import FIELDS, unpack_kernel
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+def test_a_step_is_unpacked() -> None:
+    tables = torch.tensor([[3, 9], [5, 8], [1, 0], [6, 6]], dtype=torch.int32)  # the last is nobody's
+    drawn = torch.tensor([70, 71, 72, 73])
+    packed = [
+        (2, 4, 41, 7),  # is given block 7
+        (0, 6, -1, -1),  # computes what it drew last
+        (1, 3, 43, -1),
+        (3, 0, 0, -1),
+        (3, 0, 0, -1),
+    ]
+    (found,) = shotcast.spawn(
+        targets.unpacked, 1, torch.tensor(packed, dtype=torch.int32), drawn, tables, 4, env=INTERPRETED, timeout_s=60
+    )
+    tokens, positions, slots, lengths, rows, after = (tensor.tolist() for tensor in found)
+    assert tokens == [41, 70, 43, 0, 0]
+    assert positions == [4, 6, 3, 0, 0]
+    assert slots == [7 * 4, 9 * 4 + 2, 5 * 4 + 3, 6 * 4, 6 * 4]
+    assert lengths == [5, 7, 4, 1, 1]
+    assert rows == [2, 0, 1, 3, 3]
+    assert after == [[3, 9], [5, 8], [1, 7], [6, 6]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("widths", [(40,), (1500, 1500), (1100, 2048, 3)])
+def test_columns_are_joined_and_the_largest_found(widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(len(widths))
+    whole = torch.randn(9, sum(widths), generator=generator).to(dtype)
+    last = sum(widths) - 1
+    whole[1, [3, last]] = 100.0  # equal ones: the first
+    whole[2, last] = 100.0
+    whole[3, last] = float("nan")
+    whole[4, 5] = float("inf")
+    whole[5] = float("-inf")
+    whole[6, 1:] = float("-inf")
+    whole[7] = -3.0
+    whole[8] = torch.where(torch.arange(last + 1) % 2 == 0, -0.0, 0.0)
+    parts = [part.contiguous() for part in whole.split(list(widths), dim=1)]
+    ((values, best),) = shotcast.spawn(targets.joined, 1, parts, env=INTERPRETED, timeout_s=60)
+    torch.testing.assert_close(values, whole.float(), rtol=0, atol=0, equal_nan=True)
+    assert best[:, 1].tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
+    numbers = best[:, 1] == 1
+    assert best[numbers, 0].tolist() == whole.float().argmax(1)[numbers].tolist()
+    assert best[1, 0] == 3
+    # What is none is still a token, which a step that is planned already may look up.
+    assert ((best[:, 0] >= 0) & (best[:, 0] <= last)).all()
+
+
+@pytest.mark.parametrize("hidden", [48, 1100])
+def test_rows_of_other_ranks_are_zero(hidden: int) -> None:
+    weight = torch.arange(1.0, 5 * hidden + 1).view(5, hidden)
+    tokens = torch.tensor([9, 10, 14, 15, 0, 12])
+    (found,) = shotcast.spawn(targets.embedded, 1, tokens, weight, 10, env=INTERPRETED, timeout_s=60)
+    wanted = torch.zeros(6, hidden)
+    wanted[[1, 2, 5]] = weight[[0, 4, 2]]
+    assert found.equal(wanted)
+
+
+def test_spans_add_up() -> None:
+    ((totals, took_s),) = shotcast.spawn(targets.stamped, 1, 3, 0.02, env=INTERPRETED, timeout_s=60)
+    (outer_ns, outer), (inner_ns, inner) = totals.tolist()
+    assert (outer, inner) == (3, 3)
+    assert inner_ns / 1e9 >= 3 * 0.02
+    assert inner_ns / 1e9 + 3 * 0.02 <= outer_ns / 1e9 <= took_s
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile(capability: int) -> None:
+    target = GPUTarget("cuda", capability, 32)
+
+    def ptx(kernel: object, signature: dict[str, str], **constexprs: int) -> str:
+        source = ASTSource(kernel, signature=signature | dict.fromkeys(constexprs, "constexpr"), constexprs=constexprs)
+        return triton_compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
+
+    longs = dict.fromkeys(("drawn", "tokens", "positions", "slots", "rows"), "*i64")
+    ints = dict.fromkeys(("packed", "tables", "lengths"), "*i32") | dict.fromkeys(("count", "blocks"), "i32")
+    ptx(unpack_kernel, {**longs, **ints}, FIELDS=FIELDS, BLOCK_SIZE=16, TILE=64)
+    pointers = {"parts": "*bf16", "starts": "*i32", "values": "*fp32", "largest": "*fp32", "places": "*i32"}
+    ptx(join_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE)
+    ptx(best_kernel, {"largest": "*fp32", "places": "*i32", "best": "*i64", "count": "i32"}, COUNT=128)
+    embeds = {"tokens": "*i64", "weight": "*bf16", "out": "*bf16", "start": "i32", "count": "i32"}
+    ptx(embed_kernel, embeds, HIDDEN=4096, TILE=1024)
+    assert "globaltimer" in ptx(begin_kernel, {"marks": "*i64", "place": "i32"})
+    assert "globaltimer" in ptx(end_kernel, {"marks": "*i64", "totals": "*i64", "place": "i32"})
