@@ -327,6 +327,9 @@ def assert_gone(pids: list[int]) -> None:
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
         ({"dtype": "float64"}, "dtype on cpu is float32"),
+        ({"quantization": "int4"}, 'quantization is "" .none. or fp8'),
+        ({"quantization": "fp8"}, "fp8 is for CUDA with bfloat16, not for cpu"),
+        ({"quantization": "fp8", "device": "cuda", "dtype": "float16"}, "not for cuda with float16"),
         ({"device": "tpu"}, "device is cpu or cuda"),
         ({"max_sequences": 0}, "max_sequences is a whole number"),
         ({"max_batch_tokens": 8, "max_sequences": 9}, "max_batch_tokens"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shotcast.errors import ConfigError
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16")}
+QUANTIZATIONS = ("", "fp8")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
 
 
@@ -20,6 +21,8 @@ class EngineConfig:
         pipeline_parallel: stages, each with some of the layers.
         device: ``cpu``; or ``cuda``, which has not been run on hardware.
         dtype: of weights and activations; "" for float32 on the CPU and bfloat16 on CUDA.
+        quantization: of the matrices of layers: ``fp8`` (e4m3, on CUDA with bfloat16), made when the model is loaded;
+            embeddings, head and norms stay as they are. "" for none.
         max_model_len: tokens of a sequence, prompt and output; 0 for what the model was made for, at most 8192.
         max_sequences: computed together.
         max_batch_tokens: of a step; longer prompts pass in chunks.
@@ -41,6 +44,7 @@ class EngineConfig:
     pipeline_parallel: int = 1
     device: str = "cpu"
     dtype: str = ""
+    quantization: str = ""
     max_model_len: int = 0
     max_sequences: int = 64
     max_batch_tokens: int = 2048
@@ -71,6 +75,13 @@ class EngineConfig:
             raise ConfigError(f"device is {' or '.join(DTYPES)}, not {self.device!r}")
         if self.dtype and self.dtype not in DTYPES[self.device]:
             raise ConfigError(f"dtype on {self.device} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f'quantization is "" (none) or fp8, not {self.quantization!r}')
+        if self.quantization and (self.device == "cpu" or self.dtype not in ("", "bfloat16")):
+            raise ConfigError(
+                f"quantization {self.quantization} is for CUDA with bfloat16, not for {self.device}"
+                f"{f' with {self.dtype}' if self.dtype else ''}"
+            )
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
         if self.max_model_len == 1:
