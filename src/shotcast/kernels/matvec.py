@@ -49,12 +49,12 @@ def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def ask_for(weight, rows, FIRST: tl.constexpr, AHEAD: tl.constexpr, INPUTS: tl.constexpr, TILE: tl.constexpr):
+def ask_for(weight, rows, inputs, FIRST: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr):
     """Bring columns FIRST to FIRST + AHEAD of ``rows`` into the L2 cache."""
     EACH: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
     if AHEAD // EACH > 0:
         column = FIRST + tl.arange(0, AHEAD // EACH)[None, :] * EACH
-        prefetch(weight + rows[:, None] * INPUTS + column, tl.broadcast_to(column < INPUTS, [TILE, AHEAD // EACH]))
+        prefetch(weight + rows[:, None] * inputs + column, tl.broadcast_to(column < inputs, [TILE, AHEAD // EACH]))
 
 
 @triton.jit
@@ -65,12 +65,12 @@ def write_outputs(
     bias,
     out,
     outputs,
-    M: tl.constexpr,
+    count,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store them."""
+    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
     if scale is not None:
         sums = sums * tl.load(scale + rows)[None, :]
     if bias is not None:
@@ -85,7 +85,7 @@ def write_outputs(
         width = outputs
         n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     rounded = round_float(sums, out.dtype.element_ty)
-    tl.store(out + m * width + n[None, :], rounded, mask=(m < M) & (n < width)[None, :])
+    tl.store(out + m * width + n[None, :], rounded, mask=(m < count) & (n < width)[None, :])
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def products(
     x,
     tile,
     start,
-    INPUTS: tl.constexpr,
-    M: tl.constexpr,
+    inputs,
+    count,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -103,11 +103,11 @@ def products(
     """Sums over EACH neighbouring columns, which one thread holds: float32 [M_TILE, TILE, COLUMNS / EACH]."""
     k = start + tl.arange(0, COLUMNS)[None, None, :]
     m = tl.arange(0, M_TILE)[:, None, None]
-    values = tl.load(x + m * INPUTS + k, mask=(m < M) & (k < INPUTS), other=0.0).to(tl.float32)
+    values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0).to(tl.float32)
     return tl.sum(tl.reshape(values * tile.to(tl.float32), [M_TILE, TILE, COLUMNS // EACH, EACH]), axis=3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outputs", "count"])
 def stream_kernel(
     x,
     weight,
@@ -115,8 +115,8 @@ def stream_kernel(
     bias,
     out,
     outputs,
-    INPUTS: tl.constexpr,
-    M: tl.constexpr,
+    inputs,
+    count,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -126,25 +126,25 @@ def stream_kernel(
 ):
     """COLUMNS columns of TILE rows are multiplied while as many are on their way."""
     EACH: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
-    LAST: tl.constexpr = (INPUTS - 1) // COLUMNS * COLUMNS
+    last = (inputs - 1) // COLUMNS * COLUMNS
     rows = weight_rows(outputs, TILE, GATED)
     k = tl.arange(0, COLUMNS)[None, None, :]
-    base = weight + rows[None, :, None] * INPUTS
-    tile = tl.load(base + k, mask=k < INPUTS, other=0.0, eviction_policy="evict_first")
-    ask_for(weight, rows, COLUMNS, AHEAD, INPUTS, TILE)
+    base = weight + rows[None, :, None] * inputs
+    tile = tl.load(base + k, mask=k < inputs, other=0.0, eviction_policy="evict_first")
+    ask_for(weight, rows, inputs, COLUMNS, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     total = tl.zeros([M_TILE, TILE, COLUMNS // EACH], tl.float32)
-    for start in range(0, LAST, COLUMNS):
+    for start in range(0, last, COLUMNS):
         column = start + COLUMNS + k
-        following = tl.load(base + column, mask=column < INPUTS, other=0.0, eviction_policy="evict_first")
-        total += products(x, tile, start, INPUTS, M, M_TILE, TILE, COLUMNS, EACH)
+        following = tl.load(base + column, mask=column < inputs, other=0.0, eviction_policy="evict_first")
+        total += products(x, tile, start, inputs, count, M_TILE, TILE, COLUMNS, EACH)
         tile = following
-    total += products(x, tile, LAST, INPUTS, M, M_TILE, TILE, COLUMNS, EACH)
-    write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, M, M_TILE, TILE, GATED)
+    total += products(x, tile, last, inputs, count, M_TILE, TILE, COLUMNS, EACH)
+    write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outputs", "count"])
 def stream_dot_kernel(
     x,
     weight,
@@ -152,8 +152,8 @@ def stream_dot_kernel(
     bias,
     out,
     outputs,
-    INPUTS: tl.constexpr,
-    M: tl.constexpr,
+    inputs,
+    count,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -165,22 +165,22 @@ def stream_dot_kernel(
 ):
     """Each of WARPS parts of a step has COLUMNS columns of TILE rows; STAGES steps are on their way."""
     rows = weight_rows(outputs, TILE, GATED)
-    ask_for(weight, rows, 0, AHEAD, INPUTS, TILE)
+    ask_for(weight, rows, inputs, 0, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     m = tl.arange(0, M_TILE)[None, None, :]
     part = tl.arange(0, WARPS)[:, None, None] * COLUMNS
     i = tl.arange(0, COLUMNS)
     total = tl.zeros([WARPS, TILE, M_TILE], tl.float32)
-    for start in tl.range(0, INPUTS, WARPS * COLUMNS, num_stages=STAGES):
+    for start in tl.range(0, inputs, WARPS * COLUMNS, num_stages=STAGES):
         k = start + part + i[None, None, :]
-        base = weight + rows[None, :, None] * INPUTS
-        tile = tl.load(base + k, mask=k < INPUTS, other=0.0, eviction_policy="evict_first")
+        base = weight + rows[None, :, None] * inputs
+        tile = tl.load(base + k, mask=k < inputs, other=0.0, eviction_policy="evict_first")
         k = start + part + i[None, :, None]
-        values = tl.load(x + m * INPUTS + k, mask=(m < M) & (k < INPUTS), other=0.0)
+        values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0)
         total += dot(tile.to(values.dtype), values)
     sums = tl.trans(tl.sum(total, axis=0))
-    write_outputs(sums, rows, scale, bias, out, outputs, M, M_TILE, TILE, GATED)
+    write_outputs(sums, rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
 @dataclass(frozen=True, slots=True)
