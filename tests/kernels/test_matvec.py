@@ -64,6 +64,8 @@ def test_what_is_not_served_is_refused() -> None:
         matvec.linear(x.float(), weight.float())
     with pytest.raises(ConfigError, match="equally many columns"):
         matvec.linear(x[:, :16].contiguous(), weight)
+    with pytest.raises(ConfigError, match="a multiple of 16"):
+        matvec.linear(x[:, :24].contiguous(), weight[:, :24].contiguous())
     with pytest.raises(ConfigError, match="contiguous"):
         matvec.linear(x.t().contiguous().t(), weight)
     with pytest.raises(ConfigError, match="even number"):
@@ -83,6 +85,7 @@ def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capabili
         "STAGES": stream.stages,
         "AHEAD": stream.ahead_bytes // (1 if fp8 else 2),
         "GATED": gated,
+        "NATIVE": capability >= 89,
         "PDL": capability >= 90,
         "bias": None,
     }

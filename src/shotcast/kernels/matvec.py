@@ -23,20 +23,24 @@ import triton.language as tl
 
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.activations import silu
+from shotcast.kernels.float8 import from_words
 from shotcast.kernels.target import (
     await_prior_kernel,
+    converts_float8,
     dot,
     launch_options,
     prefetch,
     processors,
     release_next_kernel,
 )
-from shotcast.kernels.words import round_float
+from shotcast.kernels.words import round_float, unpack
 
 LINE = tl.constexpr(128)
 """Bytes of a cache line."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Of x."""
+UNIT = 16
+"""Columns are a multiple of this."""
 
 
 @triton.jit
@@ -91,20 +95,53 @@ def write_outputs(
 @triton.jit
 def products(
     x,
-    tile,
+    words,
     start,
     inputs,
     count,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EACH: tl.constexpr,
+    WORDS: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Sums over EACH neighbouring columns, which one thread holds: float32 [M_TILE, TILE, COLUMNS / EACH]."""
-    k = start + tl.arange(0, COLUMNS)[None, None, :]
+    """Sums over neighbouring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
+
+    ``words`` are of the weight, from its word ``start`` on. A thread has four in a row, so the words of x that belong
+    to them are loaded by the same threads: four as well, or for FP8, which has twice as many columns a word, two times
+    four, here ``lower`` and ``upper``, of which neighbours belong to one word of the weight.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    i = tl.arange(0, WORDS)[None, None, :]
     m = tl.arange(0, M_TILE)[:, None, None]
-    values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0).to(tl.float32)
-    return tl.sum(tl.reshape(values * tile.to(tl.float32), [M_TILE, TILE, COLUMNS // EACH, EACH]), axis=3)
+    row = x.to(tl.pointer_type(tl.int32)) + m * (inputs // 2)
+    if FP8:
+        inside = (m < count) & (start + i < inputs // 4)
+        source = row + start * 2 + i // 4 * 8 + i % 4
+        lower = tl.load(source, mask=inside, other=0)
+        upper = tl.load(source + 4, mask=inside, other=0)
+        QUADS: tl.constexpr = WORDS // 4
+        pairs = tl.permute(tl.reshape(words, [1, TILE, QUADS, 2, 2]), (0, 1, 2, 4, 3))
+        first, second = tl.split(pairs)
+        total = tl.zeros([M_TILE, TILE, QUADS, 2], tl.float32)
+        for half in tl.static_range(2):
+            of_x = tl.reshape(lower if half == 0 else upper, [M_TILE, 1, QUADS, 2, 2])
+            left, right = tl.split(of_x)
+            a, b, c, d = from_words(first if half == 0 else second, NATIVE)
+            low, high = unpack(left, DTYPE)
+            total += low * a
+            total += high * b
+            low, high = unpack(right, DTYPE)
+            total += low * c
+            total += high * d
+        sums = tl.sum(total, axis=3)
+    else:
+        of_x = tl.load(row + start + i, mask=(m < count) & (start + i < inputs // 2), other=0)
+        low, high = unpack(of_x, DTYPE)
+        weight_low, weight_high = unpack(words, DTYPE)
+        total = low * weight_low + high * weight_high
+        sums = tl.sum(tl.reshape(total, [M_TILE, TILE, WORDS // 4, 4]), axis=3)
+    return sums
 
 
 @triton.jit(do_not_specialize=["outputs", "count"])
@@ -122,25 +159,29 @@ def stream_kernel(
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS columns of TILE rows are multiplied while as many are on their way."""
-    EACH: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
-    last = (inputs - 1) // COLUMNS * COLUMNS
+    """COLUMNS columns of TILE rows are multiplied while as many are on their way, in 32-bit words: as floats, each
+    would take a register while it waits. ``inputs`` is a multiple of 16."""
+    EACH: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
+    WORDS: tl.constexpr = COLUMNS // EACH
+    width = inputs // EACH
     rows = weight_rows(outputs, TILE, GATED)
-    k = tl.arange(0, COLUMNS)[None, None, :]
-    base = weight + rows[None, :, None] * inputs
-    tile = tl.load(base + k, mask=k < inputs, other=0.0, eviction_policy="evict_first")
+    i = tl.arange(0, WORDS)[None, None, :]
+    base = weight.to(tl.pointer_type(tl.int32)) + rows[None, :, None] * width
+    words = tl.load(base + i, mask=i < width, other=0, eviction_policy="evict_first")
     ask_for(weight, rows, inputs, COLUMNS, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
-    total = tl.zeros([M_TILE, TILE, COLUMNS // EACH], tl.float32)
-    for start in range(0, last, COLUMNS):
-        column = start + COLUMNS + k
-        following = tl.load(base + column, mask=column < inputs, other=0.0, eviction_policy="evict_first")
-        total += products(x, tile, start, inputs, count, M_TILE, TILE, COLUMNS, EACH)
-        tile = following
-    total += products(x, tile, last, inputs, count, M_TILE, TILE, COLUMNS, EACH)
+    total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
+    last = (width - 1) // WORDS * WORDS
+    for start in range(0, last, WORDS):
+        place = start + WORDS + i
+        following = tl.load(base + place, mask=place < width, other=0, eviction_policy="evict_first")
+        total += products(x, words, start, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+        words = following
+    total += products(x, words, last, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
     write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
@@ -190,7 +231,7 @@ class Stream:
     Attributes:
         kind: ``fma`` is :func:`stream_kernel`, ``dot`` :func:`stream_dot_kernel`.
         tile: outputs of a program.
-        columns: of the weight at a time; of each warp for ``dot``.
+        columns: of the weight at a time, 16 bytes or more for each thread; of each warp for ``dot``.
         warps: of a program.
         stages: steps on their way (``dot``).
         ahead_bytes: of each row, asked into L2 before the wait for the kernel before.
@@ -214,10 +255,10 @@ _LIMIT = 64
 """Rows of x."""
 _LEAST_TILE = {"fma": 1, "dot": 16}
 _CHOICES: tuple[tuple[int, int, Stream], ...] = (
-    (2, 2, Stream("fma", 4, 1024, 4)),
-    (2, 4, Stream("fma", 4, 512, 2)),
+    (2, 4, Stream("fma", 4, 1024, 4)),
     (2, _LIMIT, Stream("dot", 16, 64, 4, 5)),
-    (1, 1, Stream("fma", 4, 2048, 4)),
+    (1, 2, Stream("fma", 4, 2048, 4)),
+    (1, 4, Stream("fma", 2, 2048, 4)),
     (1, _LIMIT, Stream("dot", 32, 64, 4, 4)),
 )
 """(bytes of a weight, rows of x at most, launch). From bytes on their way alone; benchmarks/linear.py measures them."""
@@ -239,9 +280,6 @@ def candidates(rows: int, itemsize: int) -> Iterator[Stream]:
         for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
             yield Stream("fma", tile, wide * warps * steps, warps)
         yield Stream("fma", 4, wide * 4, 4, ahead_bytes=0)
-        if itemsize == 1:  # 8 bytes a lane, as x then has the same layout and is not exchanged between threads
-            yield Stream("fma", 4, 1024, 4)
-            yield Stream("fma", 8, 1024, 4)
     if rows <= 16:
         for tile, columns, warps, stages in (
             (16, 64, 4, 5),
@@ -267,7 +305,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype in DTYPES
         and weight.dtype in (x.dtype, torch.float8_e4m3fn)
         and 0 < x.shape[0] <= MOST_ROWS[weight.dtype]
-        and weight.shape[1] % 16 == 0
+        and weight.shape[1] % UNIT == 0
         and x.is_contiguous()
         and weight.is_contiguous()
     )
@@ -283,9 +321,11 @@ def linear(
 ) -> torch.Tensor:
     """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
+    The weight is complete before the kernel before this one begins: it is read while that one runs.
+
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16, at most 64 rows.
-        weight: contiguous [outputs, inputs] of the same dtype, or float8_e4m3fn with a scale.
+        weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype, or float8_e4m3fn with a scale.
         scale: float32 [outputs].
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
@@ -304,10 +344,11 @@ def linear(
             f"1 to {_LIMIT} rows of bfloat16 or float16 are multiplied with weights of their dtype or "
             f"float8_e4m3fn, not {rows} of {x.dtype} with {weight.dtype}"
         )
-    if x.shape[1] != inputs or not x.is_contiguous() or not weight.is_contiguous() or (gated and outputs % 2):
+    fit = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
+    if not fit or not x.is_contiguous() or not weight.is_contiguous():
         raise ConfigError(
-            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns"
-            f"{', with an even number of outputs' if gated else ''}"
+            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns, a "
+            f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
         )
     if stream is None:
         stream = choose(outputs, rows, weight.element_size(), processors(x.device))
@@ -320,7 +361,9 @@ def linear(
     grid = (-(-outputs // tile),)
     pdl = options["launch_pdl"]
     if stream.kind == "fma":
-        stream_kernel[grid](*common, m_tile, tile, stream.columns, ahead, gated, pdl, **options)
+        stream_kernel[grid](
+            *common, m_tile, tile, stream.columns, ahead, gated, converts_float8(x.device), pdl, **options
+        )
     else:
         shape = max(8, m_tile), tile, stream.columns, stream.warps, stream.stages
         stream_dot_kernel[grid](*common, *shape, ahead, gated, pdl, **options)

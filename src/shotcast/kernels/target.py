@@ -75,6 +75,12 @@ def launches_early(device: torch.device) -> bool:
 
 
 @functools.cache
+def converts_float8(device: torch.device) -> bool:
+    """Whether the GPU has instructions for FP8."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter, whose programs run one after the other."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
