@@ -280,6 +280,7 @@ def candidates(rows: int, itemsize: int) -> Iterator[Stream]:
         for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
             yield Stream("fma", tile, wide * warps * steps, warps)
         yield Stream("fma", 4, wide * 4, 4, ahead_bytes=0)
+        yield Stream("fma", 4, wide * 4, 4, ahead_bytes=16384)
     if rows <= 16:
         for tile, columns, warps, stages in (
             (16, 64, 4, 5),

@@ -290,5 +290,5 @@ class Decoding:
         )
         if splits > 1:
             join_kernel[(sequences * self._heads,)](
-                self._parts, self._weights, out, self._head_dim, width, splits, pdl, num_warps=2, launch_pdl=pdl
+                self._parts, self._weights, out, self._head_dim, width, splits, pdl, **options
             )
