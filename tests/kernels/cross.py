@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,12 @@ def build(
     warps: int,
     capability: int,
     options: dict[str, int] | None = None,
+    aligned: Collection[str] = (),
 ) -> Any:
+    """``aligned``: arguments that are multiples of 16, as Triton finds them to be when it launches."""
+    known = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in aligned}
     return triton.compile(
-        ASTSource(kernel, signature=signature, constexprs=constants),
+        ASTSource(kernel, signature=signature, constexprs=constants, attrs=known),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
     )

@@ -6,11 +6,15 @@ import torch
 
 from shotcast.cpu import attention
 from shotcast.kernels import paged_attention
+from shotcast.layers.attention import norm_heads
 
+EPS = 1e-3
 LENGTHS = (1, 5, 130, 64, 65)
 
 
-def both_ways(kv_of: tuple[int, ...], head_dim: int, block_size: int, window: int, dtype_name: str) -> float:
+def both_ways(
+    kv_of: tuple[int, ...], head_dim: int, block_size: int, window: int, dtype_name: str, normed: bool, processors: int
+) -> float:
     """Largest difference between the kernels and the host's attention, relative to the largest value."""
     dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(head_dim)
@@ -33,15 +37,20 @@ def both_ways(kv_of: tuple[int, ...], head_dim: int, block_size: int, window: in
     rows = torch.arange(sequences).flip(0) + 1
     spread = torch.full((sequences + 2, tables.shape[1]), 1 << 20, dtype=torch.int32)
     spread[rows] = tables
+    norms = (torch.rand(heads + kv_heads, head_dim, generator=generator) + 0.5).to(dtype) if normed else None
 
     def run(kernels: bool, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mine = keys.to(kind, copy=True), values.to(kind, copy=True)
         queries = torch.empty(sequences, heads, head_dim, dtype=kind)
         out = torch.full_like(queries, float("nan"))
-        rotate = (paged_attention if kernels else attention).rotate_into_cache
-        rotate(x.to(kind), angles.cos(), angles.sin(), last, slots, *mine, queries)
+        turned = angles.cos(), angles.sin(), last, slots, *mine, queries
         if kernels:
-            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, 8, torch.device("cpu"))
+            paged_attention.rotate_into_cache(x.to(kind), *turned, norms, EPS)
+        else:
+            given = x if norms is None else norm_heads(x, norms, EPS)
+            attention.rotate_into_cache(given.to(kind), *turned)
+        if kernels:
+            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, torch.device("cpu"))
             decoding(queries, *mine, spread, rows, lengths, block_size, window, out)
         else:
             attention.decode(queries, *mine, spread, rows, lengths, torch.tensor(kv_of), block_size, window, out)

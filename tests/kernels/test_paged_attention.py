@@ -9,24 +9,33 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 import shotcast
-from shotcast.kernels.paged_attention import TILE, decode_kernel, join_kernel, rotate_kernel
+from shotcast.kernels.paged_attention import SMALL_TILE, decode_kernel, join_kernel, rotate_kernel
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 @pytest.mark.parametrize(
-    ("kv_of", "head_dim", "block_size", "window", "dtype", "close"),
+    ("kv_of", "head_dim", "block_size", "window", "dtype", "normed", "processors", "close"),
     [
-        ((0, 0, 0, 1, 1), 64, 16, 0, "float32", 1e-5),
-        ((0, 1), 24, 4, 7, "float32", 1e-5),
-        ((0,) * 8, 128, 16, 0, "bfloat16", 2e-2),
-        ((0, 0, 1, 1), 64, 16, 40, "float16", 4e-3),
+        ((0, 0, 0, 1, 1), 64, 16, 0, "float32", True, 8, 1e-5),
+        ((0, 1), 24, 4, 7, "float32", False, 100, 1e-5),
+        ((0,) * 8, 128, 16, 0, "bfloat16", False, 8, 2e-2),
+        ((0, 0, 1, 1), 64, 16, 40, "float16", True, 1, 4e-3),
     ],
 )
 def test_kernels_do_what_the_host_does(
-    kv_of: tuple[int, ...], head_dim: int, block_size: int, window: int, dtype: str, close: float
+    kv_of: tuple[int, ...],
+    head_dim: int,
+    block_size: int,
+    window: int,
+    dtype: str,
+    normed: bool,
+    processors: int,
+    close: float,
 ) -> None:
-    (worst,) = shotcast.spawn(both_ways, 1, kv_of, head_dim, block_size, window, dtype, env=INTERPRETED, timeout_s=60)
+    """In 2 or 4 parts; in many, most without tokens; in one, which needs no join."""
+    case = kv_of, head_dim, block_size, window, dtype, normed, processors
+    (worst,) = shotcast.spawn(both_ways, 1, *case, env=INTERPRETED, timeout_s=60)
     assert worst < close
 
 
@@ -36,7 +45,7 @@ def test_kernels_compile(capability: int) -> None:
     decode = ASTSource(
         decode_kernel,
         signature={
-            **dict.fromkeys(("queries", "keys", "values"), "*bf16"),
+            **dict.fromkeys(("queries", "keys", "values", "result"), "*bf16"),
             **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
             "rows": "*i64",
             **dict.fromkeys(("parts", "weights"), "*fp32"),
@@ -52,7 +61,8 @@ def test_kernels_compile(capability: int) -> None:
             "WIDTH": 128,
             "BLOCK_SIZE": 16,
             "SPLITS": 32,
-            "TILE": TILE,
+            "TILE": SMALL_TILE,
+            "PDL": capability >= 90,
         },
     )
     ptx = triton_compile(decode, target=target, options={"num_warps": 4}).asm["ptx"]
@@ -61,16 +71,17 @@ def test_kernels_compile(capability: int) -> None:
     rotate = ASTSource(
         rotate_kernel,
         signature={
-            **dict.fromkeys(("x", "keys", "values", "queries"), "*bf16"),
+            **dict.fromkeys(("x", "norms", "keys", "values", "queries"), "*bf16"),
             **dict.fromkeys(("cosines", "sines"), "*fp32"),
             **dict.fromkeys(("positions", "slots"), "*i64"),
+            "eps": "fp32",
         },
-        constexprs={"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64},
+        constexprs={"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "PDL": capability >= 90},
     )
     assert "fma" in triton_compile(rotate, target=target, options={"num_warps": 1}).asm["ptx"]
     join = ASTSource(
         join_kernel,
         signature={"parts": "*fp32", "weights": "*fp32", "out": "*bf16"},
-        constexprs={"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32},
+        constexprs={"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": capability >= 90},
     )
     assert "ex2" in triton_compile(join, target=target, options={"num_warps": 1}).asm["ptx"]

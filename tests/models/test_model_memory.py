@@ -41,6 +41,19 @@ def test_one_rank_holds_all(config: ModelConfig) -> None:
     assert weight_bytes(config, 2) == 2 * config.parameters
 
 
+@pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), preset("llama-3.1-405b")])
+def test_fp8_takes_a_byte_a_weight_of_layers_and_a_scale_an_output(config: ModelConfig) -> None:
+    expected = 0
+    for name, shape in config.tensors().items():
+        matrix = name.startswith("model.layers.") and len(shape) == 2
+        expected += math.prod(shape) + 4 * shape[0] if matrix else 2 * math.prod(shape)
+    assert weight_bytes(config, 2, quantization="fp8") == expected
+
+
+def test_405b_in_fp8_leaves_room_on_four_gpus() -> None:
+    assert weight_bytes(preset("llama-3.1-405b"), 2, 4, quantization="fp8") < 105e9
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_fullest_stage_counts(tied: bool) -> None:
     config = replace(TINY, tied=tied)

@@ -34,7 +34,7 @@ from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory import kv_bytes_per_token
+from shotcast.models.memory import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
 
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
@@ -82,6 +82,7 @@ class EnginePlan:
     device: str
     dtype: str = ""
     baseline: bool = False
+    quantization: str = ""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.algorithms if name not in ALGORITHMS]:
@@ -105,6 +106,7 @@ class EngineRow:
         roofline_ms: least time of a decoding step by memory bandwidth, at the middle of the output.
         roofline: ``roofline_ms`` over ``tpot_ms``.
         bandwidth_gbps: measured, of a rank.
+        quantization: of the layers' matrices.
     """
 
     model: str
@@ -122,6 +124,7 @@ class EngineRow:
     roofline_ms: float
     roofline: float
     bandwidth_gbps: float
+    quantization: str = ""
 
 
 def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
@@ -146,6 +149,7 @@ def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None
                     pipeline_parallel=layout.pipeline_parallel,
                     device=plan.device,
                     dtype=plan.dtype,
+                    quantization=plan.quantization,
                     max_model_len=plan.prompt + plan.output,
                     max_sequences=max(plan.batches),
                     prefix_caching=False,
@@ -302,8 +306,10 @@ def _row(
     """A point with its roofline: weights, and keys and values of sequences that are computed together, read once."""
     item = getattr(torch, dtype).itemsize
     cache_item = 4 if plan.device == "cpu" else item
+    quantization = "" if algorithm == TRANSFORMERS else plan.quantization
     # of the embeddings only rows of the batch's tokens are read, unless they are the head as well
-    weights = (model.parameters - (0 if model.tied else model.vocab * model.hidden)) * item
+    not_read = 0 if model.tied else model.vocab * model.hidden * item
+    weights = weight_bytes(model, item, quantization=quantization) - not_read
     a_token = kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
     together = max(1.0, batch / layout.pipeline_parallel)
     kept = together * (plan.prompt + plan.output // 2) * a_token
@@ -324,6 +330,7 @@ def _row(
         roofline_ms,
         roofline_ms / tpot_ms,
         bandwidth,
+        quantization,
     )
 
 
@@ -369,10 +376,11 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
         for row, x, y in zip(curve, xs, ys, strict=True):
             axes.annotate(str(row.batch), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
     first = rows[0]
+    kind = first.quantization or first.dtype
     axes.set(
         xlabel="output tokens/s, all requests",
         ylabel="ms an output token (TPOT)",
-        title=f"{first.model}, {first.dtype}, {first.device}: prompt {first.prompt}, output {first.output}",
+        title=f"{first.model}, {kind}, {first.device}: prompt {first.prompt}, output {first.output}",
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -241,6 +241,7 @@ def _engine_command(
     rounds: Annotated[int, typer.Option("--rounds", help="Timed, after one that is not.")] = 3,
     device: DeviceOption = Device.AUTO,
     dtype: Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
+    quantization: Annotated[str, typer.Option("--quantization", help="fp8: as shotcast generate takes it.")] = "",
     baseline: Annotated[bool, typer.Option("--baseline", help="Also time generate of Transformers.")] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
@@ -260,6 +261,7 @@ def _engine_command(
         device.value,
         dtype,
         baseline,
+        quantization,
     )
     screen = new_console()
     rows = []

@@ -29,6 +29,7 @@ Model = Annotated[
 TensorParallel = Annotated[int, typer.Option("-t", "--tensor-parallel", help="Ranks that share each layer.")]
 PipelineParallel = Annotated[int, typer.Option("-p", "--pipeline-parallel", help="Stages of layers.")]
 Dtype = Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")]
+Quantization = Annotated[str, typer.Option("--quantization", help="fp8: layers' weights as e4m3, on CUDA.")]
 MaxModelLen = Annotated[int, typer.Option("--max-model-len", help="Tokens of prompt and output. Default: the model's.")]
 MaxSequences = Annotated[int, typer.Option("--max-sequences", help="Sequences computed together.")]
 MaxBatchTokens = Annotated[int, typer.Option("--max-batch-tokens", help="Tokens of a step.")]
@@ -53,6 +54,7 @@ def _options(
     tensor_parallel: int,
     pipeline_parallel: int,
     dtype: str,
+    quantization: str,
     max_model_len: int,
     **others: Any,
 ) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def _options(
         "tensor_parallel": tensor_parallel,
         "pipeline_parallel": pipeline_parallel,
         "dtype": dtype,
+        "quantization": quantization,
         "max_model_len": max_model_len,
         "progress": sys.stderr.isatty(),
         **others,
@@ -76,6 +79,7 @@ def generate(
     pipeline_parallel: PipelineParallel = 1,
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
+    quantization: Quantization = "",
     max_model_len: MaxModelLen = 0,
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
@@ -99,6 +103,7 @@ def generate(
         tensor_parallel,
         pipeline_parallel,
         dtype,
+        quantization,
         max_model_len,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
@@ -117,6 +122,7 @@ def chat(
     pipeline_parallel: PipelineParallel = 1,
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
+    quantization: Quantization = "",
     max_model_len: MaxModelLen = 0,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
@@ -132,7 +138,9 @@ def chat(
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
-    options = _options(model, device, tensor_parallel, pipeline_parallel, dtype, max_model_len, max_sequences=1)
+    options = _options(
+        model, device, tensor_parallel, pipeline_parallel, dtype, quantization, max_model_len, max_sequences=1
+    )
     messages = [{"role": "system", "content": system}] if system else []
     with LLM(**options) as llm:
         while (line := _ask()) != "":
@@ -163,6 +171,7 @@ def serve(
     pipeline_parallel: PipelineParallel = 1,
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
+    quantization: Quantization = "",
     max_model_len: MaxModelLen = 0,
     max_sequences: MaxSequences = 64,
     max_batch_tokens: MaxBatchTokens = 2048,
@@ -188,6 +197,7 @@ def serve(
         tensor_parallel,
         pipeline_parallel,
         dtype,
+        quantization,
         max_model_len,
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,

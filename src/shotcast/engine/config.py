@@ -8,6 +8,7 @@ from shotcast.errors import ConfigError
 
 _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
 DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda": _CUDA_DTYPES}
+QUANTIZATIONS = ("", "fp8")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
 
 
@@ -21,6 +22,8 @@ class EngineConfig:
         pipeline_parallel: stages, each with some of the layers.
         device: ``cpu``, ``cuda``, or ``auto``: CUDA where every rank of this machine can have a GPU.
         dtype: of weights and activations; "" for float32 on the CPU and bfloat16 on CUDA.
+        quantization: of the matrices of layers: ``fp8`` (e4m3, on CUDA with bfloat16), made when the model is loaded;
+            embeddings, head and norms stay as they are. "" for none.
         max_model_len: tokens of a sequence, prompt and output; 0 for what the model was made for, at most 8192.
         max_sequences: computed together.
         max_batch_tokens: of a step; longer prompts pass in chunks.
@@ -44,6 +47,7 @@ class EngineConfig:
     pipeline_parallel: int = 1
     device: str = "auto"
     dtype: str = ""
+    quantization: str = ""
     max_model_len: int = 0
     max_sequences: int = 64
     max_batch_tokens: int = 2048
@@ -77,6 +81,13 @@ class EngineConfig:
         if self.dtype and self.dtype not in DTYPES[self.device]:
             where = "" if self.device == "auto" else f" on {self.device}"
             raise ConfigError(f"dtype{where} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f'quantization is "" (none) or fp8, not {self.quantization!r}')
+        if self.quantization and (self.device == "cpu" or self.dtype not in ("", "bfloat16")):
+            raise ConfigError(
+                f"quantization {self.quantization} is for CUDA with bfloat16, not for {self.device}"
+                f"{f' with {self.dtype}' if self.dtype else ''}"
+            )
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
         if self.max_model_len == 1:

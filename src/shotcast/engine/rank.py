@@ -314,7 +314,11 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
     parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, clock)
     with _progress(config.progress and job.rank == 0, budget.weights) as on_read:
         part = Llama(
-            model, Weights(checkpoint, dtype, job.device, on_read), parallel, max_model_len, config.max_sequences
+            model,
+            Weights(checkpoint, dtype, job.device, on_read, config.quantization),
+            parallel,
+            max_model_len,
+            config.max_sequences,
         )
     bytes_a_block = _bytes_a_block(part, config.block_size)
     left = max(0, budget.available - budget.weights)
@@ -360,12 +364,16 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     sharers = config.ranks if config.device == "cpu" else 1
     free = available_bytes(_device_of(config)) // sharers
     available = int(free * config.memory_fraction)
-    weights = weight_bytes(model, dtype.itemsize, config.tensor_parallel, config.pipeline_parallel)
+    layout = config.tensor_parallel, config.pipeline_parallel
+    weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
     if weights > available:
+        kind = str(dtype).removeprefix("torch.")
+        smaller = "another dtype" if config.device == "cpu" else "quantization fp8"
         raise ConfigError(
-            f"the weights of a rank take {format_size(weights)} as {str(dtype).removeprefix('torch.')}; it has "
+            f"the weights of a rank take {format_size(weights)} as {config.quantization or kind}; it has "
             f"{format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
-            f"{f', shared by {sharers} ranks' if sharers > 1 else ''}). Use more ranks, another dtype or model"
+            f"{f', shared by {sharers} ranks' if sharers > 1 else ''}). Use more ranks, "
+            f"{'' if config.quantization else f'{smaller} '}or another model"
         )
     return _Memory(available, weights)
 

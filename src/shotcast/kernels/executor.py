@@ -25,7 +25,7 @@ from shotcast.kernels.multimem import multimem_all_reduce
 from shotcast.kernels.norm import DTYPES, NORM_ADDRESSES, norm_addresses, norm_arguments
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
-from shotcast.kernels.target import INTERPRETED
+from shotcast.kernels.target import INTERPRETED, converts_float8, launch_options, launches_early
 from shotcast.kernels.two_shot import two_shot_all_reduce
 from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.memory.operands import NormTensors
@@ -84,8 +84,7 @@ class TritonExecutor:
         self._rank, self._world = group.rank, group.world_size
         self._layout = Layout.of(max_bytes)
         self._device = device
-        self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._converts_fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
+        self._pdl, self._converts_fp8 = launches_early(device), converts_float8(device)
         self._control = buffer.view(self._rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         self._status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
         self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())
@@ -206,7 +205,7 @@ class TritonExecutor:
         return plan.dtype in DTYPES and slot > self.many_bytes
 
     def _options(self, warps: int) -> dict[str, Any]:
-        return {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self._pdl}
+        return launch_options(self._device, warps) | {"enable_fp_fusion": False}
 
     def _unit(self, plan: CallPlan, aligned: bool) -> int:
         """16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""

@@ -20,7 +20,7 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.kernels import layout
 from shotcast.kernels.float8 import E4M3_MAX, to_e4m3
-from shotcast.kernels.target import INTERPRETED, await_prior_kernel, kernel
+from shotcast.kernels.target import INTERPRETED, await_prior_kernel, kernel, launch_options
 from shotcast.kernels.words import load_words, nan_unless, pack, store_words, unpack
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm
@@ -237,7 +237,7 @@ def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> No
     item = x.element_size()
     row = norm.hidden * item
     block, warps = layout.row_tile(-(-row // 4))
-    pdl = not INTERPRETED and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    launched = launch_options(x.device, warps)
     addresses = dict(zip(NORM_ADDRESSES, norm_addresses(tensors, x.data_ptr()), strict=True))
     arguments = (
         norm_arguments(norm, x.data_ptr())
@@ -247,10 +247,10 @@ def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> No
             "DTYPE": DTYPES[str(x.dtype).removeprefix("torch.")],
             "UNIT": 16 if row % 16 == 0 else item,
             "ROW_BLOCK": block,
-            "PDL": pdl,
+            "PDL": launched["launch_pdl"],
         }
     )
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": pdl}
+    options = launched | {"enable_fp_fusion": False}
     if INTERPRETED or torch.cuda.current_device() == x.device.index:
         add_rms_norm[(x.numel() // norm.hidden,)](**arguments, **options)
     else:

@@ -1,9 +1,10 @@
-"""Attention of one query a sequence over a paged cache, and rotation of queries and keys into it.
+"""Attention of one query a sequence over a paged cache, and norm and rotation of queries and keys into it.
 
 For decoding, where time is that of reading keys and values once: every (sequence, key-value head) is divided into
 ``splits`` parts of its context, each a program that reads its part in tiles for all query heads of the group, so that a
-single long sequence uses the whole GPU; a second kernel joins the parts (Flash-Decoding, Dao et al., 2023). Lengths and
-tables are read on the device: a captured graph serves whatever they hold, and parts without tokens end at once.
+single long sequence uses the whole GPU; a second kernel joins the parts (Flash-Decoding, Dao et al., 2023), if there
+are several. Lengths and tables are read on the device: a captured graph serves whatever they hold, and parts without
+tokens end at once.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.kernels.target import dot
+from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel
+from shotcast.kernels.words import round_float
 
-TILE = 64
-"""Keys that a program has in flight at once."""
+TILE, SMALL_TILE = 64, 32
+"""Keys that a program has in flight at once; the small tile where a context is in more than _MANY_SPLITS parts."""
+_MANY_SPLITS = 16
 
 
 @triton.jit
 def rotate_kernel(
     x,
+    norms,
     cosines,
     sines,
     positions,
@@ -30,26 +34,39 @@ def rotate_kernel(
     keys,
     values,
     queries,
+    eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (token, head): heads are the queries', then the keys', then the values'."""
+    """Program (token, head): heads are the queries', then the keys', then the values'. ``norms`` may be None."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, HALF_TILE)
     inside = i < HALF
     source = x + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF)
-    first = tl.load(source + i, mask=inside)
-    second = tl.load(source + HALF + i, mask=inside)
+    first = tl.load(source + i, mask=inside, other=0.0)
+    second = tl.load(source + HALF + i, mask=inside, other=0.0)
     slot = tl.load(slots + token)
     if head < HEADS + KV_HEADS:
+        DTYPE: tl.constexpr = x.dtype.element_ty
         position = tl.load(positions + token)
         cosine = tl.load(cosines + position * HALF + i, mask=inside)
         sine = tl.load(sines + position * HALF + i, mask=inside)
         a, b = first.to(tl.float32), second.to(tl.float32)
-        first, second = (a * cosine - b * sine).to(first.dtype), (b * cosine + a * sine).to(first.dtype)
+        if norms is not None:
+            # rounded before and after the weight, as models are trained
+            factor = tl.rsqrt(tl.sum(a * a + b * b, axis=0) / (2 * HALF) + eps)
+            weight = norms + head * (2 * HALF) + i
+            a = round_float(a * factor, DTYPE).to(tl.float32) * tl.load(weight, mask=inside).to(tl.float32)
+            b = round_float(b * factor, DTYPE).to(tl.float32) * tl.load(weight + HALF, mask=inside).to(tl.float32)
+            a, b = round_float(a, DTYPE).to(tl.float32), round_float(b, DTYPE).to(tl.float32)
+        first = round_float(a * cosine - b * sine, DTYPE)
+        second = round_float(b * cosine + a * sine, DTYPE)
     if head < HEADS:
         target = queries + (token * HEADS + head) * (2 * HALF)
     elif head < HEADS + KV_HEADS:
@@ -71,6 +88,7 @@ def decode_kernel(
     first_heads,
     parts,
     weights,
+    result,
     scale,
     blocks,
     window,
@@ -82,9 +100,13 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (sequence, key-value head, split); ``parts``: float32 [sequences, heads, splits, head_dim], sums of
-    values by weights that are relative to the largest score; ``weights``: [..., 2], that score and the weights' sum."""
+    values by weights that are relative to the largest score; ``weights``: [..., 2], that score and the weights' sum.
+    One split alone is the ``result``, [sequences, heads, head_dim]."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -124,14 +146,23 @@ def decode_kernel(
         out = out * kept[:, None] + dot(weight.to(value.dtype), value)
         largest = higher
     place = (sequence * HEADS + head) * SPLITS + split
-    tl.store(parts + place[:, None] * HEAD_DIM + d[None, :], out, mask=mine[:, None] & wide[None, :])
-    tl.store(weights + place * 2, largest, mask=mine)
-    tl.store(weights + place * 2 + 1, total, mask=mine)
+    address = place[:, None] * HEAD_DIM + d[None, :]
+    if SPLITS == 1:
+        joined = round_float(out / total[:, None], result.dtype.element_ty)
+        tl.store(result + address, joined, mask=mine[:, None] & wide[None, :])
+    else:
+        tl.store(parts + address, out, mask=mine[:, None] & wide[None, :])
+        tl.store(weights + place * 2, largest, mask=mine)
+        tl.store(weights + place * 2 + 1, total, mask=mine)
 
 
 @triton.jit
-def join_kernel(parts, weights, out, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+def join_kernel(
+    parts, weights, out, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
     """Program (sequence * heads): the parts of one head as one."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
@@ -141,7 +172,7 @@ def join_kernel(parts, weights, out, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
     address = (place * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
     part = tl.load(parts + address, mask=(total > 0)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     joined = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
-    tl.store(out + place * HEAD_DIM + d, joined.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(out + place * HEAD_DIM + d, round_float(joined, out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 def rotate_into_cache(
@@ -153,12 +184,21 @@ def rotate_into_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     queries: torch.Tensor,
+    norms: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """As :func:`shotcast.cpu.attention.rotate_into_cache`; x, queries and caches are of one dtype."""
+    """As :func:`shotcast.cpu.attention.rotate_into_cache`; x, queries and caches are of one dtype.
+
+    Args:
+        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before that.
+        eps: of the norm.
+    """
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
+    options = launch_options(x.device, warps=1)
     rotate_kernel[(tokens, heads + 2 * kv_heads)](
         x,
+        norms,
         cosines,
         sines,
         positions,
@@ -166,11 +206,13 @@ def rotate_into_cache(
         keys,
         values,
         queries,
+        eps,
         heads,
         kv_heads,
         head_dim // 2,
         triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        options["launch_pdl"],
+        **options,
     )
 
 
@@ -223,6 +265,8 @@ class Decoding:
         """As :func:`shotcast.cpu.attention.decode`; queries, caches and out are of one dtype."""
         sequences = queries.shape[0]
         splits, width = self.splits(sequences), triton.next_power_of_2(self._head_dim)
+        options = launch_options(queries.device, warps=4)
+        pdl = options["launch_pdl"]
         decode_kernel[(sequences, self._kv_heads, splits)](
             queries,
             keys,
@@ -233,6 +277,7 @@ class Decoding:
             self._first_heads,
             self._parts,
             self._weights,
+            out,
             self._head_dim**-0.5,
             tables.shape[1],
             window,
@@ -243,9 +288,11 @@ class Decoding:
             max(16, width),
             block_size,
             splits,
-            TILE,
-            num_warps=4,
+            TILE if splits <= _MANY_SPLITS else SMALL_TILE,
+            pdl,
+            **options,
         )
-        join_kernel[(sequences * self._heads,)](
-            self._parts, self._weights, out, self._head_dim, width, splits, num_warps=1
-        )
+        if splits > 1:
+            join_kernel[(sequences * self._heads,)](
+                self._parts, self._weights, out, self._head_dim, width, splits, pdl, **options
+            )

@@ -6,11 +6,13 @@ they are plain Python, so that algorithms do not branch on where they run.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
@@ -66,6 +68,29 @@ def kernel(fn: Callable[..., None]) -> Any:
     return triton.jit(do_not_specialize=_NOT_SPECIALIZED)(fn)
 
 
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels there may be scheduled before the one before has ended (programmatic dependent launch)."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def converts_float8(device: torch.device) -> bool:
+    """Whether the GPU has instructions for FP8."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter, whose programs run one after the other."""
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
+    """Of launching a kernel that has ``await_prior_kernel`` in every program."""
+    return {"num_warps": warps, "launch_pdl": launches_early(device)}
+
+
 if INTERPRETED:
 
     def now_ns() -> int:
@@ -81,6 +106,9 @@ if INTERPRETED:
 
     def release_next_kernel(PDL: Any) -> None:
         """Allow the next kernel of the stream to be scheduled (it still awaits this one's end)."""
+
+    def prefetch(pointers: Any, mask: Any) -> None:
+        """Ask for the cache lines at these addresses, which must exist; they come into L2 in their own time."""
 
     def store_release(pointers: Any, values: Any, mask: Any) -> None:
         """Store after all that the program stored, in the order in which any rank sees it."""
@@ -137,6 +165,22 @@ else:
     def release_next_kernel(PDL: tl.constexpr):
         if PDL:
             gdc_launch_dependents()
+
+    @triton.jit
+    def prefetch(pointers, mask):
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.b32 p, $2, 0;
+            @p prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r",
+            [pointers.to(tl.int64), mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
     @triton.jit
     def store_release(pointers, values, mask):

@@ -85,6 +85,14 @@ def pack(low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def round_float(value, DTYPE: tl.constexpr):
+    """float32 as a float of DTYPE, to nearest even."""
+    if DTYPE != tl.float32:
+        value = round_to(value, DTYPE).to(tl.int16).to(DTYPE, bitcast=True)
+    return value
+
+
+@triton.jit
 def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """((+0.0 + parts[0]) + parts[1]) + ... in float32, rounded once."""
     low, high = unpack(parts[0], DTYPE)

@@ -27,8 +27,16 @@ class KeyValueCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
 
+def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each head of queries and keys, by its row of ``weight`` [heads + kv heads, head_dim]."""
+    count, head_dim = weight.shape
+    queries_and_keys = qkv[:, : count * head_dim].view(-1, count, head_dim)
+    normed = F.rms_norm(queries_and_keys.float(), (head_dim,), None, eps).to(qkv.dtype) * weight
+    return torch.cat((normed.flatten(1), qkv[:, count * head_dim :]), dim=1)
+
+
 class Attention:
-    """Causal attention of a rank's heads: rotates queries and keys, keeps keys and values, and attends.
+    """Causal attention of a rank's heads: norms and rotates queries and keys, keeps keys and values, and attends.
 
     Args:
         heads, head_dim: of this rank's queries.
@@ -36,6 +44,8 @@ class Attention:
         cosines, sines: float32 [positions, head_dim / 2].
         sequences: that decode together, at most.
         window: tokens back that a query sees, itself included; 0 for all.
+        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
+        eps: of these norms.
     """
 
     def __init__(
@@ -47,9 +57,12 @@ class Attention:
         sines: torch.Tensor,
         sequences: int,
         window: int = 0,
+        norms: torch.Tensor | None = None,
+        eps: float = 0.0,
     ):
         self.heads, self.kv_heads, self.head_dim = heads, max(kv_of) + 1, head_dim
         self.window = window
+        self._norms, self._eps = norms, eps
         self._cosines, self._sines = cosines, sines
         self._kv_of = torch.tensor(kv_of, device=cosines.device)
         group = heads // self.kv_heads
@@ -63,17 +76,18 @@ class Attention:
 
     def __call__(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch) -> torch.Tensor:
         """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
+        tokens = qkv.shape[0]
+        queries = cache.keys.new_empty(tokens, self.heads, self.head_dim)
+        turned = self._cosines, self._sines, batch.positions, batch.slots, cache.keys, cache.values, queries
         if self._decoding is None:
             from shotcast.cpu.attention import rotate_into_cache
-        else:
-            from shotcast.kernels.paged_attention import rotate_into_cache
 
-        x = qkv.to(cache.keys.dtype)
-        tokens = x.shape[0]
-        queries = x.new_empty(tokens, self.heads, self.head_dim)
-        rotate_into_cache(
-            x, self._cosines, self._sines, batch.positions, batch.slots, cache.keys, cache.values, queries
-        )
+            x = qkv if self._norms is None else norm_heads(qkv, self._norms, self._eps)
+            rotate_into_cache(x.to(cache.keys.dtype), *turned)
+        else:
+            from shotcast.kernels import paged_attention
+
+            paged_attention.rotate_into_cache(qkv, *turned, self._norms, self._eps)
         out = torch.empty_like(queries)
         if count := batch.decodes:
             self._decode(queries[:count], cache, batch, out[:count])

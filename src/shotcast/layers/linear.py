@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shotcast.errors import ConfigError
+from shotcast.layers import float8
+from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.weights import Weights
 
 _TURNED_FROM = 16
@@ -22,35 +25,93 @@ class Rows(NamedTuple):
 
 
 class Linear:
-    """``x @ weight.T + bias``; weight [outputs, inputs]."""
+    """``x @ weight.T + bias``.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    FP8 weights (on CUDA) are multiplied with x as it is while there are few rows, else with x in FP8.
+
+    Args:
+        weight: [outputs, inputs], or in FP8.
+        bias: [outputs].
+    """
+
+    def __init__(self, weight: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None):
+        self._scale: torch.Tensor | None = None
+        if isinstance(weight, Float8Rows):
+            weight, self._scale = weight
         self.weight, self.bias = weight, bias
+        if self._scale is not None and any(size % float8.UNIT for size in self.weight.shape):
+            raise ConfigError(
+                f"FP8 takes matrices whose sides are multiples of {float8.UNIT}; a rank's part of one is "
+                f"{list(self.weight.shape)}"
+            )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def takes_float8(self, rows: int) -> bool:
+        """Whether so many rows are multiplied in FP8: given so, they need not be quantised here."""
+        if self._scale is None:
+            return False
+        from shotcast.kernels import matvec
+
+        return rows > matvec.MOST_ROWS[self.weight.dtype]
+
+    def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
+        """[rows, inputs] to [rows, outputs]."""
+        if isinstance(x, Float8Rows):
+            assert self._scale is not None
+            return float8.product(x, Float8Rows(self.weight, self._scale), self.bias)
         if x.device.type == "cpu":
-            from shotcast.cpu import matvec
+            return self._on_cpu(x)
+        from shotcast.kernels import activations, matvec
 
-            if matvec.serves(x, self.weight):
-                out = matvec.linear(x, self.weight)
-                return (out if self.bias is None else out + self.bias).to(x.dtype)
-            if x.shape[0] >= _TURNED_FROM and x.dtype == torch.float32:
-                out = torch.mm(self.weight, x.t().contiguous()).t().contiguous()
-                return out if self.bias is None else out.add_(self.bias)
+        if matvec.serves(x, self.weight):
+            return matvec.linear(x, self.weight, self._scale, self.bias)
+        if self._scale is not None:
+            return self(Float8Rows(*activations.quantize(x)))
+        return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
+        """``silu(first half of the outputs) * second half``, in FP8 where a layer like this takes it so."""
+        if self.weight.device.type == "cpu":
+            gate, up = self(x).chunk(2, dim=-1)
+            return F.silu(gate) * up
+        from shotcast.kernels import activations, matvec
+
+        if not isinstance(x, Float8Rows) and matvec.serves(x, self.weight):
+            return matvec.linear(x, self.weight, self._scale, self.bias, gated=True)
+        both = self(x)
+        if self._scale is not None:
+            return Float8Rows(*activations.quantize(both, gated=True))
+        return activations.gate(both)
+
+    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        from shotcast.cpu import matvec
+
+        if matvec.serves(x, self.weight):
+            out = matvec.linear(x, self.weight)
+            return (out if self.bias is None else out + self.bias).to(x.dtype)
+        if x.shape[0] >= _TURNED_FROM and x.dtype == torch.float32:
+            out = torch.mm(self.weight, x.t().contiguous()).t().contiguous()
+            return out if self.bias is None else out.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
 def column_parallel(weights: Weights, parts: Sequence[Rows], bias: bool = False) -> Linear:
     """Several matrices as one, of which this rank has some rows each: every rank computes other outputs."""
-    rows = [slice(part.rows.start, part.rows.stop) for part in parts]
-
-    def joined(kind: str) -> torch.Tensor:
-        return torch.cat([weights.take(f"{part.name}.{kind}", cut) for part, cut in zip(parts, rows, strict=True)])
-
-    return Linear(joined("weight"), joined("bias") if bias else None)
+    cuts = [slice(part.rows.start, part.rows.stop) for part in parts]
+    matrices = [weights.take_matrix(f"{part.name}.weight", cut) for part, cut in zip(parts, cuts, strict=True)]
+    biases = [weights.take(f"{part.name}.bias", cut) for part, cut in zip(parts, cuts, strict=True)] if bias else []
+    return Linear(_joined(matrices), torch.cat(biases) if bias else None)
 
 
 def row_parallel(weights: Weights, name: str, columns: range, bias: bool = False, rank: int = 0) -> Linear:
     """This rank's columns: every rank computes a part of each output's sum. Rank 0 adds the bias."""
-    matrix = weights.take(f"{name}.weight", None, slice(columns.start, columns.stop))
+    matrix = weights.take_matrix(f"{name}.weight", None, slice(columns.start, columns.stop))
     return Linear(matrix, weights.take(f"{name}.bias") if bias and rank == 0 else None)
+
+
+def _joined(matrices: list[torch.Tensor | Float8Rows]) -> torch.Tensor | Float8Rows:
+    """One below the other."""
+    quantized = [matrix for matrix in matrices if isinstance(matrix, Float8Rows)]
+    if quantized:
+        values, scales = zip(*quantized, strict=True)
+        return Float8Rows(torch.cat(values), torch.cat(scales))
+    return torch.cat([matrix for matrix in matrices if isinstance(matrix, torch.Tensor)])

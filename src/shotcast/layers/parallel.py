@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.layers.clock import Clock, HostClock
+from shotcast.layers.float8 import Float8Rows
 
 
 class Parallel:
@@ -67,6 +69,21 @@ class Parallel:
             return slice(0, tokens)
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
+
+    def reduce_norm_float8(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        """As :meth:`reduce_norm`, with the norm in FP8 where that takes no kernel more; ``x`` is left as it is."""
+        if self.algorithm == "ring":
+            return self.reduce_norm(x, residual, weight, eps)
+        with self._timed():
+            if residual.shape[0] == x.shape[0]:
+                scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+                out = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
+                found = self.comm.all_reduce_rms_norm_fp8(x, residual, weight, eps, None, False, self.algorithm, out)
+            else:
+                found = self.comm.reduce_scatter_rms_norm_fp8(x, residual, weight, eps, gather=True)
+        return Float8Rows(found.quantized, found.scale), found.new_residual
 
     def reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

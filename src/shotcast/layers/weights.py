@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from shotcast.layers.float8 import Float8Rows, quantize
+
 
 class TensorSource(Protocol):
     """Tensors by name, of which parts can be read."""
@@ -20,7 +22,8 @@ class Weights:
     Args:
         source: a checkpoint that has all that its configuration asks for.
         dtype, device: of the parameters.
-        on_read: called with the bytes of each parameter read, for a progress bar.
+        on_read: called with the bytes of each parameter that is kept, for a progress bar.
+        quantization: of the matrices of linear layers: "" for none, or "fp8".
     """
 
     def __init__(
@@ -29,11 +32,26 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         on_read: Callable[[int], None] = lambda nbytes: None,
+        quantization: str = "",
     ):
         self._source, self.dtype, self.device, self._on_read = source, dtype, device, on_read
+        self._quantization = quantization
 
     def take(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """The tensor ``name``, or the part of it that is asked for."""
-        part = self._source.read(name, rows, columns).to(self.device, self.dtype).contiguous()
-        self._on_read(part.numel() * part.element_size())
+        part = self._read(name, rows, columns)
+        self._on_read(part.nbytes)
         return part
+
+    def take_matrix(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor | Float8Rows:
+        """As :meth:`take`, of a linear layer's matrix, which may be quantised; no other is held in full meanwhile."""
+        if not self._quantization:
+            return self.take(name, rows, columns)
+        quantized = quantize(self._read(name, rows, columns))
+        self._on_read(quantized.values.nbytes + quantized.scale.nbytes)
+        return quantized
+
+    def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
+        return self._source.read(name, rows, columns).to(self.device, self.dtype).contiguous()

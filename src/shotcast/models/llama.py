@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.layers.attention import Attention, KeyValueCache
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.embedding import Vocabulary
-from shotcast.layers.linear import Rows, column_parallel, row_parallel
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.split import FFN_UNIT, heads_of, shares
 from shotcast.layers.weights import Weights
@@ -53,11 +54,14 @@ class Block:
             (rows_of("q", heads), rows_of("k", kv_heads), rows_of("v", kv_heads)),
             config.attention_bias,
         )
-        self._head_norms = None
+        head_norms = None
         if config.qk_norm:
             norms = [weights.take(f"{prefix}.self_attn.{name}_norm.weight") for name in ("q", "k")]
-            self._head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
-        self.attention = Attention(len(heads), head_dim, kv_of, cosines, sines, sequences, config.sliding_window or 0)
+            head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
+        window = config.sliding_window or 0
+        self.attention = Attention(
+            len(heads), head_dim, kv_of, cosines, sines, sequences, window, head_norms, config.norm_eps
+        )
         self.output = row_parallel(
             weights,
             f"{prefix}.self_attn.o_proj",
@@ -74,22 +78,23 @@ class Block:
         self.down = row_parallel(weights, f"{prefix}.mlp.down_proj", columns, config.mlp_bias, rank)
 
     def __call__(
-        self, normed: torch.Tensor, residual: torch.Tensor, cache: KeyValueCache, batch: Batch
+        self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KeyValueCache, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to."""
-        qkv = self.qkv(normed)
-        if self._head_norms is not None:
-            qkv = self._norm_heads(qkv, self._head_norms)
-        partial = self.output(self.attention(qkv, cache, batch))
-        normed, residual = self._parallel.reduce_norm(partial, residual, self.mlp_norm, self._eps)
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up), residual
+        partial = self.output(self.attention(self.qkv(normed), cache, batch))
+        normed, residual = self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
+        return self.down(self.gate_up.gated(normed)), residual
 
-    def _norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        count, head_dim = weight.shape
-        queries_and_keys = qkv[:, : count * head_dim].view(-1, count, head_dim)
-        normed = F.rms_norm(queries_and_keys.float(), (head_dim,), None, self._eps).to(qkv.dtype) * weight
-        return torch.cat((normed.flatten(1), qkv[:, count * head_dim :]), dim=1)
+    def enter(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        """The block's normed input and the residual, from the partial sums before it; as the block is to be called."""
+        return self._reduce_norm(partial, residual, self.attention_norm, self.qkv)
+
+    def _reduce_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, following: Linear
+    ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        if following.takes_float8(partial.shape[0]):
+            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps)
+        return self._parallel.reduce_norm(partial, residual, weight, self._eps)
 
 
 class Llama:
@@ -139,33 +144,30 @@ class Llama:
         """One step. On the last stage, logits of the tokens that ``batch.drawn`` names; None if it names none."""
         parallel = self.parallel
         tokens = batch.tokens.shape[0]
-        weight = self.blocks[0].attention_norm
+        normed: torch.Tensor | Float8Rows
         if self.embeddings is not None:
             partial = self.embeddings.embed(batch.tokens)
             residual = torch.zeros_like(partial[parallel.part(tokens)])
-            normed, residual = parallel.reduce_norm(partial, residual, weight, self._eps)
+            normed, residual = self.blocks[0].enter(partial, residual)
         else:
             hidden = torch.empty(tokens, self.config.hidden, dtype=self._dtype, device=batch.tokens.device)
             parallel.receive(hidden)
+            weight = self.blocks[0].attention_norm
             normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self._dtype)
             residual = hidden[parallel.part(tokens)].contiguous()
         for place, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             partial, residual = block(normed, residual, cache, batch)
             if place + 1 < len(self.blocks):
-                weight = self.blocks[place + 1].attention_norm
-            elif parallel.last:
-                weight = self.last_norm
-            else:
-                break
-            normed, residual = parallel.reduce_norm(partial, residual, weight, self._eps)
+                normed, residual = self.blocks[place + 1].enter(partial, residual)
         if self.head is None:
             hidden = parallel.all_reduce(partial)
             if parallel.divides_residual(tokens):
                 residual = parallel.gather_rows(residual)
             parallel.send(hidden + residual)
             return None
+        last, _ = parallel.reduce_norm(partial, residual, self.last_norm, self._eps)
         if batch.drawn is None:
-            return self.head.logits(normed, batch.logits)
+            return self.head.logits(last, batch.logits)
         if not batch.drawn.numel():
             return None
-        return self.head.logits(normed[batch.drawn])
+        return self.head.logits(last[batch.drawn])

@@ -12,7 +12,13 @@ from shotcast.layers.split import FFN_UNIT, VOCAB_UNIT, heads_of, shares
 from shotcast.models.config import ModelConfig
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
+def weight_bytes(
+    config: ModelConfig,
+    dtype_bytes: int,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    quantization: str = "",
+) -> int:
     """Bytes of weights on the rank that has most.
 
     Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided as evenly as they
@@ -23,6 +29,7 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int = 1
         dtype_bytes: bytes of a weight.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: stages that the layers are divided between.
+        quantization: ``fp8`` for layers' matrices of a byte a weight, and a float32 for each output.
     """
     if tensor_parallel > config.heads or pipeline_parallel > config.layers:
         raise ConfigError(
@@ -34,16 +41,19 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int = 1
     columns = max(map(len, shares(config.intermediate, tensor_parallel, FFN_UNIT)))
     words = max(map(len, shares(config.vocab, tensor_parallel, VOCAB_UNIT)))
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
-    layer = config.hidden * (2 * queries + 2 * keys + 3 * columns) + 2 * config.hidden
+    matrices = config.hidden * (2 * queries + 2 * keys + 3 * columns)
+    outputs = queries + 2 * keys + 2 * columns + 2 * config.hidden
+    layer = 2 * config.hidden
     layer += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
     layer += (2 * columns + config.hidden) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
+    layer_bytes = layer * dtype_bytes + (matrices + 4 * outputs if quantization else matrices * dtype_bytes)
     vocabulary = words * config.hidden
     stages = []
     for stage, layers in enumerate(map(len, shares(config.layers, pipeline_parallel))):
         first, last = stage == 0, stage == pipeline_parallel - 1
         ends = first + last - (first and last and config.tied)
-        stages.append(layers * layer + ends * vocabulary + last * config.hidden)
-    return max(stages) * dtype_bytes
+        stages.append(layers * layer_bytes + (ends * vocabulary + last * config.hidden) * dtype_bytes)
+    return max(stages)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: int, layers_of_rank: int) -> int:

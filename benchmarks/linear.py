@@ -1,0 +1,217 @@
+"""Products of a decode step on one GPU: kernels of ``shotcast.kernels.matvec`` beside PyTorch's, for the shapes of
+Llama 3.1 (8B and 70B in bfloat16, 405B in FP8) on four ranks.
+
+    python benchmarks/linear.py [--models 8b,70b,405b] [--rows 1,2,...] [--quick] [--json FILE]
+
+A time is of one product in a captured graph of many, in turn with weights that no cache holds, as in decoding. What is
+off float32 by more than rounding allows is named and not timed. GB/s counts weights alone; those of ``copy`` are what
+copying memory reaches, bytes read and bytes written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rich.console import Console
+from rich.table import Table
+
+from shotcast.hardware.detect import detect
+from shotcast.kernels import activations, matvec
+from shotcast.kernels.matvec import Stream
+from shotcast.layers import float8
+from shotcast.layers.float8 import Float8Rows
+
+# (outputs, inputs) of a rank; gate_up is measured with and without silu(gate) * up
+SHAPES = {
+    "8b": {
+        "qkv": (1536, 4096),
+        "o": (4096, 1024),
+        "gate_up": (7168, 4096),
+        "down": (4096, 3584),
+        "head": (32064, 4096),
+    },
+    "70b": {"qkv": (2560, 8192), "o": (8192, 2048), "gate_up": (14336, 8192), "down": (8192, 7168)},
+    "405b": {"qkv": (4608, 16384), "o": (16384, 4096), "gate_up": (26624, 16384), "down": (16384, 13312)},
+}
+FP8_MODELS = ("405b",)
+SILU = "+silu"
+BYTES_BETWEEN = 200_000_000
+"""Weights between two uses of the same: several times the L2 cache."""
+CALLS = 24
+LIBRARY = "library"
+CHOSEN = "chosen"
+
+
+def seconds_each(call: Callable[[int], Any], count: int) -> float:
+    """Median over replays of a graph that calls with 0, 1, ..., count - 1 in turn, CALLS times or more."""
+    calls = -(-CALLS // count) * count
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(calls):
+            call(number % count)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
+    graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    events[-1].synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
+    return times[len(times) // 2] / 1e3 / calls
+
+
+def off_by(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, allowed: float) -> float:
+    """Largest error, over ``allowed`` times ``size``, the sum of absolute products, and roundings of the result."""
+    return float(((found.float() - exact).abs() / (size * allowed + exact.abs() * 2**-7 + 1e-6)).max())
+
+
+class Product:
+    """A matrix of weights, in as many copies as no cache holds."""
+
+    def __init__(self, model: str, name: str):
+        self.model, self.name, self.fp8 = model, name, model in FP8_MODELS
+        self.gated = name.endswith(SILU)
+        self.outputs, self.inputs = SHAPES[model][name.removesuffix(SILU)]
+        self.nbytes = self.outputs * self.inputs * (1 if self.fp8 else 2)
+        self.count = max(2, -(-BYTES_BETWEEN // self.nbytes))
+        generator = torch.Generator("cuda").manual_seed(self.outputs + self.inputs)
+        shape = self.outputs, self.inputs
+        first = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        self.scale = None
+        if self.fp8:
+            first, self.scale = float8.quantize(first)
+        self.weights = [first] + [first.clone() for _ in range(self.count - 1)]
+
+    def contenders(self, rows: int, quick: bool) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
+        yield LIBRARY, self.by_library
+        yield CHOSEN, self.by_stream(None)
+        if not quick:
+            for stream in matvec.candidates(rows, self.weights[0].element_size()):
+                yield str(stream), self.by_stream(stream)
+
+    def by_stream(self, stream: Stream | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        return lambda x, turn: matvec.linear(x, self.weights[turn], self.scale, None, self.gated, stream)
+
+    def by_library(self, x: torch.Tensor, turn: int) -> torch.Tensor:
+        if self.scale is not None:
+            both = float8.product(Float8Rows(*activations.quantize(x)), Float8Rows(self.weights[turn], self.scale))
+        else:
+            both = F.linear(x, self.weights[turn])
+        return activations.gate(both) if self.gated else both
+
+    def measure(self, rows: int, quick: bool) -> Iterator[dict[str, Any]]:
+        generator = torch.Generator("cuda").manual_seed(rows)
+        x = torch.randn(rows, self.inputs, generator=generator, device="cuda").bfloat16()
+        wide = self.weights[0].float()
+        if self.scale is not None:
+            wide *= self.scale
+        exact, size = x.float() @ wide.T, x.float().abs() @ wide.abs_().T
+        del wide
+        if self.gated:
+            (gate, up), (gate_size, up_size) = exact.chunk(2, 1), size.chunk(2, 1)
+            exact, size = F.silu(gate) * up, 1.1 * gate_size * up.abs() + gate.abs() * up_size
+        for contender, call in self.contenders(rows, quick):
+            row = {"model": self.model, "name": self.name, "rows": rows, "outputs": self.outputs, "inputs": self.inputs}
+            row |= {"contender": contender}
+            try:
+                # x in FP8 is off by up to 1/16; sums in float32, by far less than 2^-12
+                off = off_by(call(x, 0), exact, size, 2**-4 if self.fp8 and contender == LIBRARY else 2**-12)
+                if not off <= 1:
+                    raise ArithmeticError(f"off by {off:.3g} times what is allowed")
+                taken = seconds_each(lambda turn, call=call: call(x, turn), self.count)
+                row |= {"us": taken * 1e6, "gbps": self.nbytes / taken / 1e9}
+            except Exception as error:  # a launch that does not fit, or is wrong, is a result too
+                row |= {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            yield row
+
+
+def compile_one(rows: int, fp8: bool, gated: bool, stream: Stream) -> None:
+    """Into Triton's cache on disk: the compiled form depends on the launch, not on the shape."""
+    x = torch.zeros(rows, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(64, 64, device="cuda", dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    try:
+        matvec.linear(x, weight, torch.ones(64, device="cuda") if fp8 else None, None, gated, stream)
+        torch.cuda.synchronize()
+    except Exception as error:  # it will be said where it is measured
+        print(f"{stream}: {type(error).__name__}", file=sys.stderr)
+
+
+def compile_all(models: list[str], rows: list[int]) -> None:
+    forms = {
+        (number, model in FP8_MODELS, gated, stream)
+        for model in models
+        for number in rows
+        for gated in (False, True)
+        for stream in matvec.candidates(number, 1 if model in FP8_MODELS else 2)
+    }
+    workers = min(16, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for done in [pool.submit(compile_one, *form) for form in sorted(forms, key=str)]:
+            done.result()
+
+
+def copy_gbps() -> float:
+    sources = [torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    target = torch.empty_like(sources[0])
+    return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default=",".join(SHAPES))
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
+    parser.add_argument("--quick", action="store_true", help="what is chosen and the library, no other launches")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    models, numbers = options.models.split(","), [int(number) for number in options.rows.split(",")]
+    screen = Console(width=150)
+    if not options.quick:
+        compile_all(models, numbers)
+    copied = copy_gbps()
+    screen.print(f"copy {copied:.0f} GB/s")
+    rows: list[dict[str, Any]] = []
+    view = Table("model", "product", "rows", "library us", "GB/s", "chosen us", "GB/s", "best us", "GB/s", "launch")
+    for model in models:
+        for name in (*SHAPES[model], f"gate_up{SILU}"):
+            product = Product(model, name)
+            for number in numbers:
+                found = list(product.measure(number, options.quick))
+                rows += found
+                for row in found:
+                    if "error" in row:
+                        screen.print(f"{model} {name} {number} {row['contender']}: {row['error']}", style="red")
+                best = min((row for row in found[1:] if "us" in row), key=lambda row: row["us"], default={})
+                times = [
+                    f"{row[key]:.{digits}f}" if key in row else "-"
+                    for row in (found[0], found[1], best)
+                    for key, digits in (("us", 2), ("gbps", 0))
+                ]
+                view.add_row(model, name, str(number), *times, str(best.get("contender", "-")))
+    screen.print(view)
+    if options.json is not None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        environment = detect().as_json() | {"copy_gbps": copied}
+        said = {"date": now, "command": " ".join(sys.argv), "environment": environment, "rows": rows}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(said, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""Products of few rows with a matrix of weights: each weight is read once, at the speed of memory.
+
+    out = x @ weight.T * scale + bias;   GATED: the first half of the outputs are gates, the other half what they gate,
+                                         out = silu(gates) * others
+
+For decoding, where a weight serves few tokens. Both kernels give a program some outputs and all of their columns, so
+sums need no other program, and their order is fixed. Weights depend on no kernel before: the first of them are loaded
+before the wait for it, and more are asked into the L2 cache, which hides that kernel's end and this one's beginning.
+
+- :func:`stream_kernel` multiplies in registers, where one or a few rows of x wait in the L1 cache.
+- :func:`stream_dot_kernel` lets tensor cores multiply: each warp takes a part of the columns, and their sums meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.activations import silu
+from shotcast.kernels.float8 import from_words
+from shotcast.kernels.target import (
+    await_prior_kernel,
+    converts_float8,
+    dot,
+    launch_options,
+    prefetch,
+    processors,
+    release_next_kernel,
+)
+from shotcast.kernels.words import round_float, unpack
+
+LINE = tl.constexpr(128)
+"""Bytes of a cache line."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of x."""
+UNIT = 16
+"""Columns are a multiple of this."""
+
+
+@triton.jit
+def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight that this program takes; GATED: a gate and what it gates are neighbours in the tile."""
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if GATED:
+        n = n // 2 + n % 2 * (outputs // 2)
+    return tl.minimum(n, outputs - 1).to(tl.int64)
+
+
+@triton.jit
+def ask_for(weight, rows, inputs, FIRST: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr):
+    """Bring columns FIRST to FIRST + AHEAD of ``rows`` into the L2 cache."""
+    EACH: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
+    if AHEAD // EACH > 0:
+        column = FIRST + tl.arange(0, AHEAD // EACH)[None, :] * EACH
+        prefetch(weight + rows[:, None] * inputs + column, tl.broadcast_to(column < inputs, [TILE, AHEAD // EACH]))
+
+
+@triton.jit
+def write_outputs(
+    sums,
+    rows,
+    scale,
+    bias,
+    out,
+    outputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
+    if scale is not None:
+        sums = sums * tl.load(scale + rows)[None, :]
+    if bias is not None:
+        sums = sums + tl.load(bias + rows)[None, :].to(tl.float32)
+    m = tl.arange(0, M_TILE)[:, None]
+    if GATED:
+        gate, other = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
+        sums = silu(gate) * other
+        width = outputs // 2
+        n = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
+    else:
+        width = outputs
+        n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rounded = round_float(sums, out.dtype.element_ty)
+    tl.store(out + m * width + n[None, :], rounded, mask=(m < count) & (n < width)[None, :])
+
+
+@triton.jit
+def products(
+    x,
+    words,
+    start,
+    inputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Sums over neighbouring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
+
+    ``words`` are of the weight, from its word ``start`` on. A thread has four in a row, so the words of x that belong
+    to them are loaded by the same threads: four as well, or for FP8, which has twice as many columns a word, two times
+    four, here ``lower`` and ``upper``, of which neighbours belong to one word of the weight.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    i = tl.arange(0, WORDS)[None, None, :]
+    m = tl.arange(0, M_TILE)[:, None, None]
+    row = x.to(tl.pointer_type(tl.int32)) + m * (inputs // 2)
+    if FP8:
+        inside = (m < count) & (start + i < inputs // 4)
+        source = row + start * 2 + i // 4 * 8 + i % 4
+        lower = tl.load(source, mask=inside, other=0)
+        upper = tl.load(source + 4, mask=inside, other=0)
+        QUADS: tl.constexpr = WORDS // 4
+        pairs = tl.permute(tl.reshape(words, [1, TILE, QUADS, 2, 2]), (0, 1, 2, 4, 3))
+        first, second = tl.split(pairs)
+        total = tl.zeros([M_TILE, TILE, QUADS, 2], tl.float32)
+        for half in tl.static_range(2):
+            of_x = tl.reshape(lower if half == 0 else upper, [M_TILE, 1, QUADS, 2, 2])
+            left, right = tl.split(of_x)
+            a, b, c, d = from_words(first if half == 0 else second, NATIVE)
+            low, high = unpack(left, DTYPE)
+            total += low * a
+            total += high * b
+            low, high = unpack(right, DTYPE)
+            total += low * c
+            total += high * d
+        sums = tl.sum(total, axis=3)
+    else:
+        of_x = tl.load(row + start + i, mask=(m < count) & (start + i < inputs // 2), other=0)
+        low, high = unpack(of_x, DTYPE)
+        weight_low, weight_high = unpack(words, DTYPE)
+        total = low * weight_low + high * weight_high
+        sums = tl.sum(tl.reshape(total, [M_TILE, TILE, WORDS // 4, 4]), axis=3)
+    return sums
+
+
+@triton.jit(do_not_specialize=["outputs", "count"])
+def stream_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    outputs,
+    inputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """COLUMNS columns of TILE rows are multiplied while as many are on their way, in 32-bit words: as floats, each
+    would take a register while it waits. ``inputs`` is a multiple of 16."""
+    EACH: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
+    WORDS: tl.constexpr = COLUMNS // EACH
+    width = inputs // EACH
+    rows = weight_rows(outputs, TILE, GATED)
+    i = tl.arange(0, WORDS)[None, None, :]
+    base = weight.to(tl.pointer_type(tl.int32)) + rows[None, :, None] * width
+    words = tl.load(base + i, mask=i < width, other=0, eviction_policy="evict_first")
+    ask_for(weight, rows, inputs, COLUMNS, AHEAD, TILE)
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
+    last = (width - 1) // WORDS * WORDS
+    for start in range(0, last, WORDS):
+        place = start + WORDS + i
+        following = tl.load(base + place, mask=place < width, other=0, eviction_policy="evict_first")
+        total += products(x, words, start, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+        words = following
+    total += products(x, words, last, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+    write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+
+
+@triton.jit(do_not_specialize=["outputs", "count"])
+def stream_dot_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    outputs,
+    inputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each of WARPS parts of a step has COLUMNS columns of TILE rows; STAGES steps are on their way."""
+    rows = weight_rows(outputs, TILE, GATED)
+    ask_for(weight, rows, inputs, 0, AHEAD, TILE)
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    m = tl.arange(0, M_TILE)[None, None, :]
+    part = tl.arange(0, WARPS)[:, None, None] * COLUMNS
+    i = tl.arange(0, COLUMNS)
+    total = tl.zeros([WARPS, TILE, M_TILE], tl.float32)
+    for start in tl.range(0, inputs, WARPS * COLUMNS, num_stages=STAGES):
+        k = start + part + i[None, None, :]
+        base = weight + rows[None, :, None] * inputs
+        tile = tl.load(base + k, mask=k < inputs, other=0.0, eviction_policy="evict_first")
+        k = start + part + i[None, :, None]
+        values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0)
+        total += dot(tile.to(values.dtype), values)
+    sums = tl.trans(tl.sum(total, axis=0))
+    write_outputs(sums, rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How a product is launched.
+
+    Attributes:
+        kind: ``fma`` is :func:`stream_kernel`, ``dot`` :func:`stream_dot_kernel`.
+        tile: outputs of a program.
+        columns: of the weight at a time, 16 bytes or more for each thread; of each warp for ``dot``.
+        warps: of a program.
+        stages: steps on their way (``dot``).
+        ahead_bytes: of each row, asked into L2 before the wait for the kernel before.
+    """
+
+    kind: Literal["fma", "dot"]
+    tile: int
+    columns: int
+    warps: int
+    stages: int = 1
+    ahead_bytes: int = 4096
+
+    def __str__(self) -> str:
+        stages = f"/{self.stages}" if self.kind == "dot" else ""
+        return f"{self.kind} {self.tile}x{self.columns} w{self.warps}{stages} +{self.ahead_bytes}"
+
+
+MOST_ROWS = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 16}
+"""By the weights' dtype: rows of x up to which this is faster than PyTorch. Not measured; benchmarks/linear.py does."""
+_LIMIT = 64
+"""Rows of x."""
+_LEAST_TILE = {"fma": 1, "dot": 16}
+_CHOICES: tuple[tuple[int, int, Stream], ...] = (
+    (2, 4, Stream("fma", 4, 1024, 4)),
+    (2, _LIMIT, Stream("dot", 16, 64, 4, 5)),
+    (1, 2, Stream("fma", 4, 2048, 4)),
+    (1, 4, Stream("fma", 2, 2048, 4)),
+    (1, _LIMIT, Stream("dot", 32, 64, 4, 4)),
+)
+"""(bytes of a weight, rows of x at most, launch). From bytes on their way alone; benchmarks/linear.py measures them."""
+
+
+def choose(outputs: int, rows: int, itemsize: int, programs: int) -> Stream:
+    """The launch for ``rows`` rows of x, of two programs for each of ``programs`` processors, if that can be."""
+    stream = next(stream for item, most, stream in _CHOICES if item == itemsize and rows <= most)
+    tile = stream.tile
+    while tile > _LEAST_TILE[stream.kind] and -(-outputs // tile) < 2 * programs:
+        tile //= 2
+    return replace(stream, tile=tile)
+
+
+def candidates(rows: int, itemsize: int) -> Iterator[Stream]:
+    """Launches worth measuring for ``rows`` rows of x."""
+    wide = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
+    if rows <= 4:
+        for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
+            yield Stream("fma", tile, wide * warps * steps, warps)
+        yield Stream("fma", 4, wide * 4, 4, ahead_bytes=0)
+        yield Stream("fma", 4, wide * 4, 4, ahead_bytes=16384)
+    if rows <= 16:
+        for tile, columns, warps, stages in (
+            (16, 64, 4, 5),
+            (16, 128, 4, 3),
+            (32, 64, 4, 4),
+            (32, 64, 4, 6),
+            (16, 64, 8, 4),
+            (32, 128, 4, 3),
+            (32, 64, 8, 3),
+        ):
+            yield Stream("dot", tile, columns, warps, stages)
+        yield Stream("dot", 16, 64, 4, 5, ahead_bytes=0)
+    else:
+        yield Stream("dot", 16, 64, 4, 3)
+        yield Stream("dot", 32, 32, 4, 4)
+        yield Stream("dot", 64, 32, 4, 4)
+
+
+def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether :func:`linear` is the faster way."""
+    return (
+        x.device.type == "cuda"
+        and x.dtype in DTYPES
+        and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+        and 0 < x.shape[0] <= MOST_ROWS[weight.dtype]
+        and weight.shape[1] % UNIT == 0
+        and x.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    stream: Stream | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
+
+    The weight is complete before the kernel before this one begins: it is read while that one runs.
+
+    Args:
+        x: contiguous [rows, inputs] of bfloat16 or float16, at most 64 rows.
+        weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype, or float8_e4m3fn with a scale.
+        scale: float32 [outputs].
+        bias: [outputs].
+        gated: the result is ``silu(first half of the outputs) * second half``.
+        stream: how to launch it; None for what is known to be fast.
+
+    Returns:
+        [rows, outputs], or half as many columns if gated, of the dtype of x.
+
+    Raises:
+        UnsupportedError: for other dtypes or more rows.
+        ConfigError: for other shapes.
+    """
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float8_e4m3fn) or not 0 < rows <= _LIMIT:
+        raise UnsupportedError(
+            f"1 to {_LIMIT} rows of bfloat16 or float16 are multiplied with weights of their dtype or "
+            f"float8_e4m3fn, not {rows} of {x.dtype} with {weight.dtype}"
+        )
+    fit = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
+    if not fit or not x.is_contiguous() or not weight.is_contiguous():
+        raise ConfigError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns, a "
+            f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
+        )
+    if stream is None:
+        stream = choose(outputs, rows, weight.element_size(), processors(x.device))
+    tile = max(2, stream.tile) if gated else stream.tile
+    out = x.new_empty(rows, outputs // 2 if gated else outputs)
+    options = launch_options(x.device, stream.warps)
+    ahead = stream.ahead_bytes // weight.element_size()
+    m_tile = triton.next_power_of_2(rows)
+    common = x, weight, scale, bias, out, outputs, inputs, rows
+    grid = (-(-outputs // tile),)
+    pdl = options["launch_pdl"]
+    if stream.kind == "fma":
+        stream_kernel[grid](
+            *common, m_tile, tile, stream.columns, ahead, gated, converts_float8(x.device), pdl, **options
+        )
+    else:
+        shape = max(8, m_tile), tile, stream.columns, stream.warps, stream.stages
+        stream_dot_kernel[grid](*common, *shape, ahead, gated, pdl, **options)
+    return out

@@ -1,0 +1,42 @@
+"""What a rank of test_activations.py runs: rows gated and quantised by the kernel under the interpreter."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shotcast.kernels import activations
+
+E4M3_MAX = 448.0
+
+
+def both(shapes: list[tuple[int, int]], dtype_name: str, size: float) -> tuple[float, float, float]:
+    """How far off ``gate``, ``quantize`` and the two together are; each over what it may be off by."""
+    dtype = getattr(torch, dtype_name)
+    worst = [0.0, 0.0, 0.0]
+    for rows, width in shapes:
+        x = (torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(rows * width)) * size).to(dtype)
+        gate, other = x.double().chunk(2, 1)
+        exact = F.silu(gate) * other
+        bound = exact.abs() * (torch.finfo(dtype).eps / 2 + 2**-20) + torch.finfo(dtype).tiny
+        found = [activations.gate(x).double()]
+        worst[0] = max(worst[0], float(((found[0] - exact).abs() / bound).max()))
+        for place, (gated, wanted) in enumerate(((False, x.double()), (True, exact))):
+            quantized, scale = activations.quantize(x, gated)
+            assert quantized.dtype == torch.float8_e4m3fn
+            assert scale.shape == (rows, 1)
+            largest = wanted.abs().amax(1, keepdim=True)
+            torch.testing.assert_close(scale.double(), (largest / E4M3_MAX).clamp(min=2**-126), rtol=2**-20, atol=0.0)
+            off = (quantized.double() * scale.double() - wanted).abs()
+            # half a unit in the last of four binary places, or of the smallest
+            bound = (wanted.abs() / 16).maximum(scale.double() * 2**-10) * (1 + 2**-10)
+            worst[1 + place] = max(worst[1 + place], float((off / bound).max()))
+    return worst[0], worst[1], worst[2]
+
+
+def edges() -> list[list[float]]:
+    """Rows in FP8 and back: of zeros, with the largest and the least, with a NaN; and gates that exp cannot take."""
+    x = torch.tensor([[0.0, -0.0, 0.0, 0.0], [448.0, -448.0, 1.0, 2.0**-9], [float("nan"), 448.0, 0.0, 7.0]])
+    quantized, scale = activations.quantize(x)
+    steep = activations.gate(torch.tensor([[-200.0, 200.0, 1.0, 1.0]]))
+    return [*(quantized.float() * scale).tolist(), steep[0].tolist()]

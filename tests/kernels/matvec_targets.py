@@ -1,0 +1,67 @@
+"""What a rank of test_matvec.py runs: products by the kernels under the interpreter, beside float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shotcast.kernels import matvec
+from shotcast.kernels.matvec import Stream
+
+Case = tuple[int, int, int, str, bool, bool, bool, Stream | None]
+"""rows, inputs, outputs, dtype, FP8 weights, bias, gated, launch."""
+
+
+def operands(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, fp8: bool, biased: bool, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """x, weight, scale, bias."""
+    generator = torch.Generator().manual_seed(rows * inputs + outputs)
+    x = torch.randn(rows, inputs, generator=generator).to(device, dtype)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    scale = (torch.rand(outputs, generator=generator) + 0.5).to(device) if fp8 else None
+    bias = torch.randn(outputs, generator=generator).to(device, dtype) if biased else None
+    return x, weight.to(device, torch.float8_e4m3fn if fp8 else dtype), scale, bias
+
+
+def excess(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> float:
+    """The largest error over what float32 sums, rounded once, may be off by."""
+    exact, size = (multiply(x.double(), weight.double()) for multiply in (_product, _size))
+    if scale is not None:
+        exact, size = exact * scale.double(), size * scale.double()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    bound = size * x.shape[1] * 2**-24
+    if gated:
+        (gate, other), (gate_off, other_off) = exact.chunk(2, 1), bound.chunk(2, 1)
+        exact = F.silu(gate) * other
+        # the slope of silu is at most 1.1; exponential and division are good to a few parts in 2^22
+        bound = 1.1 * gate_off * (other.abs() + other_off) + gate.abs() * other_off + exact.abs() * 2**-20
+    bound = bound + exact.abs() * torch.finfo(x.dtype).eps / 2 + 1e-7
+    assert out.shape == exact.shape
+    assert out.dtype == x.dtype
+    return float(((out.double() - exact).abs() / bound).max())
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.T
+
+
+def _size(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.abs() @ weight.abs().T
+
+
+def products(cases: list[Case]) -> list[float]:
+    """:func:`excess` of each case."""
+    found = []
+    for rows, inputs, outputs, dtype, fp8, biased, gated, stream in cases:
+        given = operands(rows, inputs, outputs, getattr(torch, dtype), fp8, biased, "cpu")
+        found.append(excess(matvec.linear(*given, gated, stream), *given, gated))
+    return found

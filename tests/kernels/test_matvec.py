@@ -1,0 +1,153 @@
+"""Products of few rows: the kernels under Triton's interpreter against float64, and compiled for GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import cross
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matvec_targets import Case, products
+
+import shotcast
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels import matvec
+from shotcast.kernels.matvec import Stream, stream_dot_kernel, stream_kernel
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+KINDS = (("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16", True))
+
+
+def cases() -> list[Case]:
+    """All rows from 1 to 16, and more; columns of part of a step, of whole steps and of both; odd outputs."""
+    made: list[Case] = []
+    shapes = itertools.cycle(((48, 6), (512, 10), (528, 2), (2064, 38), (4096, 4)))
+    for rows in range(1, 17):
+        for dtype, fp8 in KINDS:
+            inputs, outputs = next(shapes)
+            made.append((rows, inputs, outputs, dtype, fp8, rows % 2 == 0, rows % 3 == 0, None))
+    fma, dot = Stream("fma", 8, 256, 1, ahead_bytes=0), Stream("dot", 32, 32, 2, 2)
+    for stream, rows, gated in itertools.product((fma, dot), (1, 3), (False, True)):
+        made.append((rows, 528, 70, "bfloat16", False, True, gated, stream))
+    made += [(rows, 272, 38, "bfloat16", fp8, False, False, None) for rows in (33, 64) for fp8 in (False, True)]
+    made.append((1, 48, 7, "bfloat16", False, False, False, Stream("fma", 1, 256, 1)))
+    return made
+
+
+def test_as_exact_as_float32_sums() -> None:
+    given = cases()
+    (found,) = shotcast.spawn(products, 1, given, env=INTERPRETED, timeout_s=100)
+    wrong = [(case, excess) for case, excess in zip(given, found, strict=True) if not excess <= 1]
+    assert not wrong
+
+
+@given(st.integers(1, 40_000), st.integers(1, 64), st.sampled_from([1, 2]), st.integers(1, 200))
+def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, rows: int, item: int, processors: int) -> None:
+    stream = matvec.choose(outputs, rows, item, processors)
+    least = {"fma": 1, "dot": 16}[stream.kind]
+    assert stream.tile == least or -(-outputs // stream.tile) >= 2 * processors
+    larger = matvec.choose(1 << 20, rows, item, processors)
+    assert stream.tile == larger.tile or -(-outputs // (2 * stream.tile)) < 2 * processors
+
+
+def test_what_is_not_served_is_refused() -> None:
+    weight = torch.zeros(6, 32, dtype=torch.bfloat16)
+    x = torch.zeros(2, 32, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="not 65 of"):
+        matvec.linear(x[:1].repeat(65, 1), weight)
+    with pytest.raises(UnsupportedError, match="float32"):
+        matvec.linear(x.float(), weight.float())
+    with pytest.raises(ConfigError, match="equally many columns"):
+        matvec.linear(x[:, :16].contiguous(), weight)
+    with pytest.raises(ConfigError, match="a multiple of 16"):
+        matvec.linear(x[:, :24].contiguous(), weight[:, :24].contiguous())
+    with pytest.raises(ConfigError, match="contiguous"):
+        matvec.linear(x.t().contiguous().t(), weight)
+    with pytest.raises(ConfigError, match="even number"):
+        matvec.linear(x, weight[:5], gated=True)
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capability: int = 90) -> Any:
+    kernel = stream_kernel if stream.kind == "fma" else stream_dot_kernel
+    constants: dict[str, Any] = {
+        "M_TILE": rows if stream.kind == "fma" else max(8, rows),
+        "TILE": stream.tile,
+        "COLUMNS": stream.columns,
+        "WARPS": stream.warps,
+        "STAGES": stream.stages,
+        "AHEAD": stream.ahead_bytes // (1 if fp8 else 2),
+        "GATED": gated,
+        "NATIVE": capability >= 89,
+        "PDL": capability >= 90,
+        "bias": None,
+    }
+    if not fp8:
+        constants["scale"] = None
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    kinds = {
+        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
+        "scale": "*fp32",
+        "weight": "*fp8e4nv" if fp8 else "*bf16",
+    }
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in kernel.arg_names}
+    return cross.build(
+        kernel,
+        signature,
+        constants,
+        stream.warps,
+        capability,
+        {"enable_fp_fusion": True},
+        aligned=("x", "weight", "inputs"),
+    )
+
+
+def chosen() -> list[tuple[Stream, int, bool]]:
+    return [
+        (matvec.choose(outputs, rows, 2 - fp8, 132), rows, fp8)
+        for rows, fp8, outputs in itertools.product((1, 2, 4, 8, 16), (False, True), (1536, 28672))
+    ]
+
+
+@pytest.mark.parametrize(("stream", "rows", "fp8"), chosen(), ids=str)
+def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int, fp8: bool, tmp_path: Path) -> None:
+    kernel = compiled(stream, rows, fp8)
+    early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    before, after = cross.instructions(early), cross.instructions(late)
+    assert before["griddepcontrol.launch_dependents"] == 1
+    assert before["prefetch.global.L2"] > 0
+    used = cross.resources(kernel, tmp_path)
+    assert used["LOCAL"] == used["STACK"] == 0
+    machine = cross.machine_instructions(cross.sass(kernel, tmp_path))
+    assert not [name for name in machine if re.match(r"LDG\.E\.(U|S)?(8|16)\b", name)]
+    if stream.kind == "dot":
+        assert after["cp.async.cg.shared.global"] > 0
+        assert not [name for name in after if name.startswith("cp.async.ca")]
+        assert [name for name in machine if name.startswith("HMMA")]
+        # several programs share the 227 KiB of a multiprocessor
+        assert kernel.metadata.shared <= 100_000
+    else:
+        loads = [name for name in before if name.startswith("ld.global")]
+        assert loads
+        assert all(name.endswith("v4.b32") for name in loads)
+        order = [
+            line.split()[0] for line in re.findall(r"(?:LDG\.E\S*128|ACQBULK)[^\n]*", cross.sass(kernel, tmp_path))
+        ]
+        assert order[0].startswith("LDG"), "the assembler left the first loads before the wait"
+        assert used["REG"] <= 128
+
+
+@pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True), (100, False), (100, True)])
+def test_gated_compiles(capability: int, fp8: bool, tmp_path: Path) -> None:
+    for rows in (1, 8):
+        stream = matvec.choose(28672, rows, 2 - fp8, 132)
+        kernel = compiled(stream, rows, fp8, gated=True, capability=capability)
+        assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
+        assert "ex2" in kernel.asm["ptx"]

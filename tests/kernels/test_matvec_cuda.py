@@ -1,0 +1,96 @@
+"""Products of few rows, rows gated and quantised, and FP8 products on a real GPU. Run with ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from matvec_targets import excess, operands
+
+from shotcast.kernels import activations, matvec
+from shotcast.layers import float8
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.linear import Linear
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(48, 6), (1024, 4096), (4096, 1536), (3584, 4098), (13312, 514)]
+KINDS = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), KINDS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 33, 64])
+def test_products(rows: int, dtype: torch.dtype, fp8: bool) -> None:
+    for (inputs, outputs), gated in itertools.product(SHAPES, (False, True)):
+        given = operands(rows, inputs, outputs, dtype, fp8, rows % 2 == 0, "cuda")
+        assert excess(matvec.linear(*given, gated), *given, gated) <= 1, (inputs, outputs, gated)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_every_launch_that_is_measured(rows: int, fp8: bool) -> None:
+    given = operands(rows, 4096, 1536, torch.bfloat16, fp8, True, "cuda")
+    for stream in matvec.candidates(rows, 1 if fp8 else 2):
+        assert excess(matvec.linear(*given, True, stream), *given, True) <= 1, stream
+
+
+def test_chained_in_a_graph() -> None:
+    """Each product reads what the one before wrote, though it begins before that one ends; the same bits each time."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = [torch.randn(2048, 2048, generator=generator, device="cuda").bfloat16() / 45 for _ in range(20)]
+    x = torch.randn(1, 2048, generator=generator, device="cuda").bfloat16()
+
+    def chain() -> torch.Tensor:
+        out = x
+        for weight in weights:
+            out = matvec.linear(out, weight)
+        return out
+
+    one_by_one = x
+    for weight in weights:
+        one_by_one = matvec.linear(one_by_one, weight)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, one_by_one)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_rows_between_products(rows: int) -> None:
+    x = torch.randn(rows, 2 * 3584, device="cuda").bfloat16()
+    gate, other = x.double().chunk(2, 1)
+    exact = F.silu(gate) * other
+    torch.testing.assert_close(activations.gate(x).double(), exact, rtol=2**-8, atol=1e-30)
+    values, scale = activations.quantize(x, gated=True)
+    bound = (exact.abs() / 16).maximum(scale.double() * 2**-10) * (1 + 2**-10)
+    assert bool(((values.double() * scale - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 1000])
+@pytest.mark.parametrize("biased", [False, True])
+def test_fp8_layer(rows: int, biased: bool) -> None:
+    """By either way, and given rows in FP8: within what rounding weights and rows may cost."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    parts = [
+        float8.quantize(torch.randn(size, 4096, generator=generator, device="cuda").bfloat16()) for size in (512, 48)
+    ]
+    weight = Float8Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    bias = torch.randn(560, generator=generator, device="cuda").bfloat16() if biased else None
+    layer = Linear(weight, bias)
+    x = torch.randn(rows, 4096, generator=generator, device="cuda").bfloat16()
+    wide = weight.values.double() * weight.scale
+    exact, size = x.double() @ wide.T, x.double().abs() @ wide.abs().T
+    bound = size / 16 * (1 + 2**-6)
+    if bias is not None:
+        exact = exact + bias.double()
+    bound += exact.abs() * 2**-8
+    for given in (x, Float8Rows(*activations.quantize(x))):
+        assert bool(((layer(given).double() - exact).abs() <= bound).all())
+    gated = layer.gated(x)
+    assert isinstance(gated, Float8Rows) == layer.takes_float8(rows)

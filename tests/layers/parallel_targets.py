@@ -1,0 +1,29 @@
+"""What ranks run for test_parallel.py."""
+
+from __future__ import annotations
+
+import torch
+
+import shotcast
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.parallel import Parallel
+
+
+def norms(algorithm: str, sequence_parallel: int) -> tuple[bool, float]:
+    """Whether the norm came in FP8; and how far it is off the other form, over what rounding to FP8 allows."""
+    with shotcast.Communicator(device="cpu") as comm:
+        parallel = Parallel(comm, algorithm=algorithm, sequence_parallel=sequence_parallel)
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(8, 64, generator=generator).bfloat16()
+        generator.manual_seed(100)
+        residual = torch.randn(8, 64, generator=generator).bfloat16()[parallel.part(8)].contiguous()
+        weight = torch.rand(64, generator=generator).bfloat16()
+        wanted, wanted_residual = parallel.reduce_norm(x.clone(), residual.clone(), weight, 1e-5)
+        found, found_residual = parallel.reduce_norm_float8(x, residual, weight, 1e-5)
+        assert torch.equal(found_residual, wanted_residual)
+        if isinstance(found, torch.Tensor):
+            return False, float((found - wanted).abs().max())
+        assert isinstance(found, Float8Rows)
+        allowed = (wanted.abs() / 16).maximum(found.scale * 2**-10) * (1 + 2**-7)
+        off = (found.values.float() * found.scale - wanted.float()).abs()
+        return True, float((off / allowed).max())
