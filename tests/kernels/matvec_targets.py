@@ -18,7 +18,8 @@ def operands(
     """x, weight, scale, bias."""
     generator = torch.Generator().manual_seed(rows * inputs + outputs)
     x = torch.randn(rows, inputs, generator=generator).to(device, dtype)
-    weight = torch.randn(outputs, inputs, generator=generator)
+    # sums of about 1, so that none leaves the range of float16 when it is gated
+    weight = torch.randn(outputs, inputs, generator=generator) / (1 if fp8 else inputs**0.5)
     scale = (torch.rand(outputs, generator=generator) + 0.5).to(device) if fp8 else None
     bias = torch.randn(outputs, generator=generator).to(device, dtype) if biased else None
     return x, weight.to(device, torch.float8_e4m3fn if fp8 else dtype), scale, bias

@@ -164,12 +164,12 @@ class TritonExecutor:
 
     def _ready(self, plan: CallPlan, aligned: bool) -> _Entry:
         tensors, names = "x and out", ("x", "out")
-        if plan.norm is not None:
+        if plan.op is Op.BARRIER or plan.algorithm == "vendor":
+            tensors, names = "none", ()
+        elif plan.norm is not None:
             tensors, names = "x and norm", ("x", *NORM_ADDRESSES)
         elif plan.op in (Op.SEND, Op.RECV):
             tensors, names = "x" if plan.op is Op.SEND else "out", ("data",)
-        elif plan.op is Op.BARRIER or plan.algorithm == "vendor":
-            tensors, names = "none", ()
         launches = []
         for piece, start in self._pieces(plan):
             kernel, programs, warps, arguments = self._bind(piece, self._unit(piece, aligned))

@@ -249,26 +249,33 @@ class Stream:
         return f"{self.kind} {self.tile}x{self.columns} w{self.warps}{stages} +{self.ahead_bytes}"
 
 
-MOST_ROWS = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 16}
-"""By the weights' dtype: rows of x up to which this is faster than PyTorch. Not measured; benchmarks/linear.py does."""
+MOST_ROWS = 16
+"""Rows of x up to which this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1 row by 1.04 (the
+head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 1.1 to 1.26, or as fast."""
+_MOST_BYTES, _MOST_BYTES_ROWS = 48 << 20, 8
+"""Weights of 16-bit floats of more bytes are PyTorch's from more rows than this: there it is faster by 1.1."""
 _LIMIT = 64
 """Rows of x."""
-_LEAST_TILE = {"fma": 1, "dot": 16}
-_CHOICES: tuple[tuple[int, int, Stream], ...] = (
-    (2, 4, Stream("fma", 4, 1024, 4)),
-    (2, _LIMIT, Stream("dot", 16, 64, 4, 5)),
-    (1, 2, Stream("fma", 4, 2048, 4)),
-    (1, 4, Stream("fma", 2, 2048, 4)),
-    (1, _LIMIT, Stream("dot", 32, 64, 4, 4)),
+_FEW_OUTPUTS = 24
+"""Outputs a processor, of the products for which a program takes more columns at a time."""
+_CHOICES: tuple[tuple[int, int, Stream, Stream], ...] = (
+    (2, 2, Stream("fma", 4, 2048, 4), Stream("fma", 4, 1024, 4, ahead_bytes=0)),
+    (2, 4, Stream("fma", 4, 2048, 4), Stream("dot", 32, 128, 4, 3)),
+    (2, _LIMIT, Stream("dot", 32, 64, 4, 6), Stream("dot", 32, 64, 4, 6)),
+    (1, 2, Stream("fma", 4, 2048, 4, ahead_bytes=0), Stream("fma", 4, 2048, 4, ahead_bytes=0)),
+    (1, 4, Stream("fma", 4, 2048, 4), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
+    (1, _LIMIT, Stream("dot", 16, 64, 4, 5, ahead_bytes=0), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
 )
-"""(bytes of a weight, rows of x at most, launch). From bytes on their way alone; benchmarks/linear.py measures them."""
+"""(bytes of a weight, rows of x at most, launch for few outputs, launch for others): the fastest over the shapes of
+benchmarks/data/h200/linear.json, at 1, 4 and 16 rows."""
 
 
 def choose(outputs: int, rows: int, itemsize: int, programs: int) -> Stream:
-    """The launch for ``rows`` rows of x, of two programs for each of ``programs`` processors, if that can be."""
-    stream = next(stream for item, most, stream in _CHOICES if item == itemsize and rows <= most)
+    """The launch for ``rows`` rows of x on a GPU of ``programs`` processors; each gets two programs if it can."""
+    few, many = next(pair for item, most, *pair in _CHOICES if item == itemsize and rows <= most)
+    stream = few if outputs < _FEW_OUTPUTS * programs else many
     tile = stream.tile
-    while tile > _LEAST_TILE[stream.kind] and -(-outputs // tile) < 2 * programs:
+    while stream.kind == "fma" and tile > 1 and -(-outputs // tile) < 2 * programs:
         tile //= 2
     return replace(stream, tile=tile)
 
@@ -305,7 +312,8 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
         x.device.type == "cuda"
         and x.dtype in DTYPES
         and weight.dtype in (x.dtype, torch.float8_e4m3fn)
-        and 0 < x.shape[0] <= MOST_ROWS[weight.dtype]
+        and 0 < x.shape[0] <= MOST_ROWS
+        and (weight.element_size() == 1 or x.shape[0] <= _MOST_BYTES_ROWS or weight.nbytes <= _MOST_BYTES)
         and weight.shape[1] % UNIT == 0
         and x.is_contiguous()
         and weight.is_contiguous()
