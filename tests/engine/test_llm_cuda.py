@@ -100,6 +100,18 @@ def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stage
         assert_greedy(reference, llm.generate(prompts(12), greedy(16)), 4e-2)
 
 
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_fp8_is_close(folder: str, reference: Any, tensor: int, stages: int) -> None:
+    """Prompts together are products in FP8, tokens of few sequences those of a few rows with FP8 weights."""
+    options = {"quantization": "fp8", "max_model_len": 200, "max_sequences": 32}
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
+        together = llm.generate(prompts(24), greedy(8))
+        assert_greedy(reference, together, 0.15)
+        assert_greedy(reference, [llm.generate(prompt, greedy(8))[0] for prompt in prompts(3)], 0.15)
+        again = llm.generate(prompts(24), greedy(8))
+        assert [output.tokens for output in again] == [output.tokens for output in together], "same batch, other tokens"
+
+
 @TWO
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "vendor"])
 def test_algorithms(folder: str, reference: Any, algorithm: str) -> None:
