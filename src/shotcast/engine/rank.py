@@ -101,7 +101,7 @@ def serve(config: EngineConfig, address: str, key: bytes) -> None:
             job.check()
             comm.check()
 
-        reporter = config.ranks - config.tensor_parallel
+        reporter = _reporter(config)
         if requests is not None:
             driver = Driver(job, reporter)
             stack.callback(driver.close)
@@ -279,7 +279,7 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
             model, Weights(checkpoint, dtype, job.device, on_read), parallel, max_model_len, config.max_sequences
         )
     bytes_a_block = _bytes_a_block(part, config.block_size)
-    left = max(0, budget.available - budget.weights)
+    left = budget.available - budget.weights
     room = config.kv_cache_bytes or (left if device == "cuda" else left // _CPU_SHARE)
     least = -(-max_model_len // config.block_size)
     blocks = min(config.max_sequences * least, room // bytes_a_block)
@@ -288,12 +288,19 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
         raise ConfigError(
             f"the cache has room for {blocks * config.block_size} tokens ({format_size(room)}), fewer than one "
             f"sequence of max_model_len {max_model_len} needs; lower max_model_len or give it more memory "
-            f"(kv_cache_bytes, memory_fraction)"
+            "(kv_cache_bytes, memory_fraction)"
         )
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
-    runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt))
+    # all ranks of the last stage would draw the same; on a CPU, only the one that reports does
+    draws = parallel.last and (device == "cuda" or job.rank == _reporter(config))
+    runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt), draws)
     return runner, Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0), job, comm
+
+
+def _reporter(config: EngineConfig) -> int:
+    """The rank that says what was drawn: the first of the last stage."""
+    return config.ranks - config.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,16 +318,20 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
-    """Raises ConfigError, before anything is read, if the weights do not fit."""
+    """Raises ConfigError, before anything is read, if the weights do not fit, or a cache of ``kv_cache_bytes``."""
     sharers = config.ranks if config.device == "cpu" else 1
     free = available_bytes(_device_of(config)) // sharers
     available = int(free * config.memory_fraction)
     weights = weight_bytes(model, dtype.itemsize, config.tensor_parallel, config.pipeline_parallel)
+    taken = f"the weights of a rank take {format_size(weights)} as {str(dtype).removeprefix('torch.')}"
+    has = f"it has {format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
+    has += f", shared by {sharers} ranks)" if sharers > 1 else ")"
     if weights > available:
+        raise ConfigError(f"{taken}; {has}. Use more ranks, another dtype or model")
+    if config.kv_cache_bytes > available - weights:
         raise ConfigError(
-            f"the weights of a rank take {format_size(weights)} as {str(dtype).removeprefix('torch.')}; it has "
-            f"{format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
-            f"{f', shared by {sharers} ranks' if sharers > 1 else ''}). Use more ranks, another dtype or model"
+            f"{taken}, and kv_cache_bytes is {format_size(config.kv_cache_bytes)}; {has}. kv_cache_bytes may be "
+            f"{available - weights} at most; 0 takes what there is"
         )
     return _Memory(available, weights)
 

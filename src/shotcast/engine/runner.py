@@ -33,10 +33,11 @@ class Runner:
         max_sequences: slots.
         max_model_len: tokens of a sequence at most.
         salt: what draws without a seed depend on; the same on all ranks.
+        draws: whether this rank, of the last stage, draws tokens.
     """
 
     def __init__(
-        self, model: Llama, blocks: int, block_size: int, max_sequences: int, max_model_len: int, salt: int
+        self, model: Llama, blocks: int, block_size: int, max_sequences: int, max_model_len: int, salt: int, draws: bool
     ) -> None:
         self._model = model
         self._block_size = block_size
@@ -45,7 +46,7 @@ class Runner:
         self._tables = torch.zeros(max_sequences, -(-max_model_len // block_size), dtype=torch.int32)
         self._filled = [0] * max_sequences
         self._drawn = torch.zeros(max_sequences, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if model.parallel.last else None
+        self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if draws else None
         self.step_s = 0.0
 
     @property
@@ -55,7 +56,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Drawn | None:
-        """Compute a step. Tokens on ranks of the last stage, None on others."""
+        """Compute a step. Tokens on ranks that draw, None on others."""
         started = time.perf_counter()
         batch = self._batch(plan)
         logits = self._model(batch, self._caches)
