@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 
+from shotcast.engine.client import News
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError, EngineDead, UnsupportedError
@@ -276,13 +278,19 @@ def test_close_with_a_step_in_each_stage_is_no_death() -> None:
     assert_gone(llm.pids)
 
 
-def test_a_stopped_rank_0_gives_no_sign_of_life() -> None:
-    with LLM("smollm2", max_model_len=512, timeout_s=2.0) as llm:
+def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    with LLM(str(tmp_path), timeout_s=2.0) as llm:
         os.kill(llm.pids[0], signal.SIGSTOP)
         started = time.monotonic()
-        with pytest.raises(EngineDead, match="no sign of life"):
-            llm.generate(PROMPTS[0], greedy(2))
-        assert time.monotonic() - started < 15
+        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        for number in range(400):  # far more than a pipe holds
+            llm._client.submit(str(number), (1,) * 2000, greedy(2), news.put)
+        assert time.monotonic() - started < 2
+        for _ in range(400):
+            error, _ = news.get(timeout=15)
+            assert isinstance(error, EngineDead)
+            assert "no sign of life" in str(error)
 
 
 def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
@@ -365,6 +373,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
         ({"pipeline_parallel": 3}, "2 layers"),
         ({"max_model_len": 9000}, "the model was made for at most 2048 tokens"),
         ({"kv_cache_bytes": 1000}, "fewer than one sequence"),
+        ({"kv_cache_bytes": 1 << 50, "tensor_parallel": 2}, r"kv_cache_bytes is 1048576 GiB; .*shared by 2 ranks"),
         ({"memory_fraction": 1e-9}, "the weights of a rank take"),
     ],
 )
