@@ -40,7 +40,7 @@ def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
     chain, plans = Chain(), []
     comm._chain = chain
     text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
-    comm._tables = (("user table", parse(text, "t.json")),)
+    comm._resolver.tables = (("user table", parse(text, "t.json")),)
     run = comm._executor.run
 
     def recorded(plan: CallPlan, *tensors: Any) -> None:
