@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shotcast import env
+from shotcast.collectives.spawn import spawn
+from shotcast.engine.llm import LLM
 from shotcast.errors import ConfigError
 
 JOB = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -98,3 +102,16 @@ def test_no_other_module_reads_our_variables() -> None:
         if re.search(r"(os\.environ|getenv)[^\n]*SHOTCAST_", file.read_text())
     }
     assert readers == {"env.py"}
+
+
+@pytest.mark.parametrize("start", [lambda: LLM("random:llama-3.2-1b"), lambda: spawn(print, 1)])
+def test_a_folder_too_long_for_sockets_is_named(monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]) -> None:
+    # a socket in it has a path of 107 bytes: the longest that Linux takes
+    longest = "/" + "x" * 74
+    monkeypatch.setattr(tempfile, "tempdir", longest)
+    assert env.socket_dir() == longest
+    with socket.socket(socket.AF_UNIX) as server, pytest.raises(FileNotFoundError):
+        server.bind(f"{longest}/pymp-12345678/listener-12345678")
+    monkeypatch.setattr(tempfile, "tempdir", longest + "x")
+    with pytest.raises(ConfigError, match=r"/x+, too long a path for sockets; set TMPDIR to one of at most 75 bytes"):
+        start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,6 +11,8 @@ from typing import TypeVar
 from shotcast.errors import ConfigError
 
 T = TypeVar("T")
+
+_SOCKET_DIR_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def _read(name: str, convert: Callable[[str], T], default: T, accepted: str) -> T:
@@ -69,6 +72,20 @@ def nvtx() -> bool:
 def shm_dir() -> str:
     """SHOTCAST_SHM_DIR: where CPU ranks keep their shared memory while they map it; a tmpfs."""
     return os.environ.get("SHOTCAST_SHM_DIR", "/dev/shm")
+
+
+def socket_dir() -> str:
+    """TMPDIR: where Unix sockets are made, in folders of their own.
+
+    Linux takes paths of at most 107 bytes, and multiprocessing's, of a process that is started, are the longest.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _SOCKET_DIR_BYTES:
+        raise ConfigError(
+            f"temporary files are in {folder}, too long a path for sockets; set TMPDIR to one of at most "
+            f"{_SOCKET_DIR_BYTES} bytes"
+        )
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

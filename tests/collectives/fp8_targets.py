@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -112,8 +113,9 @@ def launches_alike() -> bool:
     return True
 
 
-def choices(allow_fp8: bool | None) -> Outcome:
-    """What a communicator says and does that was told so; its child likewise."""
+def choices(allow_fp8: bool | None, variable: str) -> Outcome:
+    """What a communicator says and does that was told so, by argument and environment; its child likewise."""
+    os.environ["SHOTCAST_ALLOW_FP8"] = variable
     with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=30) as comm:
         x = torch.zeros(32 << 20)
         said = comm.explain(x)

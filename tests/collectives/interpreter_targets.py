@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from quick_interpreter import quicken
 from workers import changing_sizes, check, failing_call, inputs, shifted, straggle, warm
 
 import shotcast
@@ -27,9 +28,15 @@ class Case(NamedTuple):
 
 
 def quietly(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, with no warning of overflow and NaN, which are among the data."""
+    """``fn(*args)`` in a quick interpreter, with no warning of overflow and NaN, which are among the data."""
+    quicken()
     np.seterr(all="ignore")
     return fn(*args)
+
+
+def in_turn(fn: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """``fn`` with each arguments, in one set of ranks: a new one takes seconds to read the kernels."""
+    return [fn(*args) for args in calls]
 
 
 def run_cases(cases: list[Case]) -> int:

@@ -38,9 +38,9 @@ def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[Row]]:
 def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
     """Give ``comm`` a table that takes one-shot captured and two-shot eager; the plans that it will run."""
     chain, plans = Chain(), []
-    comm._chain = chain
+    comm._chain, comm._resolver.graphs = chain, True
     text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
-    comm._tables = (("user table", parse(text, "t.json")),)
+    comm._resolver.tables = (("user table", parse(text, "t.json")),)
     run = comm._executor.run
 
     def recorded(plan: CallPlan, *tensors: Any) -> None:

@@ -59,12 +59,7 @@ _ShmBuffer = shm.ShmBuffer
 
 
 def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, whose communicators have a multicast address and look at the clock often, for the interpreter."""
-    import triton.language as tl
-
-    from shotcast.kernels import sync
-
-    sync.POLLS_PER_LOOK = tl.constexpr(16)
+    """``fn(*args)``, whose communicators have a multicast address, for the interpreter."""
     shm.ShmBuffer = EmulatedBuffer  # type: ignore[misc,assignment]
     return quietly(fn, *args)
 

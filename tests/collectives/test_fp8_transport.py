@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fp8_targets as targets
 import pytest
-from interpreter_targets import replayed
+from interpreter_targets import in_turn, replayed
 from test_interpreter import interpreted
 from workers import SIGNALS, killed
 
@@ -15,26 +15,24 @@ FLOATS = ["float32", "float16", "bfloat16"]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtypes", "counts"),
+    ("world_size", "listed"),
     [
-        (2, ["float32"], [0, 1, 5, 513, 2048]),
-        (2, ["bfloat16"], [1, 257, 2048, 4099]),
-        (3, ["float16"], [0, 7, 129, 1537]),
-        (4, ["bfloat16"], [3, 1000]),
-        (4, ["float32"], [8, 2050]),
-        pytest.param(5, ["float32"], [1, 3000], marks=pytest.mark.full),
+        (2, {"float32": [0, 1, 5, 513, 2048], "bfloat16": [1, 257, 2048, 4099]}),
+        (3, {"float16": [0, 7, 129, 1537]}),
+        (4, {"bfloat16": [3, 1000], "float32": [8, 2050]}),
+        pytest.param(5, {"float32": [1, 3000]}, marks=pytest.mark.full),
         pytest.param(
             8,
-            FLOATS,
-            [0, 1, 64, 1024, 1025, 4099],
+            {dtype: [0, 1, 64, 1024, 1025, 4099] for dtype in FLOATS},
             marks=[pytest.mark.full, pytest.mark.timeout(1800)],
         ),
     ],
 )
-def test_bits(world_size: int, dtypes: list[str], counts: list[int]) -> None:
+def test_bits(world_size: int, listed: dict[str, list[int]]) -> None:
     limit_s = 1700 if world_size == 8 else 110
-    done = interpreted(targets.matrix, world_size, counts, dtypes, False, timeout_s=limit_s)
-    assert done == [4 * len(counts) * len(dtypes)] * world_size
+    calls = [(counts, [dtype], False) for dtype, counts in listed.items()]
+    done = interpreted(in_turn, world_size, targets.matrix, calls, timeout_s=limit_s)
+    assert done == [[4 * len(counts) for counts in listed.values()]] * world_size
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [pytest.param(2, "float32", marks=pytest.mark.full), (3, "bfloat16")])
@@ -104,13 +102,13 @@ def test_calls_after_a_fault_give_nan() -> None:
 # -- who may choose it ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable", "allowed"),
-    [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)],
-)
-def test_auto_takes_it_only_where_it_was_allowed(argument: bool | None, variable: str, allowed: bool) -> None:
+def test_auto_takes_it_only_where_it_was_allowed() -> None:
     """By the argument or, without one, by the environment."""
-    for said in shotcast.spawn(targets.choices, 2, argument, timeout_s=100, env={"SHOTCAST_ALLOW_FP8": variable}):
-        assert [said[key] == "two_shot_fp8" for key in ("algorithm", "child")] == [allowed] * 2
-        assert "two_shot_fp8" in said["legal"]
-        assert ("allow_fp8 is not set" in said["reason"]) == (not allowed)
+    kinds = [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)]
+    calls = [(argument, variable) for argument, variable, _ in kinds]
+    for each in shotcast.spawn(in_turn, 2, targets.choices, calls, timeout_s=100):
+        for (argument, variable, allowed), said in zip(kinds, each, strict=True):
+            taken = [said[key] == "two_shot_fp8" for key in ("algorithm", "child")]
+            assert taken == [allowed] * 2, (argument, variable)
+            assert "two_shot_fp8" in said["legal"]
+            assert ("allow_fp8 is not set" in said["reason"]) == (not allowed)

@@ -7,7 +7,7 @@ import itertools
 import fused_targets as targets
 import pytest
 from fused_targets import FUSED, Case, Stopped
-from interpreter_targets import with_late_programs
+from interpreter_targets import in_turn, with_late_programs
 from test_interpreter import interpreted
 from workers import SIGNALS
 
@@ -40,12 +40,10 @@ def test_cases_are_all_here() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n > 3)])
-@pytest.mark.parametrize("op", FUSED, ids=lambda op: op.label)
-def test_values(op: Op, world_size: int) -> None:
+def test_values(world_size: int) -> None:
     listed = CASES[world_size]
-    done = interpreted(targets.cases, world_size, "cpu", listed, [op], 1 << 18, 2)
-    each = 2 * (2 if op is Op.ALL_REDUCE_RMS_NORM else 1) + 1
-    assert done == [each * len(listed)] * world_size
+    done = interpreted(targets.cases, world_size, "cpu", listed, list(FUSED), 1 << 18, 2)
+    assert done == [(5 + 3 + 3) * len(listed)] * world_size, "two forms by each algorithm, and an unfused call"
 
 
 @pytest.mark.full
@@ -63,9 +61,9 @@ def test_bits_do_not_depend_on_algorithm_or_batch(world_size: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_results_in_given_tensors(shift: int) -> None:
-    assert interpreted(targets.into_given_tensors, 2, "cpu", "bfloat16", 5, 72, shift) == [12, 12]
+def test_results_in_given_tensors() -> None:
+    calls = [("cpu", "bfloat16", 5, 72, shift) for shift in (0, 1)]
+    assert interpreted(in_turn, 2, targets.into_given_tensors, calls) == [[12, 12]] * 2
 
 
 def test_sentinels_arrive_as_nan() -> None:
@@ -118,13 +116,16 @@ def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
         expect_timeout(said, victim, 2.0, op)
 
 
-@pytest.mark.parametrize(("op", "algorithm", "world_size"), TROUBLE)
-def test_reset_after_a_late_rank(op: Op, algorithm: str, world_size: int) -> None:
-    for rank, said in enumerate(interpreted(targets.stopped, world_size, "cpu", op, algorithm, 0, "late", 2.0)):
-        if rank == 0:
-            assert said.error.missing == (0,)
-        else:
-            expect_timeout(said, 0, 2.0, op)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reset_after_a_late_rank(world_size: int) -> None:
+    kinds = [(op, algorithm) for op, algorithm, size in TROUBLE if size == world_size]
+    calls = [("cpu", *kind, 0, "late", 2.0) for kind in kinds]
+    for rank, each in enumerate(interpreted(in_turn, world_size, targets.stopped, calls)):
+        for (op, _), said in zip(kinds, each, strict=True):
+            if rank == 0:
+                assert said.error.missing == (0,)
+            else:
+                expect_timeout(said, 0, 2.0, op)
 
 
 @pytest.mark.parametrize(("op", "programs"), [(Op.ALL_REDUCE_RMS_NORM, 2), (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5)])
@@ -140,12 +141,13 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
             assert took > timeout_s * 1.25
 
 
-@pytest.mark.parametrize(("what", "field"), [("op", "op"), ("quantize", "root"), ("normed", "root")])
-def test_mismatch(what: str, field: str) -> None:
+def test_mismatch() -> None:
     """Ranks that want different things of the same rows are told so."""
-    for error, fields in interpreted(targets.mismatched, 2, "cpu", what):
-        assert isinstance(error, shotcast.CollectiveMismatch), error
-        assert field in fields
-        if what == "quantize":
-            assert "dynamic FP8 and the norm" in str(error)
-            assert "static FP8 and the norm" in str(error)
+    kinds = {"op": "op", "quantize": "root", "normed": "root"}
+    for each in interpreted(in_turn, 2, targets.mismatched, [("cpu", what) for what in kinds]):
+        for (what, field), (error, fields) in zip(kinds.items(), each, strict=True):
+            assert isinstance(error, shotcast.CollectiveMismatch), error
+            assert field in fields
+            if what == "quantize":
+                assert "dynamic FP8 and the norm" in str(error)
+                assert "static FP8 and the norm" in str(error)

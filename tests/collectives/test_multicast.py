@@ -5,12 +5,13 @@ Each test counts what went by multicast, so it fails if a kernel falls back to p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
-from fused_targets import FUSED, Case
-from interpreter_targets import with_late_programs
+import test_interpreter
+from fused_targets import Case
+from interpreter_targets import in_turn, with_late_programs
 from multicast_targets import (
     LATE_S,
     changing_sizes_by_multicast,
@@ -30,10 +31,8 @@ from shotcast.wire import Op
 COUNTS = [0, 1, 5, 333, 2048]
 
 
-def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100, **kwargs: Any) -> Any:
-    """``shotcast.spawn`` for ranks that interpret kernels and have a multicast address."""
-    env = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
-    return shotcast.spawn(with_multicast, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
+interpreted = functools.partial(test_interpreter.interpreted, run=with_multicast)
+"""For ranks that have a multicast address."""
 
 
 @pytest.mark.parametrize(
@@ -52,12 +51,16 @@ def test_every_form(world_size: int) -> None:
     assert done == [3 * len(COUNTS)] * world_size
 
 
-@pytest.mark.parametrize(("op", "world_size"), [(op, 2 + number % 2) for number, op in enumerate(FUSED)])
-def test_fused_forms(op: Op, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "ops"),
+    [(2, [Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER]), (3, [Op.REDUCE_SCATTER_RMS_NORM])],
+)
+def test_fused_forms(world_size: int, ops: list[Op]) -> None:
     """Rows whose FP8 is no multiple of 16 bytes among them. A scattered norm goes to nobody else."""
     listed = [Case("bfloat16", 5, 72), Case("float32", 3, 1000)]
-    for stored in interpreted(fused_forms, world_size, listed, op):
-        assert (stored > 0) == (op is not Op.REDUCE_SCATTER_RMS_NORM)
+    for each in interpreted(in_turn, world_size, fused_forms, [(listed, op) for op in ops]):
+        for op, stored in zip(ops, each, strict=True):
+            assert (stored > 0) == (op is not Op.REDUCE_SCATTER_RMS_NORM)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import shotcast
+from shotcast import env
 from shotcast.collectives import reference
 from shotcast.wire import CallPlan, LaunchShape, Op
 
@@ -288,7 +289,7 @@ def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float)
         "nan": nan,
         "again": again,
         "again_s": again_s,
-        "left": [name for name in os.listdir("/dev/shm") if name.startswith("shotcast")],
+        "left": [name for name in os.listdir(env.shm_dir()) if name.startswith("shotcast")],
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,11 @@ import shotcast
 from shotcast.engine import steps
 from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
 from shotcast.engine.requests import Progress, Request, SamplingParams
+from shotcast.engine.runner import Drawn, Runner
+from shotcast.engine.sampler import Sampler
 from shotcast.kernels.steps import FIELDS
+from shotcast.layers.batch import Logits
+from shotcast.layers.clock import HostClock
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 VOCAB = 203
@@ -69,6 +75,37 @@ def outputs(found: dict[str, list[Progress]]) -> dict[str, tuple[list[int], str 
         name: ([token for progress in all_of_it for token in progress.tokens], all_of_it[-1].finish)
         for name, all_of_it in found.items()
     }
+
+
+class FixedModel:
+    """Its next token is 3, whatever came before."""
+
+    config = SimpleNamespace(vocab=5)
+    parallel = SimpleNamespace(clock=HostClock(), last=True)
+
+    def caches(self, blocks: int, block_size: int) -> list[Any]:
+        return [SimpleNamespace(keys=torch.empty(blocks, block_size))]
+
+    def __call__(self, batch: Any, caches: Any) -> Logits:
+        return Logits(torch.eye(5)[3:4], torch.tensor([[3, 1]]))
+
+
+def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runner(reports: bool) -> Runner:
+        return Runner(FixedModel(), 4, 4, 2, 16, 0, reports=reports)  # type: ignore[arg-type]
+
+    prompt = SequenceStep(0, 0, (1, 2), (0,), True, True, SamplingParams(temperature=0.0), "first", ())
+    drawing = runner(True).execute(StepPlan(7, (prompt,)))
+    assert drawing is not None
+    assert drawing.result() == Drawn(7, (3,), (None,))
+
+    def sample(*args: Any) -> None:
+        raise AssertionError("it drew")
+
+    monkeypatch.setattr(Sampler, "sample", sample)
+    assert runner(False).execute(StepPlan(7, (prompt,))) is None
+    with pytest.raises(AssertionError, match="it drew"):
+        runner(True).execute(StepPlan(7, (prompt,)))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rotary import Rotary
 from shotcast.models.gguf_file import TYPES, GgufFile
+from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import find_model, open_checkpoint
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 2, 32, 512, 64
@@ -303,6 +305,58 @@ def test_other_files_are_named(tmp_path: Path) -> None:
         GgufFile(tmp_path / "model.gguf")
     with pytest.raises(ConfigError, match="cannot be read"):
         GgufFile(tmp_path / "absent.gguf")
+
+
+def assert_as_the_package_reads(path: Path) -> None:
+    """Metadata but for lists of strings, and where each tensor is, as by the reader that takes seconds."""
+    header, theirs = GgufHeader.of(path), gguf.GGUFReader(path)
+    known = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    vocabularies = {name for name, field in known.items() if gguf.GGUFValueType.STRING in field.types[1:]}
+    assert vocabularies
+    assert header.metadata == {name: field.contents() for name, field in known.items() if name not in vocabularies}
+    assert {name: (place.shape, place.type_number, place.offset) for name, place in header.tensors.items()} == {
+        tensor.name: (tuple(tensor.shape[::-1].tolist()), int(tensor.tensor_type), tensor.data_offset)
+        for tensor in theirs.tensors
+    }
+
+
+def test_a_vocabulary_is_passed_over(tmp_path: Path) -> None:
+    plain, full = tmp_path / "plain.gguf", tmp_path / "full.gguf"
+    write(plain)
+    write(full, metadata={"words": ["word", "", "x" * 300, "ü"], "scores": [0.5, 1.5], "kinds": [1, 2, 3]})
+    assert_as_the_package_reads(full)
+    assert GgufFile(full).config == GgufFile(plain).config
+
+
+@pytest.mark.full
+def test_a_real_vocabulary_is_passed_over() -> None:
+    assert_as_the_package_reads(find_model("smollm2"))
+
+
+def altered(path: Path, old: bytes, new: bytes) -> Path:
+    write(path)
+    content = path.read_bytes()
+    assert len(old) == len(new)
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        (b"GGUF\3\0\0\0", b"GGUF\1\0\0\0", UnsupportedError, "version 1 of GGUF; accepted: 2 and 3"),
+        (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", UnsupportedError, "the other order"),
+        (b"blk.0.ffn_gate.weight", b"blk.0.ffn_down.weight", ConfigError, "'blk.0.ffn_down.weight' twice"),
+        (b"llama.block_count\4", b"llama.block_count\x0d", ConfigError, "metadata is of type 13"),
+        (b"block_count", b"block\xffcount", ConfigError, "utf-8"),
+        (struct.pack("<Q", 17) + b"llama.block_count", b"\xff" * 8 + b"llama.block_count", ConfigError, "truncated"),
+    ],
+)
+def test_a_damaged_header_is_named(tmp_path: Path, old: bytes, new: bytes, error: type, message: str) -> None:
+    path = altered(tmp_path / "model.gguf", old, new)
+    with pytest.raises(error, match=message):
+        GgufFile(path)
 
 
 def test_one_of_several_parts(tmp_path: Path) -> None:

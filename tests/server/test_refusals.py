@@ -86,7 +86,7 @@ def test_bad_parameters_are_named(server: Live, kind: str, wrong: dict[str, obje
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": ["a", ""]}, "prompt", "empty"),
         ({"prompt": [[1], []]}, "prompt", "empty"),
-        ({"prompt": NOTHING}, "prompt", "no tokens"),
+        ({"prompt": NOTHING}, "prompt", "at least one token"),
         ({"prompt": None}, "prompt", "a string, a list"),
         ({"prompt": [1, "a"]}, "prompt", "a string, a list"),
         ({"prompt": [3, -1]}, "prompt", "below 0"),
@@ -151,7 +151,7 @@ def test_context_length(server: Live) -> None:
     try:
         for tokens in (50, 90):
             answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * tokens})
-            assert "takes 50" in refused(answer, 400, "prompt", "context_length_exceeded")
+            assert "at most 50" in refused(answer, 400, "prompt", "context_length_exceeded")
         answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 40, "max_tokens": 11})
         assert "max_tokens is 11" in refused(answer, 400, "max_tokens", "context_length_exceeded")
         answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 40, "max_tokens": 10})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -11,45 +10,31 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 
-from shotcast import env, wire
+from shotcast import env
 from shotcast.collectives import autograd, ops, rms_norm
-from shotcast.collectives.arguments import operation, output, rank_in, rows_per_rank, valid
-from shotcast.collectives.candidates import PLAIN, candidates
-from shotcast.collectives.first_use import FirstUse, Form
-from shotcast.collectives.norm_operands import (
-    Fp8Normed,
-    aligned,
-    copy_back,
-    fp8_operands,
-    is_aligned,
-    norm_operands,
-)
+from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid
+from shotcast.collectives.first_use import FirstUse
+from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
-from shotcast.collectives.problem import Choice, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.problem import Explanation, Topology
 from shotcast.collectives.registry import register
 from shotcast.collectives.repeats import Repeats
-from shotcast.collectives.select import choose
+from shotcast.collectives.resolver import Call, Resolver, Tables
 from shotcast.collectives.streams import StreamChain
-from shotcast.collectives.table import MODES, Table, fit_for, load, packaged
+from shotcast.collectives.table import fit_for, load, packaged
 from shotcast.collectives.trouble import error_of
-from shotcast.collectives.vendor import REDUCTIONS, Vendor
-from shotcast.errors import (
-    ClosedError,
-    ConfigError,
-    ShotcastError,
-    UnsupportedError,
-)
+from shotcast.collectives.vendor import Vendor
+from shotcast.errors import ClosedError, ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
-from shotcast.units import format_size
-from shotcast.wire import UNEVEN, CallPlan, Fault, LaunchShape, Norm, Op
+from shotcast.wire import Fault, LaunchShape, Norm, Op
 
 logger = logging.getLogger(__name__)
 
@@ -58,21 +43,12 @@ _MAX_WORKSPACE_MESSAGE = 512 << 20
 _KEPT_CALLS = 4096
 _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
-_DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
 
 
-class _Call(NamedTuple):
-    """A call resolved: kept, so that the same call again costs a look-up.
-
-    ``needs`` is what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
-    nothing can be compiled and tables may choose another form.
-    """
-
-    plan: CallPlan
-    choice: Choice
-    reduction: str
-    needs: tuple[tuple[Form, CallPlan], ...]
-    label: str
+def _seconds(timeout_s: float) -> float:
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
+        raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+    return float(timeout_s)
 
 
 class Communicator:
@@ -124,14 +100,12 @@ class Communicator:
         order: Sequence[int] | None,
         allow_fp8: bool | None,
     ) -> None:
-        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
-            raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+        self._timeout_s = _seconds(timeout_s)
         if not isinstance(allow_fp8, bool | None):
             raise ConfigError(f"allow_fp8 is True, False or None, not {allow_fp8!r}")
         self._allow_fp8 = env.allow_fp8() if allow_fp8 is None else allow_fp8
         self.device = device_of(device)
         self._group = process_group_of(group, self.device)
-        self._timeout_s = float(timeout_s)
         order = list(range(dist.get_world_size(self._group))) if order is None else list(order)
         self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
@@ -142,27 +116,20 @@ class Communicator:
         self.max_bytes = max_bytes
         self._closed = False
         self._lock = threading.Lock()
-        self._calls: dict[tuple[Any, ...], _Call] = {}
+        self._calls: dict[tuple[Any, ...], Call] = {}
         self._chain = StreamChain() if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._vendor = Vendor(self._group, order)
         self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
-        self._environment = env.algorithm()
+        environment = env.algorithm()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        self._tables = self._agree(part)
+        tables, stale = self._agree(part, environment)
         self._executor, kernels, obstacle, multicast = executor_for(
             self._group, self._host, self.device, self.max_bytes, self._timeout_s
         )
-        self._topology = Topology(
-            self.world_size,
-            self.device.type,
-            part,
-            kernels,
-            obstacle,
-            multicast,
-            self.max_bytes,
-            self._allow_fp8,
-        )
+        has = part, kernels, obstacle, multicast, self.max_bytes, self._allow_fp8
+        topology = Topology(self.world_size, self.device.type, *has)
+        self._resolver = Resolver(topology, environment, tables, stale, self._executor, self._chain is not None)
         self._repeats: Repeats | None = None
         if self._executor is not None and self._chain is not None and self.world_size > 1 and not self._nvtx:
             self._repeats = Repeats(self._executor, self._chain, self._lock, self.device)
@@ -170,9 +137,10 @@ class Communicator:
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _agree(self, part: str) -> tuple[tuple[str, Table], ...]:
-        """The tables to ask, once it is certain that they and all else a choice depends on is the same on all ranks."""
-        tables, trouble, self._stale = [], "", ""
+    def _agree(self, part: str, environment: str) -> tuple[Tables, str]:
+        """The tables to ask, once it is certain that they and all else a choice depends on is the same on all ranks;
+        and why a packaged one is not among them."""
+        tables, trouble, stale = [], "", ""
         on_cpu = self.device.type == "cpu"
         kernels = env.cpu_kernels() if on_cpu else "triton"
         if path := env.table_path():
@@ -186,7 +154,7 @@ class Communicator:
                 tables.append(("packaged table", fit_for(found, kernels)))
         except ConfigError as error:
             # nobody asked for it by name, and without it calls are right and may be slower
-            self._stale = str(error)
+            stale = str(error)
             logger.warning("%s", error)
         texts = "\0".join(table.text for _, table in tables)
         mine = {
@@ -194,7 +162,7 @@ class Communicator:
             "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),
             "GPU": part,
             "max_bytes": self.max_bytes,
-            "SHOTCAST_ALGORITHM": self._environment,
+            "SHOTCAST_ALGORITHM": environment,
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "tables (SHOTCAST_TABLE)": hashlib.sha256(texts.encode()).hexdigest()[:12],
         }
@@ -206,7 +174,7 @@ class Communicator:
             if any(theirs != value for theirs in values):
                 said = ", ".join(f"rank {r}: {theirs}" for r, theirs in enumerate(values))
                 raise ConfigError(f"the ranks do not agree on {name}: {said}")
-        return tuple(tables)
+        return tuple(tables), stale
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -493,7 +461,7 @@ class Communicator:
 
     def _run_norm(self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str) -> None:
         """Run a fused call, or what it is made of."""
-        by_kernel = self.device.type == "cuda" or self._topology.kernels == "interpreter"
+        by_kernel = self.device.type == "cuda" or self._resolver.topology.kernels == "interpreter"
         if self.world_size == 1 and not by_kernel and not self._closed:
             with torch.no_grad():
                 rms_norm.add_rms_norm(x, tensors, norm, by_kernel)
@@ -536,7 +504,7 @@ class Communicator:
         norm: Norm | None = None,
         tensors: NormTensors | None = None,
         launch: LaunchShape | None = None,
-    ) -> _Call:
+    ) -> Call:
         """Make a call. ``launch`` goes past the choice: with it the call is launched as said, for measuring."""
         if not self._lock.acquire(blocking=False):
             raise ShotcastError(_TWO_THREADS)
@@ -549,8 +517,8 @@ class Communicator:
             key = (op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch)
             call = self._calls.get(key)
             if call is None:
-                problem = self._problem(op, whole, reduction, root, sizes, norm)
-                call = self._resolve(problem, algorithm, capturing, launch)
+                problem = self._resolver.problem(op, whole, reduction, root, sizes, norm)
+                call = self._resolver.resolve(problem, algorithm, capturing, launch)
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
@@ -564,7 +532,7 @@ class Communicator:
         finally:
             self._lock.release()
 
-    def _compile(self, call: _Call, capturing: bool) -> None:
+    def _compile(self, call: Call, capturing: bool) -> None:
         executor = self._executor
         if executor is None or self.world_size == 1:
             return
@@ -578,7 +546,7 @@ class Communicator:
 
     def _execute(
         self,
-        call: _Call,
+        call: Call,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         capturing: bool,
@@ -604,7 +572,7 @@ class Communicator:
             torch.cuda.nvtx.range_pop()
 
     def _launch(
-        self, call: _Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+        self, call: Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
     ) -> None:
         executor = self._executor
         if executor is not None:
@@ -613,53 +581,6 @@ class Communicator:
                 raise self._error(fault)
         if call.plan.algorithm == "vendor":
             self._vendor.run(call.plan, x, out, call.reduction)
-
-    def _problem(
-        self,
-        op: Op,
-        tensor: torch.Tensor | None,
-        reduction: str,
-        root: int,
-        sizes: tuple[int, ...],
-        norm: Norm | None = None,
-    ) -> CollectiveProblem:
-        if reduction not in REDUCTIONS:
-            raise ConfigError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
-        if tensor is None:
-            return CollectiveProblem(op, 0, "uint8", self._topology)
-        dtype = _DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None:
-            raise UnsupportedError(f"{op.label}: dtype {tensor.dtype} is not served; {', '.join(wire.DTYPES)} are")
-        nbytes = tensor.numel() * tensor.element_size()
-        return CollectiveProblem(op, nbytes, dtype, self._topology, root, sizes, reduction, norm)
-
-    def _resolve(
-        self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
-    ) -> _Call:
-        op, sizes, norm = problem.op, problem.sizes, problem.norm
-        choice = choose(problem, algorithm, self._environment, self._tables, "graph" if capturing else "eager")
-        candidate = choice.candidate
-        # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
-        code = problem.root
-        if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            code = list(REDUCTIONS).index(problem.reduction)
-        elif sizes:
-            code = UNEVEN
-        elif norm is not None:
-            code = norm.code
-        shape = candidate.launch if launch is None else launch
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
-        form = Form("")
-        if self._executor is not None:
-            form = Form(self._executor.form(plan))
-            if op in (Op.SEND, Op.RECV):
-                other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
-                form = Form(self._executor.form(plan), problem.root, self._executor.form(other))
-        label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
-        needs: tuple[tuple[Form, CallPlan], ...] = ((form, plan),)
-        if self._chain is not None and not capturing and launch is None:
-            needs = tuple(dict([*needs, *self._resolve(problem, algorithm, True).needs]).items())
-        return _Call(plan, choice, problem.reduction, needs, label)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -680,32 +601,9 @@ class Communicator:
             mode: ``graph`` for a call captured in a CUDA graph, or ``eager``; tables may treat them differently. None
                 for what a call made now would be.
         """
-        asked = operation(op)
-        if not isinstance(x, torch.Tensor):
-            raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
-        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
-        problem = self._problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
         if mode is None:
             mode = "graph" if self._chain is not None and self._chain.capturing() else "eager"
-        if mode not in (MODES if self._chain is not None else ("eager",)):
-            known = " or ".join(MODES) if self._chain is not None else "eager, as CPU ranks have no graphs"
-            raise ConfigError(f"mode is {known}, not {mode!r}")
-        choice = choose(problem, algorithm, self._environment, self._tables, mode)
-        reason = choice.reason
-        if self._stale and choice.source == "cost model":
-            reason += f"; {self._stale}"
-        legal = tuple(candidate.algorithm for candidate in candidates(problem))
-        return Explanation(
-            asked.label,
-            problem.nbytes,
-            problem.dtype,
-            choice.candidate.algorithm,
-            choice.candidate.launch,
-            choice.source,
-            reason,
-            legal,
-            mode,
-        )
+        return self._resolver.explain(x, op, algorithm, reduction, mode)
 
     def candidates(self, x: torch.Tensor, op: str = "all_reduce") -> list[str]:
         """Names of the algorithms that may serve such a call."""
@@ -714,7 +612,7 @@ class Communicator:
     @property
     def topology(self) -> Topology:
         """What the choice of algorithms knows of the ranks and the machine."""
-        return self._topology
+        return self._resolver.topology
 
     # -- trouble ------------------------------------------------------------------------------------------------------
 
@@ -739,9 +637,7 @@ class Communicator:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls, replays of captured ones included. Each rank for itself."""
-        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
-            raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
-        self._timeout_s = float(timeout_s)
+        self._timeout_s = _seconds(timeout_s)
         if self._executor is not None:
             self._executor.set_timeout(self._timeout_s)
 
@@ -819,5 +715,5 @@ class Communicator:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self._topology.kernels or "vendor"
+        state = "closed" if self._closed else self._resolver.topology.kernels or "vendor"
         return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"

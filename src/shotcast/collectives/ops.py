@@ -90,17 +90,8 @@ def _normed_of_all(
     return x.new_empty(x.shape if gather else residual.shape), residual.new_empty(residual.shape)
 
 
-def _quantized(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    comm: str,
-    eps: float,
-    with_normed: bool,
-    algorithm: str,
-) -> Quantized:
-    return _quantized_of_all(x, residual, weight, scale, comm, eps, with_normed, False, algorithm)
+def _quantized(*operands: Any) -> Quantized:
+    return _quantized_of_all(*(*operands[:-1], False, operands[-1]))
 
 
 def _quantized_of_all(

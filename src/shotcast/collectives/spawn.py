@@ -41,6 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shotcast.env import socket_dir
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankFailed
 from shotcast.hardware.detect import available_cores
 
@@ -455,6 +456,7 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
+        socket_dir()
         self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
         # multiprocessing.parent_process() of the child watches this end.
         parent_fd = os.dup(write_fd)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import secrets
 import socket
 import sys
@@ -15,14 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import Any
 
 from shotcast import env
 from shotcast.collectives.spawn import Ranks
 from shotcast.engine import rank
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device import resolved
-from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams
+from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams, output_room
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.models.source import RANDOM, find_model
@@ -73,7 +73,7 @@ class EngineClient:
             rank.serve(config, "", b"")
             sys.exit(0)
         key = secrets.token_bytes(32)
-        self._folder = tempfile.TemporaryDirectory(prefix="shotcast-")
+        self._folder = tempfile.TemporaryDirectory(prefix="shotcast-", dir=env.socket_dir())
         address = os.path.join(self._folder.name, "engine")
         try:
             self._listener = Listener(address, authkey=key)
@@ -91,7 +91,8 @@ class EngineClient:
         self.pids = list(self._ranks.pids)
         self._ready: rank.Ready | None = None
         self._loaded = threading.Event()
-        self._connection: Connection | None = None
+        self._connected = False
+        self._outgoing: queue.SimpleQueue[Request | rank.Abort | rank.Stamp | None] = queue.SimpleQueue()  # None is the last
         self._threads = [
             threading.Thread(target=body, name=f"shotcast-{name}", daemon=True)
             for name, body in (("watch", self._watch), ("read", self._read))
@@ -153,18 +154,12 @@ class EngineClient:
             ConfigError: it is empty, too long, or holds what is no token.
         """
         tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-        if not tokens:
-            raise ConfigError("the prompt is empty; it takes at least one token")
+        output_room(len(tokens), self.ready.max_model_len)
         if wrong := [
             token for token in tokens if not isinstance(token, int) or not 0 <= token < self.ready.model.vocab
         ]:
             raise ConfigError(
                 f"the prompt holds {wrong[0]!r}; tokens are whole numbers from 0 to {self.ready.model.vocab - 1}"
-            )
-        if len(tokens) >= self.ready.max_model_len:
-            raise ConfigError(
-                f"the prompt has {len(tokens)} tokens; with the output, which has at least one, it may have "
-                f"{self.ready.max_model_len} (max_model_len)"
             )
         return tokens
 
@@ -181,13 +176,13 @@ class EngineClient:
             if request_id in self._listeners:
                 raise ConfigError(f"there is a request {request_id!r} already")
             self._listeners[request_id] = listen
-            self._send(Request(request_id, prompt, params))
+            self._outgoing.put(Request(request_id, prompt, params))
 
     def abort(self, request_id: str) -> None:
         """End a request; its listener hears of it. Nothing happens if it has ended."""
         with self._lock:
             if self._dead is None and not self._closing and request_id in self._listeners:
-                self._send(rank.Abort(request_id))
+                self._outgoing.put(rank.Abort(request_id))
 
     def stamp_every(self, steps: int) -> None:
         """Change ``EngineConfig.stamp_every``."""
@@ -195,7 +190,7 @@ class EngineClient:
             raise ConfigError(f"stamp_every is a whole number from 0 up, not {steps!r}")
         with self._lock:
             if self._dead is None and not self._closing:
-                self._send(rank.Stamp(steps))
+                self._outgoing.put(rank.Stamp(steps))
 
     def on_death(self, listen: Callable[[EngineDead], None]) -> None:
         """``listen`` is told when the ranks are gone; at once if they are."""
@@ -205,39 +200,53 @@ class EngineClient:
                 return
         listen(self._dead)
 
-    def _send(self, message: Any) -> None:
-        assert self._connection is not None
-        # a broken connection is noticed by those who watch it
-        with contextlib.suppress(OSError):
-            self._connection.send(message)
-
     # -- threads ------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Pass on what rank 0 says."""
+        """Talk with rank 0 until one of the two ends it."""
         try:
             with self._listener.accept() as connection:
-                self._connection = connection
-                self._ready = connection.recv()
-                self._loaded.set()
-                patience_s = max(self.config.timeout_s, 5 * rank.BEAT_S)
-                while True:
-                    if not connection.poll(patience_s):
-                        self._silent = f"rank 0 has given no sign of life for {patience_s:g} s"
-                        self._ranks.kill()
-                        return
-                    message = connection.recv()
-                    if message is None:
-                        continue
-                    if isinstance(message, rank.Report):
-                        self._stats = message.stats
-                        for progress in message.progress:
-                            self._tell(progress.request_id, progress, progress.finish is not None)
-                    else:
-                        assert isinstance(message, rank.Refused)
-                        self._tell(message.request_id, ConfigError(message.reason), True)
+                self._connected = True
+                writer = threading.Thread(target=self._write, args=(connection,), name="shotcast-write", daemon=True)
+                writer.start()
+                try:
+                    self._hear(connection)
+                finally:
+                    self._outgoing.put(None)
+                    writer.join()
         except (EOFError, OSError, AuthenticationError):
             return  # the other thread knows why
+
+    def _write(self, connection: Connection) -> None:
+        """Send what there is to send: on a thread, since a full pipe would hold up whoever asks, and its event loop."""
+        going = True
+        while going:
+            message = self._outgoing.get()
+            going = message is not None
+            # a broken connection is noticed by those who watch it
+            with contextlib.suppress(OSError):
+                connection.send(message)
+
+    def _hear(self, connection: Connection) -> None:
+        """Pass on what rank 0 says."""
+        self._ready = connection.recv()
+        self._loaded.set()
+        patience_s = max(self.config.timeout_s, 5 * rank.BEAT_S)
+        while True:
+            if not connection.poll(patience_s):
+                self._silent = f"rank 0 has given no sign of life for {patience_s:g} s"
+                self._ranks.kill()
+                return
+            message = connection.recv()
+            if message is None:
+                continue
+            if isinstance(message, rank.Report):
+                self._stats = message.stats
+                for progress in message.progress:
+                    self._tell(progress.request_id, progress, progress.finish is not None)
+            else:
+                assert isinstance(message, rank.Refused)
+                self._tell(message.request_id, ConfigError(message.reason), True)
 
     def _tell(self, request_id: str, news: Progress | Exception, last: bool) -> None:
         listen = self._listeners.pop(request_id, None) if last else self._listeners.get(request_id)
@@ -268,8 +277,8 @@ class EngineClient:
         """End the ranks; requests that run end with an error. Does nothing twice."""
         with self._lock:
             first, self._closing = not self._closing, True
-            if first and self._connection is not None and self._dead is None:
-                self._send(None)
+            if first:
+                self._outgoing.put(None)
         if not first:
             return
         watch, read = self._threads
@@ -277,7 +286,7 @@ class EngineClient:
         if watch.is_alive():
             self._ranks.kill()
             watch.join()
-        if self._connection is None:  # the ranks never came: end the wait for them
+        if not self._connected:  # the ranks never came: end the wait for them
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as nobody:
                 nobody.connect(self._listener.address)
         read.join()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shotcast import env
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.plan import StepPlan
 from shotcast.engine.runner import Drawn
@@ -35,7 +36,7 @@ class Driver:
             return
         key = secrets.token_bytes(32)
         local = os.environ.get("LOCAL_WORLD_SIZE", "") == str(job.world_size)
-        with tempfile.TemporaryDirectory(prefix="shotcast-") as folder:
+        with tempfile.TemporaryDirectory(prefix="shotcast-", dir=env.socket_dir()) as folder:
             address = os.path.join(folder, "links") if local else (os.environ["MASTER_ADDR"], 0)
             with Listener(address, backlog=job.world_size, authkey=key) as listener:
                 _invite(job, (listener.address, key))

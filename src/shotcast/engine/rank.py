@@ -321,7 +321,7 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
             config.max_sequences,
         )
     bytes_a_block = _bytes_a_block(part, config.block_size)
-    left = max(0, budget.available - budget.weights)
+    left = budget.available - budget.weights
     room = config.kv_cache_bytes or (left if device == "cuda" else left // _CPU_SHARE)
     least = -(-max_model_len // config.block_size)
     blocks = min(config.max_sequences * least, room // bytes_a_block)
@@ -330,7 +330,7 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
         raise ConfigError(
             f"the cache has room for {blocks * config.block_size} tokens ({format_size(room)}), fewer than one "
             f"sequence of max_model_len {max_model_len} needs; lower max_model_len or give it more memory "
-            f"(kv_cache_bytes, memory_fraction)"
+            "(kv_cache_bytes, memory_fraction)"
         )
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
@@ -360,20 +360,25 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
-    """Raises ConfigError, before anything is read, if the weights do not fit."""
+    """Raises ConfigError, before anything is read, if the weights do not fit, or a cache of ``kv_cache_bytes``."""
     sharers = config.ranks if config.device == "cpu" else 1
     free = available_bytes(_device_of(config)) // sharers
     available = int(free * config.memory_fraction)
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
+    kind = config.quantization or str(dtype).removeprefix("torch.")
+    taken = f"the weights of a rank take {format_size(weights)} as {kind}"
+    has = f"it has {format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
+    has += f", shared by {sharers} ranks)" if sharers > 1 else ")"
     if weights > available:
-        kind = str(dtype).removeprefix("torch.")
         smaller = "another dtype" if config.device == "cpu" else "quantization fp8"
         raise ConfigError(
-            f"the weights of a rank take {format_size(weights)} as {config.quantization or kind}; it has "
-            f"{format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
-            f"{f', shared by {sharers} ranks' if sharers > 1 else ''}). Use more ranks, "
-            f"{'' if config.quantization else f'{smaller} '}or another model"
+            f"{taken}; {has}. Use more ranks, {'' if config.quantization else f'{smaller} '}or another model"
+        )
+    if config.kv_cache_bytes > available - weights:
+        raise ConfigError(
+            f"{taken}, and kv_cache_bytes is {format_size(config.kv_cache_bytes)}; {has}. kv_cache_bytes may be "
+            f"{available - weights} at most; 0 takes what there is"
         )
     return _Memory(available, weights)
 

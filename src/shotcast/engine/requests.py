@@ -91,6 +91,22 @@ class Request:
     params: SamplingParams
 
 
+def output_room(prompt: int, max_model_len: int) -> int:
+    """Tokens that the output of a prompt of so many may have.
+
+    Raises:
+        ConfigError: the prompt is empty, or leaves no room for a token of output.
+    """
+    if not prompt:
+        raise ConfigError("the prompt is empty; it takes at least one token")
+    if prompt >= max_model_len:
+        raise ConfigError(
+            f"the prompt has {prompt} tokens; prompt and output together have at most {max_model_len}, so a prompt "
+            f"has at most {max_model_len - 1}"
+        )
+    return max_model_len - prompt
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probabilities at one place of the output, of the model's own distribution (before temperature and the rest).

@@ -65,7 +65,8 @@ class Runner:
         salt: what draws without a seed depend on; the same on all ranks.
         static: numbers of sequences for which steps that decode run on static memory (``engine/graphs.py``); the last
             is ``max_sequences``. None: such steps are computed as all others.
-        reports: whether anybody asks this rank what was drawn.
+        reports: whether anybody asks this rank what was drawn. One that nobody asks draws only for the next step, which
+            with ``static`` memory may be planned before it is told.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Runner:
             self._tables = self._tables.to(self._device)
         self._filled = [0] * max_sequences
         self._drawn = torch.zeros(max_sequences + 1, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if model.parallel.last else None
+        draws = model.parallel.last and (reports or bool(static))
+        self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if draws else None
         self._static = StaticDecoding(model, self._caches, self._tables, self._drawn, static) if static else None
 
     @property

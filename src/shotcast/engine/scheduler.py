@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shotcast.engine.blocks import BlockManager
 from shotcast.engine.plan import NO_TOKEN, PENDING, SequenceStep, StepPlan
-from shotcast.engine.requests import EngineStats, FinishReason, Progress, Request, TokenLogprob
+from shotcast.engine.requests import EngineStats, FinishReason, Progress, Request, TokenLogprob, output_room
 from shotcast.engine.sequence import SequenceState
 from shotcast.errors import ConfigError
 
@@ -119,13 +119,7 @@ class Scheduler:
         config, prompt = self.config, len(request.prompt)
         if request.request_id in self._running or request.request_id in self._waiting:
             raise ConfigError(f"request {request.request_id!r} is at work already; give each its own id")
-        if not prompt:
-            raise ConfigError(f"the prompt of request {request.request_id!r} is empty; it has at least one token")
-        if prompt >= config.max_model_len:
-            raise ConfigError(
-                f"the prompt has {prompt} tokens; prompt and output together have at most {config.max_model_len}, so a "
-                f"prompt has at most {config.max_model_len - 1}"
-            )
+        output_room(prompt, config.max_model_len)
         sequence = SequenceState.of(request, config.max_model_len)
         # The last token that is drawn is never computed.
         blocks = self._blocks.blocks_for(sequence.limit - 1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shotcast.errors import ConfigError
+from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import RANDOM, find_model
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -17,12 +16,6 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _UNDECODABLE = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-
-_GGUF_UINT32, _GGUF_BOOL, _GGUF_STRING = 4, 7, 8
-"""Types in the metadata of a GGUF file."""
-
-_METADATA_BYTES = 64 << 20
-"""From the start of a GGUF file, within which metadata lies."""
 
 _HELD = 8
 """Tokens that may be held because they end within a character, before it is asked which of them really do."""
@@ -207,28 +200,17 @@ class IncrementalDecoder:
 
 def _fit_to_gguf(tokenizer: Any, path: Path) -> None:
     """Set what transformers, or some versions of it, do not take from a GGUF file."""
-    # Looked up here, since converting a whole vocabulary for this takes seconds.
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-
-        def find(name: str, kind: int) -> int | None:
-            key = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind)
-            place = content.find(key, 0, _METADATA_BYTES)
-            return None if place < 0 else place + len(key)
-
-        special = {}
-        for name, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-            if (place := find(f"tokenizer.ggml.{name}_token_id", _GGUF_UINT32)) is not None:
-                token = struct.unpack_from("<I", content, place)[0]
-                if (piece := tokenizer.convert_ids_to_tokens(token)) is not None:
-                    special[f"{ours}_token"] = piece
-        tokenizer.add_special_tokens(special)
-        if (place := find("tokenizer.ggml.add_bos_token", _GGUF_BOOL)) is not None:
-            tokenizer.add_bos_token = content[place] != 0
-        if (place := find("tokenizer.ggml.pre", _GGUF_STRING)) is None:
-            return
-        length = struct.unpack_from("<Q", content, place)[0]
-        if content[place + 8 : place + 8 + length] == b"smollm":
-            _split_digits(tokenizer)
+    metadata = GgufHeader.of(path).metadata
+    special = {}
+    for name, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and (piece := tokenizer.convert_ids_to_tokens(token)) is not None:
+            special[f"{ours}_token"] = piece
+    tokenizer.add_special_tokens(special)
+    if (add_bos := metadata.get("tokenizer.ggml.add_bos_token")) is not None:
+        tokenizer.add_bos_token = add_bos
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        _split_digits(tokenizer)
 
 
 def _split_digits(tokenizer: Any) -> None:

@@ -5,8 +5,10 @@ Format: github.com/ggml-org/ggml, docs/gguf.md.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,11 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rotary import Rotary
 from shotcast.models.checkpoint import part_of, require
 from shotcast.models.config import Family, ModelConfig
+from shotcast.models.gguf_header import GgufHeader, TensorPlace
 from shotcast.units import format_size
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
+    from gguf import GGMLQuantizationType
 
 ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Accepted values of general.architecture; Mistral's models say llama."""
@@ -70,6 +73,43 @@ _NEUTRAL = {
 """Metadata that changes what is computed, with the values that leave it as it is here."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in the file.
+
+    Args:
+        shape: of its values, rows first.
+        rows: [*shape] of numbers, or of the bytes of each row's blocks.
+    """
+
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    rows: np.ndarray
+
+    @classmethod
+    def at(cls, path: Path, content: np.ndarray, name: str, place: TensorPlace) -> _Stored:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        types = {int(known): known for known in GGMLQuantizationType}
+        kind = types.get(place.type_number)
+        if kind is None or kind.name not in TYPES:
+            raise UnsupportedError(
+                f"tensor {name!r} in {path} is of type {kind.name if kind else place.type_number}, which is not "
+                f"supported; accepted: {', '.join(TYPES)}"
+            )
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        columns = place.shape[-1] if place.shape else 1
+        if columns % block:
+            raise ConfigError(f"tensor {name!r} in {path} has rows of {columns}, not a multiple of {block}")
+        nbytes = math.prod(place.shape) // block * block_bytes
+        if place.offset + nbytes > len(content):
+            raise ConfigError(f"{path} ({format_size(len(content))}) is truncated: tensor {name!r} is not in it")
+        stored = content[place.offset : place.offset + nbytes]
+        number = {"F32": np.float32, "F16": np.float16}.get(kind.name)
+        rows = stored.view(number) if number else stored
+        return cls(kind, place.shape, rows.reshape(*place.shape[:-1], columns // block * block_bytes // rows.itemsize))
+
+
 class GgufFile:
     """A checkpoint in one GGUF file, which is mapped into memory; a read dequantises the blocks of what is asked for.
 
@@ -79,34 +119,19 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        from gguf import GGUFReader
-
-        try:
-            reader = GGUFReader(path)
-            metadata = {name: field.contents() for name, field in reader.fields.items() if _is_small(name)}
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        # what the package raises where a count or an offset leads past the end, or text is none
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
-            size = format_size(path.stat().st_size)
-            raise ConfigError(f"{path} ({size}) is truncated or no GGUF file: {error}") from error
+        header = GgufHeader.of(path)
+        metadata = header.metadata
         if metadata.get("split.count", 0) > 1:
             raise UnsupportedError(
                 f"{path} is one of {metadata['split.count']} parts; merge them with llama-gguf-split"
             )
-        if reader.byte_order != "I":
-            raise UnsupportedError(f"{path} has the bytes of its numbers in the other order than this machine")
-        self._tensors: dict[str, ReaderTensor] = {}
-        for tensor in reader.tensors:
-            if tensor.tensor_type.name not in TYPES:
-                raise UnsupportedError(
-                    f"tensor {tensor.name!r} in {path} is of type {tensor.tensor_type.name}, which is not supported; "
-                    f"accepted: {', '.join(TYPES)}"
-                )
-            self._tensors[_hugging_face_name(tensor.name)] = tensor
+        content = np.memmap(path, mode="r")
+        self._tensors = {
+            _hugging_face_name(name): _Stored.at(path, content, name, place) for name, place in header.tensors.items()
+        }
         divisors = self._tensors.pop(_DIVISORS, None)
-        self._shapes = {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in self._tensors.items()}
-        self._nbytes = sum(int(tensor.n_bytes) for tensor in self._tensors.values())
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._nbytes = sum(tensor.rows.nbytes for tensor in self._tensors.values())
         self._config = _config(path, metadata, self._tensors, self._shapes, divisors)
 
     @property
@@ -135,8 +160,8 @@ class GgufFile:
             places = _interleaved_rows(first, last, self._config.head_dim)
         if len(shape) == 1:
             # a vector is stored as one row, whose blocks may not be cut
-            return _values(tensor, tensor.data[None], 0, shape[0])[0, places].clone()
-        return _values(tensor, tensor.data[places], left, right)
+            return _values(tensor, tensor.rows[None], 0, shape[0])[0, places].clone()
+        return _values(tensor, tensor.rows[places], left, right)
 
     def close(self) -> None:
         self._tensors.clear()
@@ -145,11 +170,6 @@ class GgufFile:
         """Whether rows are in the order that rotation of neighbours wants, which llama.cpp does for this family."""
         of_layer = name.rpartition("self_attn.")[2]
         return self._config.family == "llama" and of_layer.startswith(("q_proj.", "k_proj."))
-
-
-def _is_small(name: str) -> bool:
-    """Whether metadata is worth a conversion: vocabularies are long, and the tokenizer reads them."""
-    return not name.startswith("tokenizer.") or name.endswith("_token_id")
 
 
 def _hugging_face_name(name: str) -> str:
@@ -169,12 +189,12 @@ def _interleaved_rows(first: int, last: int, head_dim: int) -> np.ndarray:
     return head * head_dim + 2 * pair + second
 
 
-def _values(tensor: ReaderTensor, stored: np.ndarray, left: int, right: int) -> torch.Tensor:
+def _values(tensor: _Stored, stored: np.ndarray, left: int, right: int) -> torch.Tensor:
     """Columns ``left`` to ``right`` of stored rows, in memory of their own."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
-    kind = tensor.tensor_type
+    kind = tensor.type
     if kind.name in ("F32", "F16"):
         return torch.from_numpy(np.array(stored[:, left:right]))
     block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -193,9 +213,9 @@ def _values(tensor: ReaderTensor, stored: np.ndarray, left: int, right: int) -> 
 def _config(
     path: Path,
     metadata: Mapping[str, Any],
-    tensors: Mapping[str, ReaderTensor],
+    tensors: Mapping[str, _Stored],
     shapes: Mapping[str, tuple[int, ...]],
-    divisors: ReaderTensor | None,
+    divisors: _Stored | None,
 ) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -252,13 +272,13 @@ def _config(
         qk_norm=architecture == "qwen3",
         sliding_window=count("attention.sliding_window", 0) or None,
         family=ARCHITECTURES[architecture],
-        dtype={"F16": "float16", "BF16": "bfloat16"}.get(stored.tensor_type.name, "float32"),
+        dtype={"F16": "float16", "BF16": "bfloat16"}.get(stored.type.name, "float32"),
         bos=bos,
         eos=tuple(dict.fromkeys(token for token in ends if token is not None)),
     )
 
 
-def _rope(path: Path, said: Any, head_dim: int, divisors: ReaderTensor | None) -> Rotary:
+def _rope(path: Path, said: Any, head_dim: int, divisors: _Stored | None) -> Rotary:
     theta = _decimal(said("rope.freq_base", 10000.0))
     # without a type, llama.cpp stretches linearly by the factor, which is mostly absent
     factor = _decimal(said("rope.scaling.factor", said("rope.scale_linear", 0.0))) or 1.0
@@ -270,7 +290,7 @@ def _rope(path: Path, said: Any, head_dim: int, divisors: ReaderTensor | None) -
     if divisors is not None:
         if kind != "default":
             raise UnsupportedError(f"{path} stretches rotary embedding both by {kind} and by {_DIVISORS}")
-        each = _values(divisors, divisors.data[None], 0, int(divisors.n_elements))[0].tolist()
+        each = _values(divisors, divisors.rows[None], 0, divisors.shape[0])[0].tolist()
         return Rotary(theta, divisors=tuple(each))
     if kind == "default":
         return Rotary(theta)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from shotcast.engine.requests import RequestOutput, SamplingParams
+from shotcast.engine.requests import RequestOutput, SamplingParams, output_room
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.body import Body, bad
 from shotcast.server.config import ServerConfig
@@ -81,19 +81,18 @@ class Service:
         """The prompt with parameters for each of its choices."""
         where, most = body.PROMPT, self.config.max_prompt_tokens
         too_long = "context_length_exceeded"
-        if not prompt:
-            raise bad(where, "the prompt has no tokens")
         if most is not None and len(prompt) > most:
             raise bad(where, f"the prompt has {len(prompt)} tokens; this server takes {most}", too_long)
-        room = self.engine.max_model_len - len(prompt)
-        model = f"the model takes {self.engine.max_model_len} for prompt and output together"
-        if room < 1:
-            raise bad(where, f"the prompt has {len(prompt)} tokens; {model}", too_long)
+        try:
+            room = output_room(len(prompt), self.engine.max_model_len)
+        except ConfigError as error:
+            raise bad(where, str(error), too_long if prompt else None) from error
         limit = room if self.config.max_output_tokens is None else self.config.max_output_tokens
         param, asked = body.output_limit
         length = min(limit, room if asked is None else asked)
         if length > room:
-            raise bad(param, f"the prompt has {len(prompt)} tokens, and {param} is {asked}; {model}", too_long)
+            asked_for = f"the prompt has {len(prompt)} tokens, and {param} is {asked}"
+            raise bad(param, f"{asked_for}; together they are at most {self.engine.max_model_len}", too_long)
         for number in range(body.choices):
             # Choices differ from each other and repeat from one request to the next; the sum stays within 64 bits.
             seed = None if params.seed is None else (params.seed + number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,141 @@
+"""What stands before the weights of a GGUF file: metadata, and where each tensor lies.
+
+The gguf package has a reader too, which makes objects of every word of the vocabulary: seconds, in every process that
+opens the file. Here those are passed over.
+
+Format: github.com/ggml-org/ggml, docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.units import align_up, format_size
+
+VERSIONS = (2, 3)
+"""Accepted versions of the format. In version 1, counts had 32 bits."""
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+"""Types of metadata: of numbers, as the struct module calls them, and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor is.
+
+    Args:
+        shape: rows first.
+        type_number: of the elements: ggml's.
+        offset: in the file, bytes.
+    """
+
+    shape: tuple[int, ...]
+    type_number: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata by name, without lists of strings, which are vocabularies; tensors by name, in the order of the file."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorPlace]
+
+    @classmethod
+    def of(cls, path: Path) -> GgufHeader:
+        """Read it from a file.
+
+        Raises:
+            ConfigError: the file cannot be read, is truncated or not what it should be.
+            UnsupportedError: it is of another version, or made for machines of the other byte order.
+        """
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _read(path, _Cursor(content))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        # struct.error, OverflowError: it ends early. ValueError: no text, or an empty file, which cannot be mapped
+        except (struct.error, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"{path} ({format_size(path.stat().st_size)}) is truncated or no GGUF file: {error}"
+            ) from error
+
+
+class _Cursor:
+    """A place in the file, which moves as values are read."""
+
+    def __init__(self, content: mmap.mmap):
+        self._content = content
+        self.place = 0
+
+    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{code}", self._content, self.place)
+        self.place += struct.calcsize(f"<{count}{code}")
+        return values
+
+    def number(self, code: str) -> Any:
+        return self.numbers(code)[0]
+
+    def text(self) -> str:
+        length = self.number("Q")
+        return str(self.numbers("s", length)[0], "utf-8")
+
+    def value(self) -> Any:
+        """A value after its type; None for a list of strings."""
+        kind = self.number("I")
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_code(kind))
+        kind, count = self.number("I"), self.number("Q")
+        if kind != _STRING:
+            return list(self.numbers(_code(kind), count))
+        for _ in range(count):
+            length = self.number("Q")
+            self.place += length
+        return None
+
+
+def _code(kind: int) -> str:
+    if kind not in _NUMBERS:
+        raise ValueError(f"metadata is of type {kind}, which is none")
+    return _NUMBERS[kind]
+
+
+def _read(path: Path, cursor: _Cursor) -> GgufHeader:
+    if (magic := cursor.numbers("s", 4)[0]) != b"GGUF":
+        raise ValueError(f"it begins with {magic!r}")
+    if (version := cursor.number("I")) not in VERSIONS:
+        if version & 0xFFFF == 0:
+            raise UnsupportedError(f"{path} has the bytes of its numbers in the other order than this machine")
+        accepted = " and ".join(map(str, VERSIONS))
+        raise UnsupportedError(f"{path} is of version {version} of GGUF; accepted: {accepted}")
+    tensor_count, metadata_count = cursor.numbers("Q", 2)
+    metadata: dict[str, Any] = {}
+    for _ in range(metadata_count):
+        name = cursor.text()
+        if name in metadata:
+            raise ValueError(f"it says {name} twice")
+        metadata[name] = cursor.value()
+    places: dict[str, TensorPlace] = {}
+    for _ in range(tensor_count):
+        name = cursor.text()
+        if name in places:
+            raise ValueError(f"it has tensor {name!r} twice")
+        shape = cursor.numbers("Q", cursor.number("I"))[::-1]
+        places[name] = TensorPlace(shape, cursor.number("I"), cursor.number("Q"))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {alignment!r}, no power of two")
+    start = align_up(cursor.place, alignment)
+    return GgufHeader(
+        {name: value for name, value in metadata.items() if value is not None},
+        {name: TensorPlace(place.shape, place.type_number, start + place.offset) for name, place in places.items()},
+    )
