@@ -693,7 +693,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(lookahead: int) -> N
     failed, good = engine.scheduler.update(plan.number, [NO_TOKEN, drawn[1]])
     assert (failed.request_id, failed.tokens, failed.finish) == ("a", (), "error")
     assert "not numbers" in failed.error
-    engine.ended["a"] = replace(failed, finish="abort")  # for the check at the end: its output is not the whole
+    engine.ended["a"] = failed._replace(finish="abort")  # for the check at the end: its output is not the whole
     engine.outputs["b"] += good.tokens
     engine.drain()
     engine.check()

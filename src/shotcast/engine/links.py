@@ -19,7 +19,7 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import Communicator
-from shotcast.engine.plan import StepPlan
+from shotcast.engine.plan import SequenceStep, StepPlan
 from shotcast.engine.runner import Drawn
 from shotcast.errors import ShotcastError
 
@@ -46,7 +46,9 @@ class Driver:
 
     def give(self, plan: StepPlan | None) -> None:
         """Hand a step to every other rank; None ends them."""
-        message = pickle.dumps(plan)
+        # as plain tuples: naming the class of each takes ten times as long, and this is done for every token
+        plain = plan and (plan.number, [tuple(sequence) for sequence in plan.sequences], plan.stamped)
+        message = pickle.dumps(plain)
         for rank, link in self._links.items():
             with _losing(rank):
                 link.send_bytes(message)
@@ -81,9 +83,11 @@ class Follower:
     def next(self) -> StepPlan | None:
         """The next step; None when there is none any more."""
         with _losing(0):
-            plan = pickle.loads(self._link.recv_bytes())
-        assert plan is None or isinstance(plan, StepPlan)
-        return plan
+            plain = pickle.loads(self._link.recv_bytes())
+        if plain is None:
+            return None
+        number, sequences, stamped = plain
+        return StepPlan(number, tuple(map(SequenceStep._make, sequences)), stamped)
 
     @property
     def waiting(self) -> bool:

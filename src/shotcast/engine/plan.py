@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shotcast.engine.requests import SamplingParams
 
@@ -12,8 +12,7 @@ NO_TOKEN = -1
 """In place of a token that was drawn: there is none, as the logits are not numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """A sequence's part of a step.
 
     Attributes:
@@ -38,8 +37,7 @@ class SequenceStep:
     output: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step: sequences that have one token to compute (decoding) first, then those with more (prefill).
 
     Attributes:

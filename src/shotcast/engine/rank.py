@@ -228,7 +228,7 @@ class Core:
                 return
             while (plan := self._scheduler.schedule()) is not None:
                 if self._stamp_every and plan.number % self._stamp_every == 0:
-                    plan = replace(plan, stamped=True)
+                    plan = plan._replace(stamped=True)
                 self._driver.give(plan)
                 outstanding.append((plan, self._runner.execute(plan)))
             if not outstanding:

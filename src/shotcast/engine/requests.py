@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shotcast.errors import ConfigError
 
@@ -124,8 +124,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What one step of the engine did for a request: from the core to whoever asked.
 
     Attributes:
