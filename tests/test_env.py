@@ -36,6 +36,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "1", True),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "false", False),
         (env.nvtx, "SHOTCAST_NVTX", False, "1", True),
+        (env.check_vendor, "SHOTCAST_CHECK_VENDOR", True, "0", False),
         (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
     ],
 )
@@ -55,6 +56,7 @@ def test_default_and_value(
         (env.multicast, "SHOTCAST_MULTICAST"),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8"),
         (env.nvtx, "SHOTCAST_NVTX"),
+        (env.check_vendor, "SHOTCAST_CHECK_VENDOR"),
     ],
 )
 def test_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], name: str) -> None:

@@ -69,6 +69,12 @@ def nvtx() -> bool:
     return _read("SHOTCAST_NVTX", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
+def check_vendor() -> bool:
+    """SHOTCAST_CHECK_VENDOR: 0 leaves out the step in which ranks compare a call that the vendor library serves. Then
+    one that ranks make differently hangs, as it does there: for measuring that library."""
+    return _read("SHOTCAST_CHECK_VENDOR", lambda text: _FLAG[text.lower()], True, "0 or 1")
+
+
 def shm_dir() -> str:
     """SHOTCAST_SHM_DIR: where CPU ranks keep their shared memory while they map it; a tmpfs."""
     return os.environ.get("SHOTCAST_SHM_DIR", "/dev/shm")

@@ -33,6 +33,8 @@ def answered(
         model = Llama(checkpoint.config, weights, Parallel(comm, clock=clock), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
         runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes)
+        if static:
+            runner.warm(3, 24)
         runner.capture(stamped=False)
         config = SchedulerConfig(sequences, 24, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos)
         found, counts = played(runner, Scheduler(config), requests, sizes, comm, False)

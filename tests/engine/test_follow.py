@@ -18,8 +18,8 @@ class Scripted:
         self.log: list[str] = []
         self._waiting, self._ready, self._number = waiting, ready, 0
 
-    @property
-    def waiting(self) -> bool:
+    def waits(self, seconds: float) -> bool:
+        assert 0 < seconds < 0.01
         return bool(self._waiting) and self._number in self._waiting
 
     def next(self) -> StepPlan | None:
@@ -31,7 +31,13 @@ class Scripted:
         drawn = Drawn(plan.number, (), ())
 
         class Drawing:
-            ready = self._ready
+            looks = 0
+
+            @property
+            def ready(drawing) -> bool:  # noqa: N805
+                drawing.looks += 1
+                return self._ready or drawing.looks > 4
+
             result = staticmethod(lambda: self.log.append(f"wait {plan.number}") or drawn)
 
         return Drawing()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from parallel_targets import norms
 
 import shotcast
+from shotcast.layers.parallel import Parallel
 
 
 @pytest.mark.parametrize(
@@ -16,3 +18,22 @@ def test_the_same_norm(ranks: int, algorithm: str, sequence_parallel: int, quant
     for in_fp8, off in shotcast.spawn(norms, ranks, algorithm, sequence_parallel, timeout_s=60):
         assert in_fp8 == quantized
         assert off <= 1 if quantized else off == 0
+
+
+def test_a_named_algorithm_serves_what_it_can() -> None:
+    class Ranks:
+        """A communicator whose one-shot serves up to 4 rows."""
+
+        rank, world_size = 0, 2
+        asked = 0
+
+        def candidates(self, x: torch.Tensor, op: str) -> list[str]:
+            self.asked += 1
+            return ["two_shot"] + ["one_shot"] * (x.shape[0] <= 4)
+
+    ranks = Ranks()
+    parallel = Parallel(ranks, algorithm="one_shot")  # type: ignore[arg-type]
+    for _ in range(2):
+        taken = [parallel._algorithm("all_reduce_rms_norm", torch.zeros(rows, 8)) for rows in (1, 4, 5)]
+        assert taken == ["one_shot", "one_shot", "auto"]
+    assert ranks.asked == 3

@@ -40,6 +40,8 @@ from shotcast.models.source import find_model, open_checkpoint
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
 """What a benchmark calls them; "nccl" is Gloo between CPU ranks."""
 TRANSFORMERS = "transformers"
+_NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
+"""Nothing of ours beside NCCL's calls."""
 _READ_BYTES = 256 << 20
 _READS = 8
 
@@ -135,14 +137,16 @@ def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None
         advance(TRANSFORMERS)
         # a process of its own, so that its memory and threads are gone before the next
         yield from spawn(transformers_rows, 1, plan)[0]
+    bandwidths: dict[int, float] = {}
     for layout in plan.layouts:
         ranks = layout.tensor_parallel * layout.pipeline_parallel
-        bandwidth = min(spawn(read_bandwidth_gbps, ranks, plan.device))
+        if ranks not in bandwidths:
+            bandwidths[ranks] = min(spawn(read_bandwidth_gbps, ranks, plan.device))
         # one rank has nobody to talk to, so it is measured once
         for algorithm in plan.algorithms if layout.tensor_parallel > 1 else plan.algorithms[:1]:
             advance(f"{layout} {algorithm}")
             with (
-                _environment(NCCL_FAVOURABLE if algorithm == "nccl" else {}),
+                _environment(_NCCL if algorithm == "nccl" else {}),
                 LLM(
                     plan.model,
                     tensor_parallel=layout.tensor_parallel,
@@ -157,7 +161,7 @@ def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None
                 ) as llm,
             ):
                 for batch in plan.batches:
-                    yield _point(plan, layout, algorithm, batch, llm, bandwidth)
+                    yield _point(plan, layout, algorithm, batch, llm, bandwidths[ranks])
 
 
 @contextlib.contextmanager

@@ -39,7 +39,8 @@ from shotcast.wire import Fault, LaunchShape, Norm, Op
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
-_MAX_WORKSPACE_MESSAGE = 512 << 20
+MAX_WORKSPACE_MESSAGE = 512 << 20
+"""``max_bytes`` at most."""
 _KEPT_CALLS = 4096
 _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
@@ -111,14 +112,15 @@ class Communicator:
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         if max_bytes is None:
             max_bytes = DEFAULT_MAX_BYTES[self.device.type]
-        if not isinstance(max_bytes, int) or not 0 < max_bytes <= _MAX_WORKSPACE_MESSAGE:
-            raise ConfigError(f"max_bytes is a whole number in 1..{_MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
+        if not isinstance(max_bytes, int) or not 0 < max_bytes <= MAX_WORKSPACE_MESSAGE:
+            raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self.max_bytes = max_bytes
         self._closed = False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._chain = StreamChain() if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
+        self._checks_vendor = env.check_vendor()
         self._vendor = Vendor(self._group, order)
         self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
         environment = env.algorithm()
@@ -164,6 +166,7 @@ class Communicator:
             "max_bytes": self.max_bytes,
             "SHOTCAST_ALGORITHM": environment,
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
+            "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
             "tables (SHOTCAST_TABLE)": hashlib.sha256(texts.encode()).hexdigest()[:12],
         }
         everybody = self._host.all_gather((trouble, mine), what="construction")
@@ -575,7 +578,7 @@ class Communicator:
         self, call: Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
     ) -> None:
         executor = self._executor
-        if executor is not None:
+        if executor is not None and (self._checks_vendor or call.plan.algorithm != "vendor"):
             executor.run(call.plan, x, out, tensors)
             if self._chain is None and (fault := executor.fault()):
                 raise self._error(fault)

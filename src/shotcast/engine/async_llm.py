@@ -88,7 +88,7 @@ class AsyncLLM:
                     output = builder.take(item, arrived)
                     delta += output.delta
                 output.delta = delta
-                yield output
+                yield builder.copy()
                 if output.finished:
                     return
         finally:

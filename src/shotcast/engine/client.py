@@ -244,7 +244,7 @@ class EngineClient:
                 continue
             if isinstance(message, rank.Report):
                 self._stats = message.stats
-                for progress in message.progress:
+                for progress in map(Progress._make, message.progress):
                     self._tell(progress.request_id, progress, progress.finish is not None)
             else:
                 assert isinstance(message, rank.Refused)

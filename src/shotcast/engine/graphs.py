@@ -140,4 +140,6 @@ class StaticDecoding:
         finally:
             clock.stamping = False
         self._pool = graph.pool()
+        if not stamped:
+            graph.replay()  # the first takes longer
         return graph.replay

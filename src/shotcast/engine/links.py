@@ -89,11 +89,10 @@ class Follower:
         number, sequences, stamped = plain
         return StepPlan(number, tuple(map(SequenceStep._make, sequences)), stamped)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether :meth:`next` has something at once."""
+    def waits(self, seconds: float) -> bool:
+        """Whether :meth:`next` has something at once, or will have so soon."""
         with _losing(0):
-            return self._link.poll()
+            return self._link.poll(seconds)
 
     def report(self, drawn: Drawn) -> None:
         with _losing(0):

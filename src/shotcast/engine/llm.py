@@ -95,7 +95,8 @@ class LLM:
         outputs: dict[int, RequestOutput] = {}
         try:
             for number, (prompt, one) in enumerate(zip(several, each, strict=True)):
-                streams.append(_Stream(self._client, prompt, one, functools.partial(_put, news, number)))
+                listen = functools.partial(_put, news, number)
+                streams.append(_Stream(self._client, prompt, one, listen, late=True))
             while len(outputs) < len(streams):
                 number, latest = news.get()
                 if number not in outputs and (output := streams[number].take(latest)).finished:
@@ -116,9 +117,8 @@ class LLM:
         try:
             finished = False
             while not finished:
-                output = stream.take(news.get())
-                finished = output.finished
-                yield output
+                finished = stream.take(news.get()).finished
+                yield stream.copy()
         finally:
             stream.close()
 
@@ -148,15 +148,22 @@ def _put(news: queue.SimpleQueue[tuple[int, News]], number: int, latest: News) -
 class _Stream:
     """One request of a script."""
 
-    def __init__(self, client: EngineClient, prompt: Prompt, params: SamplingParams, listen: Listen):
+    def __init__(
+        self, client: EngineClient, prompt: Prompt, params: SamplingParams, listen: Listen, late: bool = False
+    ):
+        """``late``: as :class:`OutputBuilder` has it."""
         self._client, self._id = client, client.new_id()
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
-        self._builder = OutputBuilder(self._id, tokens, params, tokenizer, client.ready.model.eos)
+        self._builder = OutputBuilder(self._id, tokens, params, tokenizer, client.ready.model.eos, late)
         client.submit(self._id, tokens, params, listen)
 
+    def copy(self) -> RequestOutput:
+        """The output as it is now."""
+        return self._builder.copy()
+
     def take(self, news: News) -> RequestOutput:
-        """The output with what has come. Raises what ended the request."""
+        """The output with what has come; it grows on. Raises what ended the request."""
         latest, arrived = news
         if isinstance(latest, Exception):
             raise latest

@@ -16,6 +16,7 @@ class OutputBuilder:
     Args:
         tokenizer: None for outputs without text.
         end_tokens: the model's own, which leave no text.
+        late: nobody reads the text before the output ends, so it need not be made before.
     """
 
     def __init__(
@@ -25,17 +26,24 @@ class OutputBuilder:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         end_tokens: tuple[int, ...],
+        late: bool = False,
     ):
         self._output = RequestOutput(request_id, prompt)
         if params.logprobs is not None:
             self._output.logprobs = []
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
         self._stops = StopStrings(params.stop)
+        self._unread: list[int] | None = [] if late and not params.stop else None
         self._end_tokens = frozenset(end_tokens)
         self._started = time.perf_counter()
 
+    def copy(self) -> RequestOutput:
+        """The output as it is now."""
+        output = self._output
+        return replace(output, tokens=list(output.tokens), logprobs=output.logprobs and list(output.logprobs))
+
     def take(self, progress: Progress, arrived: float) -> RequestOutput:
-        """The output with ``progress`` in it, which came at ``arrived`` by :func:`time.perf_counter`.
+        """The output, grown by ``progress``, which came at ``arrived`` by :func:`time.perf_counter`; it grows on.
 
         When a stop string ended it, the engine does not know that yet.
         """
@@ -56,14 +64,20 @@ class OutputBuilder:
             output.finish_reason, output.error = progress.finish, progress.error
             if progress.stop_token not in self._end_tokens:
                 output.stop_reason = progress.stop_token
-        return replace(output, tokens=list(output.tokens), logprobs=output.logprobs and list(output.logprobs))
+        return output
 
     def _read(self, progress: Progress) -> str | None:
         """Turn new tokens into text; the stop string that they complete."""
         if self._decoder is None:
             return None
-        text = "".join(self._decoder.push(token) for token in progress.tokens if token != progress.stop_token)
         last = progress.finish is not None
+        tokens = [token for token in progress.tokens if token != progress.stop_token]
+        if self._unread is not None:
+            self._unread += tokens
+            if not last:
+                return None
+            tokens = self._unread
+        text = "".join(map(self._decoder.push, tokens))
         if last:
             text += self._decoder.flush()
         self._output.delta, found = self._stops.push(text, last)

@@ -80,7 +80,7 @@ class Runner:
         static: tuple[int, ...] = (),
         reports: bool = True,
     ) -> None:
-        self._model = model
+        self._model, self._max_model_len = model, max_model_len
         self._reports = reports
         self._block_size = block_size
         self._caches = model.caches(blocks + bool(static), block_size)
@@ -107,6 +107,21 @@ class Runner:
     def communication_s(self) -> float:
         """Seconds of these in collectives."""
         return self._model.parallel.clock.communication_s
+
+    @torch.inference_mode()
+    def warm(self, *lengths: int) -> None:
+        """Compute a prompt of each of these lengths, for nobody, so that no request waits for what is compiled, or set
+        up, when it is first used. Collective; needs ``static``, whose spare block it writes to."""
+        spare = int(self._host_tables[-1, 0]) * self._block_size
+        for length in lengths:
+            positions = np.arange(length) % self._max_model_len
+            slots = spare + positions % self._block_size
+            tokens, place, where, drawn = uploaded(
+                (np.zeros(length, np.int64), positions, slots, np.array([length - 1])), self._device
+            )
+            none = place[:0]
+            prefill = Prefill(0, length, where)
+            self._model(Batch(tokens, place, where, 0, none, none.int(), (prefill,), self._tables, drawn), self._caches)
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:

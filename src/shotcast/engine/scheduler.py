@@ -182,6 +182,8 @@ class Scheduler:
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
         """Give a running sequence blocks for ``count`` more tokens, at the cost of those that arrived after it."""
+        if sequence.computed + count <= len(sequence.blocks) * self.config.block_size:
+            return True
         blocks = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
         while blocks > self._blocks.free:
             victim = next(reversed(self._running.values()))

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shotcast.layers.batch import Batch
+
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of PyTorch's attention; not cuDNN's, which makes a plan, tens of milliseconds, for every new length of a prompt."""
 
 
 class KeyValueCache:
@@ -46,6 +50,7 @@ class Attention:
         window: tokens back that a query sees, itself included; 0 for all.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
         eps: of these norms.
+        beside: another layer of the same shape, whose scratch memory this one uses too: they take turns.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Attention:
         window: int = 0,
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
+        beside: Attention | None = None,
     ):
         self.heads, self.kv_heads, self.head_dim = heads, max(kv_of) + 1, head_dim
         self.window = window
@@ -66,8 +72,8 @@ class Attention:
         self._cosines, self._sines = cosines, sines
         self._kv_of = torch.tensor(kv_of, device=cosines.device)
         group = heads // self.kv_heads
-        self._decoding = None
-        if cosines.device.type == "cuda":
+        self._decoding: Any = None if beside is None else beside._decoding
+        if self._decoding is None and cosines.device.type == "cuda":
             from shotcast.kernels.paged_attention import Decoding
 
             processors = torch.cuda.get_device_properties(cosines.device).multi_processor_count
@@ -110,12 +116,15 @@ class Attention:
         """Attention of a sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
         length, count = slots.shape[0], queries.shape[0]
         # [1, heads, tokens, head_dim], as PyTorch wants it
+        whole = count == length and not 0 < self.window < length
+        # on CUDA a kernel that takes a mask takes no groups of queries
+        grouped = self._even and (whole or queries.device.type == "cpu")
         keys, values = (
-            (whole[slots] if self._even else whole[slots][:, self._kv_of]).transpose(0, 1)[None]
-            for whole in (cache.keys, cache.values)
+            (kept[slots] if grouped else kept[slots][:, self._kv_of]).transpose(0, 1)[None]
+            for kept in (cache.keys, cache.values)
         )
-        options: dict[str, Any] = {"enable_gqa": self._even and self.heads != self.kv_heads}
-        if count == length and not 0 < self.window < length:
+        options: dict[str, Any] = {"enable_gqa": grouped and self.heads != self.kv_heads}
+        if whole:
             options["is_causal"] = True
         else:
             positions = torch.arange(length, device=queries.device)
@@ -123,5 +132,6 @@ class Attention:
             seen = ages >= 0
             options["attn_mask"] = seen & (ages < self.window) if self.window else seen
         scale = 1.0 / math.sqrt(self.head_dim)
-        out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
+        with sdpa_kernel(_BACKENDS):
+            out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
         return out[0].transpose(0, 1)

@@ -23,7 +23,8 @@ class Parallel:
         comm: the ranks of this stage.
         job: all ranks, stage by stage, for what passes from stage to stage.
         stages: how many stages there are.
-        algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it.
+        algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it; ``auto`` where it cannot serve a
+            step, which may be too long for it.
         sequence_parallel: the residual is divided between the ranks of a stage where a step has as many tokens as
             ``sequence_parallel``; 0 for never.
         clock: of this rank.
@@ -44,6 +45,17 @@ class Parallel:
         self.algorithm = algorithm
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.clock = HostClock() if clock is None else clock
+        self._algorithms: dict[tuple[str, int], str] = {}
+
+    def _algorithm(self, op: str, x: torch.Tensor) -> str:
+        """That of an all-reduce of ``x``, which differs in its number of rows alone."""
+        if self.algorithm in ("auto", "vendor") or self.size == 1:
+            return self.algorithm
+        key = op, x.shape[0]
+        if key not in self._algorithms:
+            legal = self.algorithm in self.comm.candidates(x, op)
+            self._algorithms[key] = self.algorithm if legal else "auto"
+        return self._algorithms[key]
 
     def _timed(self) -> contextlib.AbstractContextManager[None]:
         """Of an operation of the ranks of a stage, which is no communication if there is one."""
@@ -80,7 +92,8 @@ class Parallel:
             if residual.shape[0] == x.shape[0]:
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 out = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
-                found = self.comm.all_reduce_rms_norm_fp8(x, residual, weight, eps, None, False, self.algorithm, out)
+                algorithm = self._algorithm("all_reduce_rms_norm", x)
+                found = self.comm.all_reduce_rms_norm_fp8(x, residual, weight, eps, None, False, algorithm, out)
             else:
                 found = self.comm.reduce_scatter_rms_norm_fp8(x, residual, weight, eps, gather=True)
         return Float8Rows(found.quantized, found.scale), found.new_residual
@@ -100,9 +113,8 @@ class Parallel:
                 residual += self.comm.all_reduce(x, out=x, algorithm="ring")
                 normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
             elif residual.shape[0] == x.shape[0]:
-                normed, residual = self.comm.all_reduce_rms_norm(
-                    x, residual, weight, eps, self.algorithm, out=(x, residual)
-                )
+                algorithm = self._algorithm("all_reduce_rms_norm", x)
+                normed, residual = self.comm.all_reduce_rms_norm(x, residual, weight, eps, algorithm, out=(x, residual))
             else:
                 normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
         return normed, residual
@@ -110,7 +122,7 @@ class Parallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over the ranks of the stage, in place."""
         with self._timed():
-            self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
+            self.comm.all_reduce(x, out=x, algorithm=self._algorithm("all_reduce", x))
         return x
 
     def gather_parts(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:

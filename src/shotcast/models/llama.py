@@ -38,6 +38,7 @@ class Block:
         cosines: torch.Tensor,
         sines: torch.Tensor,
         sequences: int,
+        beside: Block | None,
     ):
         prefix, head_dim = f"model.layers.{number}", config.head_dim
         rank, ranks = parallel.rank, parallel.size
@@ -59,8 +60,17 @@ class Block:
             norms = [weights.take(f"{prefix}.self_attn.{name}_norm.weight") for name in ("q", "k")]
             head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
         window = config.sliding_window or 0
-        self.attention = Attention(
-            len(heads), head_dim, kv_of, cosines, sines, sequences, window, head_norms, config.norm_eps
+        self.attention: Attention = Attention(
+            len(heads),
+            head_dim,
+            kv_of,
+            cosines,
+            sines,
+            sequences,
+            window,
+            head_norms,
+            config.norm_eps,
+            None if beside is None else beside.attention,
         )
         self.output = row_parallel(
             weights,
@@ -115,7 +125,10 @@ class Llama:
         self.embeddings = self.head = None
         if parallel.first:
             self.embeddings = Vocabulary(weights, EMBEDDINGS, config.vocab, parallel)
-        self.blocks = [Block(config, number, weights, parallel, cosines, sines, sequences) for number in self.layers]
+        self.blocks: list[Block] = []
+        for number in self.layers:
+            beside = self.blocks[0] if self.blocks else None
+            self.blocks.append(Block(config, number, weights, parallel, cosines, sines, sequences, beside))
         if parallel.last:
             self.last_norm = weights.take(LAST_NORM)
             if config.tied and self.embeddings is not None:
