@@ -10,7 +10,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from shotcast.bench import engine
+from shotcast.bench import engine, engine_report
 from shotcast.cli import app
 from shotcast.errors import ConfigError
 
@@ -34,7 +34,7 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     said = json.loads(kept.read_text())
-    rows = [engine.EngineRow(**row) for row in said["rows"]]
+    rows = [engine_report.EngineRow(**row) for row in said["rows"]]
     assert [(row.layout, row.algorithm, row.batch) for row in rows] == [
         *[("1x1", "transformers", batch) for batch in (1, 3)],
         *[("1x1", "auto", batch) for batch in (1, 3)],
@@ -52,6 +52,13 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "transformers" in result.output
     assert "2x1" in result.output
+    assert engine_report.read(kept) == tuple(rows)
+    shown = CliRunner().invoke(app, ["bench", "table", "--kind", "engine", "--json", str(kept)])
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.strip().splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert lines[2].startswith("| 1x1 | transformers | 1 | ")
+    assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
 
 
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])
@@ -78,3 +85,28 @@ def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> Non
     engine.EnginePlan(**good)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=said):
         engine.EnginePlan(**{**good, **change})  # type: ignore[arg-type]
+
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+
+
+@pytest.mark.parametrize("path", sorted(DATA.rglob("engine_*.json")), ids=lambda path: path.stem)
+def test_kept_results_are_read(path: Path) -> None:
+    assert engine_report.read(path)
+    said = json.loads(path.read_text())
+    assert said["command"].startswith("shotcast bench engine ")
+    assert said["environment"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": [{"op": "all_reduce"}]}'])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"other.json holds no results of shotcast bench engine"):
+        engine_report.read(tmp_path / "other.json")
+
+
+def test_options_that_a_table_of_the_engine_has_not(tmp_path: Path) -> None:
+    arguments = ["bench", "table", "--kind", "engine", "--json", str(tmp_path / "none"), "--sizes", "8K"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "a table of the engine has no" in result.stderr

@@ -247,7 +247,7 @@ def _engine_command(
     plot_file: PlotFile = None,
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
-    from shotcast.bench import engine
+    from shotcast.bench import engine, engine_report
     from shotcast.hardware.detect import detect
 
     plan = engine.EnginePlan(
@@ -268,13 +268,13 @@ def _engine_command(
     with Console(stderr=True).status("") as status:
         for row in engine.measure(plan, status.update):
             rows.append(row)
-    screen.print(engine.table(rows))
+    screen.print(engine_report.table(rows))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(engine.document(rows, detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])))
+        json_file.write_text(engine_report.document(rows, detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])))
         screen.print(f"wrote {json_file}")
     if plot_file is not None:
-        engine.plot(rows, plot_file)
+        engine_report.plot(rows, plot_file)
         screen.print(f"wrote {plot_file}")
 
 
@@ -286,15 +286,20 @@ OnlySizes = Annotated[str, typer.Option("--sizes", help="Of the rows, those of t
 @app.command("table")
 def _table_command(
     json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="times, summary, ratios, fused or between.")] = "",
+    kind: Annotated[str, typer.Option("--kind", help="times, summary, ratios, fused, between or engine.")] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
     world_size: OnlyWorldSize = "",
     sizes: OnlySizes = "",
     columns: Annotated[str, typer.Option("--columns", help="Of the contenders, these.")] = "",
 ) -> None:
     """Print kept results as a Markdown table; runs nothing."""
-    from shotcast.bench import tables
+    from shotcast.bench import engine_report, tables
 
+    if kind == "engine":
+        if measure or world_size or sizes or columns:
+            raise ConfigError("a table of the engine has no --measure, --world-size, --sizes or --columns")
+        typer.echo(engine_report.markdown([row for path in json_files for row in engine_report.read(path)]))
+        return
     rows = _kept(json_files, world_size)[0]
     wanted = [parse_size(size) for size in names_in(sizes)]
     typer.echo(tables.markdown(rows, kind, wanted, names_in(columns), measure))
