@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,11 @@ def test_sentinel_is_sent_as_nan(dtype: str) -> None:
 )
 def test_patient_programs_wait_a_quarter_longer(waited: float, patient: bool, goes_on: bool) -> None:
     assert interpreted(targets.patience, waited, patient) == (goes_on, not goes_on)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="memory below 2^31 is asked for as x86-64 has it")
+def test_small_addresses_are_addresses() -> None:
+    address, epoch, copied = interpreted(targets.small_addresses)
+    assert address < 2**31
+    assert epoch == [0, 7]
+    assert copied == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -6,6 +6,8 @@ A module of its own, since Triton decides at import whether it interprets.
 # ruff: noqa: N803, RUF005 (Triton: compile-time arguments are upper case, and tuples are joined by +)
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ import triton.language as tl
 from shotcast.collectives import reference
 from shotcast.kernels import layout
 from shotcast.kernels.float8 import from_words, to_words
-from shotcast.kernels.sync import Call, look_at_clock, without_sentinel
+from shotcast.kernels.sync import Call, enter, look_at_clock, without_sentinel
 from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_words, unpack
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
@@ -289,3 +291,28 @@ def patience(waited: float, patient: bool) -> tuple[bool, bool]:
     live = torch.zeros(1, dtype=torch.int32)
     look_kernel[(1,)](control, table, started, live, patient)
     return bool(live[0]), bool(control[layout.ABORT] != 0)
+
+
+@triton.jit
+def enter_kernel(own, peers, x, out, SIZE: tl.constexpr):
+    """What a collective does with addresses that are numbers: of its own memory, of its peers', and of a tensor."""
+    call = enter(own, peers, 0, 0, 1, False)
+    tl.store(call.peers + 1, call.epoch)
+    store_words(out, 0, tl.arange(0, SIZE), load_words(x, 0, tl.arange(0, SIZE), SIZE * 4, 4), SIZE * 4, 4)
+
+
+def small_addresses() -> tuple[int, list[int], list[int]]:
+    """Memory below 2^31, where a program that is not position-independent has its heap: the address, what a kernel
+    wrote of its epoch (7), and what it copied (1 to 8)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    private, anonymous, low = 0x02, 0x20, 0x40
+    address = libc.mmap(None, 1 << 16, mmap.PROT_READ | mmap.PROT_WRITE, private | anonymous | low, -1, 0)
+    assert address not in (None, 2**64 - 1)
+    words = np.ctypeslib.as_array((ctypes.c_int64 * (1 << 13)).from_address(address))
+    words[layout.EPOCH] = 7
+    peers, x, out = address + (1 << 15), address + (3 << 14), address + (3 << 14) + 1024
+    data = words[(3 << 14) // 8 :].view(np.int32)
+    data[:8] = np.arange(1, 9)
+    enter_kernel[(1,)](address, peers, x, out, 8)
+    return address, words[(1 << 15) // 8 :][:2].tolist(), data[256:264].tolist()

@@ -125,7 +125,7 @@ def take_rows(
             if QUANTIZE == DYNAMIC:
                 factor = tl.sum(tl.where(offs == FP8_QUADS * 4, parts[r], 0), axis=0)
                 factor = nan_unless(call.live, factor, tl.float32)
-                tl.store(scale.to(tl.pointer_type(tl.int32)) + there, factor, mask=call.rank != FIRST + r)
+                tl.store(scale.to(tl.int64).to(tl.pointer_type(tl.int32)) + there, factor, mask=call.rank != FIRST + r)
     return call
 
 

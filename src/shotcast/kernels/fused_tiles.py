@@ -63,7 +63,7 @@ def exchange(call, cells, rows, parts, bits, present, COUNT: tl.constexpr, PARTS
     For programs of one warp, which sees one result of a reduction.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
-    base = cells.to(tl.pointer_type(tl.int64))
+    base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
     tag = tag_of(call.epoch)
     for i in tl.static_range(COUNT):
         cell = (bits[i].to(tl.int64) & 0xFFFFFFFF) | (tag << 32)
@@ -152,7 +152,7 @@ def finish_tiles(
         for i in tl.static_range(COUNT):
             largest = largest + (tl.max(all_bits[i], axis=0),)
     if QUANTIZE != NONE:
-        scales = scale.to(tl.pointer_type(tl.float32))
+        scales = scale.to(tl.int64).to(tl.pointer_type(tl.float32))
         for i in tl.static_range(COUNT):
             row, part, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
             if QUANTIZE == DYNAMIC:

@@ -145,9 +145,9 @@ def finish_row(
             low, high = unpack(norm, DTYPE)
             largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=0)
             row_factor = tl.where(live != 0, scale_of(largest), float("nan"))
-            tl.store(scale.to(tl.pointer_type(tl.float32)) + at, row_factor)
+            tl.store(scale.to(tl.int64).to(tl.pointer_type(tl.float32)) + at, row_factor)
         else:
-            row_factor = tl.load(scale.to(tl.pointer_type(tl.float32)))
+            row_factor = tl.load(scale.to(tl.int64).to(tl.pointer_type(tl.float32)))
         packed = quantized_words(norm, row_factor, BLOCK, DTYPE)
         store_words(quantized, at * HIDDEN, tl.arange(0, FP8_BLOCK), packed, HIDDEN, FP8_UNIT)
     return norm, packed, row_factor

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 @triton.jit
 def words_at(address, quads):
     """Pointer to 32-bit words, ``quads`` 16-byte units past an (aligned) address."""
-    base = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    base = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
     return base + quads * 4
 
 
@@ -80,8 +80,8 @@ def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl
     transitive. The epoch load is volatile because an L1 line may hold the prior kernel's view of it.
     """
     await_prior_kernel(PDL)
-    own = tl.multiple_of(own_address.to(tl.pointer_type(tl.int64)), 16)
-    peers = tl.multiple_of(peers_address.to(tl.pointer_type(tl.int64)), 16)
+    own = tl.multiple_of(own_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
+    peers = tl.multiple_of(peers_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     epoch = tl.load(own + EPOCH, volatile=True)
     generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
     fault = look_at_abort(own, WARPS)

@@ -17,9 +17,9 @@ def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
     """Words ``offs`` of the bytes from ``address + start`` on; zero from byte ``nbytes`` (of that stretch) on.
 
     UNIT says what the caller knows: 16, address, start and nbytes are multiples of 16; else the widest access in bytes
-    (4, 2 or 1) that address, start and nbytes are multiples of.
+    (4, 2 or 1) that address, start and nbytes are multiples of. (The interpreter takes a small address for 32 bits.)
     """
-    at = address + start
+    at = address.to(tl.int64) + start
     if UNIT == 16:
         pointer = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
         words = tl.load(pointer + offs, mask=offs < (nbytes // 16) * 4, other=0)
@@ -42,7 +42,7 @@ def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
 @triton.jit
 def store_words(address, start, offs, words, nbytes, UNIT: tl.constexpr):
     """Store words where :func:`load_words` would load them; bytes from ``nbytes`` on are not touched."""
-    at = address + start
+    at = address.to(tl.int64) + start
     if UNIT == 16:
         pointer = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
         tl.store(pointer + offs, words, mask=offs < (nbytes // 16) * 4)
