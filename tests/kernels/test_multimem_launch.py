@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from shotcast.kernels import layout
 from shotcast.kernels.executor import TritonExecutor
@@ -28,7 +27,6 @@ def launches(
     executor: Any = object.__new__(TritonExecutor)
     executor._own_address, executor._peers_address = 1 << 40, 1 << 41
     executor._rank, executor._world, executor._pdl = 1, 4, True
-    executor._device = torch.device("cpu")
     executor._layout, executor.many_bytes = Layout.of(MAX_BYTES), layout.MANY_BYTES
     executor._multicast, executor._entries = multicast, {}
     plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape)

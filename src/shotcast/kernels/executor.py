@@ -25,7 +25,7 @@ from shotcast.kernels.multimem import multimem_all_reduce
 from shotcast.kernels.norm import DTYPES, NORM_ADDRESSES, norm_addresses, norm_arguments
 from shotcast.kernels.one_shot import one_shot_reduce
 from shotcast.kernels.ring import ring
-from shotcast.kernels.target import INTERPRETED, converts_float8, launch_options, launches_early
+from shotcast.kernels.target import INTERPRETED, converts_float8, launches_early
 from shotcast.kernels.two_shot import two_shot_all_reduce
 from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.memory.operands import NormTensors
@@ -205,7 +205,7 @@ class TritonExecutor:
         return plan.dtype in DTYPES and slot > self.many_bytes
 
     def _options(self, warps: int) -> dict[str, Any]:
-        return launch_options(self._device, warps) | {"enable_fp_fusion": False}
+        return {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self._pdl}
 
     def _unit(self, plan: CallPlan, aligned: bool) -> int:
         """16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
