@@ -92,9 +92,8 @@ class EngineClient:
         self._ready: rank.Ready | None = None
         self._loaded = threading.Event()
         self._connected = False
-        self._outgoing: queue.SimpleQueue[Request | rank.Abort | rank.Stamp | None] = (
-            queue.SimpleQueue()
-        )  # None is the last
+        # to rank 0; None is the last
+        self._outgoing: queue.SimpleQueue[Request | rank.Abort | rank.Stamp | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=body, name=f"shotcast-{name}", daemon=True)
             for name, body in (("watch", self._watch), ("read", self._read))

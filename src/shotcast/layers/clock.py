@@ -49,7 +49,7 @@ class DeviceClock:
 
     A stamp takes as long as a kernel with nothing to do, about a microsecond. That is measured once, between stamps
     that follow each other, and taken off what is told; what is left of a call is how much later the next kernel starts
-    for it.
+    for it, at most: without stamps, that kernel loads weights meanwhile.
     """
 
     def __init__(self, device: torch.device):
