@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shotcast
-from shotcast.layers.batch import Batch, Prefill
+from shotcast.layers.batch import Batch, Prefills
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
 from shotcast.models.llama import Llama
@@ -34,11 +34,16 @@ class Tables:
         positions = [position for _, start, new in parts for position in range(start, start + len(new))]
         owners = [sequence for sequence, _, new in parts for _ in new]
         slots = [self.slot(*place) for place in zip(owners, positions, strict=True)]
-        starts = [0, *itertools.accumulate(len(new) for _, _, new in parts)]
         contexts = [start + len(new) for _, start, new in parts]
         decodes = sum(len(new) == 1 for _, _, new in parts)
         sequences = [sequence for sequence, _, _ in parts]
-        several = list(zip(starts, starts[1:], contexts, sequences, strict=False))[decodes:]
+        prefills = None
+        if several := parts[decodes:]:
+            queries = (0, *itertools.accumulate(len(new) for _, _, new in several))
+            keys = (0, *itertools.accumulate(contexts[decodes:]))
+            kept = [self.slot(part[0], position) for part in several for position in range(part[1] + len(part[2]))]
+            starts = [torch.tensor(of, dtype=torch.int32) for of in (queries, keys)]
+            prefills = Prefills(queries, keys, *starts, torch.tensor(kept))
         return Batch(
             torch.tensor(tokens),
             torch.tensor(positions),
@@ -46,10 +51,7 @@ class Tables:
             decodes,
             torch.tensor(sequences[:decodes], dtype=torch.int64),
             torch.tensor(contexts[:decodes], dtype=torch.int32),
-            tuple(
-                Prefill(first, stop, torch.tensor([self.slot(sequence, position) for position in range(context)]))
-                for first, stop, context, sequence in several
-            ),
+            prefills,
             self.blocks,
             None,
         )

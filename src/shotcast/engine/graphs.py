@@ -114,7 +114,7 @@ class StaticDecoding:
         logits = None if self._logits is None else Logits(self._logits.values[of], self._logits.best[of])
         with self._model.parallel.clock.step():
             unpack(self._packed[of], self._drawn, tables, self._caches[0].block_size, *places)
-            batch = Batch(tokens, positions, slots, size, rows, lengths, (), tables, None, logits)
+            batch = Batch(tokens, positions, slots, size, rows, lengths, None, tables, None, logits)
             result = self._model(batch, self._caches)
             if result is not None:
                 self._drawn.index_copy_(0, rows, result.best[:, 0])

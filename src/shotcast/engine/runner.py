@@ -14,7 +14,7 @@ from shotcast.engine.plan import NO_TOKEN, PENDING, StepPlan
 from shotcast.engine.requests import TokenLogprob
 from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
 from shotcast.engine.transfer import Download, uploaded
-from shotcast.layers.batch import Batch, Logits, Prefill
+from shotcast.layers.batch import Batch, Logits, Prefills
 from shotcast.models.llama import Llama
 
 
@@ -116,12 +116,15 @@ class Runner:
         for length in lengths:
             positions = np.arange(length) % self._max_model_len
             slots = spare + positions % self._block_size
-            tokens, place, where, drawn = uploaded(
-                (np.zeros(length, np.int64), positions, slots, np.array([length - 1])), self._device
+            whole = 0, length
+            tokens, place, where, drawn, starts = uploaded(
+                (np.zeros(length, np.int64), positions, slots, np.array([length - 1]), np.array(whole, np.int32)),
+                self._device,
             )
             none = place[:0]
-            prefill = Prefill(0, length, where)
-            self._model(Batch(tokens, place, where, 0, none, none.int(), (prefill,), self._tables, drawn), self._caches)
+            prefills = Prefills(whole, whole, starts, starts, where)
+            batch = Batch(tokens, place, where, 0, none, none.int(), prefills, self._tables, drawn)
+            self._model(batch, self._caches)
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
@@ -191,7 +194,7 @@ class Runner:
         tokens: list[int] = []
         positions: list[int] = []
         owners: list[int] = []
-        drawn, pending, several = [], [], []
+        drawn, pending, queries, keys = [], [], [0], [0]
         contexts: list[npt.NDArray[np.int64]] = []
         decodes = 0
         for sequence in plan.sequences:
@@ -204,7 +207,8 @@ class Runner:
             if len(sequence.tokens) == 1:
                 decodes += 1
             else:
-                several.append((first, len(tokens)))
+                queries.append(queries[-1] + len(sequence.tokens))
+                keys.append(keys[-1] + length)
                 contexts.append(self._slots(np.full(length, slot), np.arange(length)))
             if sequence.draws:
                 drawn.append(len(tokens) - 1)
@@ -215,8 +219,11 @@ class Runner:
         pairs = np.array(pending, np.int64).reshape(-1, 2).T.copy()
         cells = np.array(entered, np.int64).reshape(-1, 3).T.copy()
         ids_here, rows_here = np.array(tokens, np.int64), owner[:decodes]
+        prompts: list[npt.NDArray[np.generic]] = []
+        if contexts:
+            prompts = [np.array(queries, np.int32), np.array(keys, np.int32), np.concatenate(contexts)]
         there = uploaded(
-            (ids_here, place, slots, rows_here, lengths, draws, pairs, cells, *contexts),
+            (ids_here, place, slots, rows_here, lengths, draws, pairs, cells, *prompts),
             self._device,
         )
         ids, place_there, slots_there, rows, lengths_there, drawn_there, pairs_there, cells_there = there[:8]
@@ -231,7 +238,7 @@ class Runner:
             decodes,
             rows,
             lengths_there,
-            tuple(Prefill(*tokens_of, slots_of) for tokens_of, slots_of in zip(several, there[8:], strict=True)),
+            Prefills(tuple(queries), tuple(keys), *there[8:]) if prompts else None,
             self._tables,
             None if len(drawn) == len(tokens) else drawn_there,
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shotcast.layers.batch import Batch
-
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of PyTorch's attention; not cuDNN's, which makes a plan, tens of milliseconds, for every new length of a prompt."""
+from shotcast.layers import varlen
+from shotcast.layers.batch import Batch, Prefills
 
 
 class KeyValueCache:
@@ -95,11 +93,11 @@ class Attention:
 
             paged_attention.rotate_into_cache(qkv, *turned, self._norms, self._eps)
         out = torch.empty_like(queries)
-        if count := batch.decodes:
+        count = batch.decodes
+        if count:
             self._decode(queries[:count], cache, batch, out[:count])
-        for prefill in batch.prefills:
-            mine = slice(prefill.first, prefill.stop)
-            out[mine] = self._prefill(queries[mine], cache, prefill.slots)
+        if batch.prefills is not None:
+            self._prefill(queries[count:], cache, batch.prefills, out[count:])
         return out.view(tokens, -1).to(qkv.dtype)
 
     def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
@@ -112,19 +110,28 @@ class Attention:
         else:
             self._decoding(*paged, cache.block_size, self.window, out)
 
-    def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, slots: torch.Tensor) -> torch.Tensor:
-        """Attention of a sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
+    def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, prefills: Prefills, out: torch.Tensor) -> None:
+        """Attention of each sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
+        if varlen.serves(queries):
+            keys, values = (whole[prefills.slots[:, None], self._kv_of] for whole in (cache.keys, cache.values))
+            starts = prefills.query_starts, prefills.key_starts
+            queried, kept = (max(b - a for a, b in itertools.pairwise(of)) for of in (prefills.queries, prefills.keys))
+            out.copy_(varlen.attend(queries, keys, values, *starts, queried, kept, self.window))
+            return
+        bounds = zip(itertools.pairwise(prefills.queries), itertools.pairwise(prefills.keys), strict=True)
+        for (first, stop), (first_key, stop_key) in bounds:
+            out[first:stop] = self._attend(queries[first:stop], cache, prefills.slots[first_key:stop_key])
+
+    def _attend(self, queries: torch.Tensor, cache: KeyValueCache, slots: torch.Tensor) -> torch.Tensor:
+        """As :meth:`_prefill`, of one sequence."""
         length, count = slots.shape[0], queries.shape[0]
         # [1, heads, tokens, head_dim], as PyTorch wants it
-        whole = count == length and not 0 < self.window < length
-        # on CUDA a kernel that takes a mask takes no groups of queries
-        grouped = self._even and (whole or queries.device.type == "cpu")
         keys, values = (
-            (kept[slots] if grouped else kept[slots][:, self._kv_of]).transpose(0, 1)[None]
+            (kept[slots] if self._even else kept[slots][:, self._kv_of]).transpose(0, 1)[None]
             for kept in (cache.keys, cache.values)
         )
-        options: dict[str, Any] = {"enable_gqa": grouped and self.heads != self.kv_heads}
-        if whole:
+        options: dict[str, Any] = {"enable_gqa": self._even and self.heads != self.kv_heads}
+        if count == length and not 0 < self.window < length:
             options["is_causal"] = True
         else:
             positions = torch.arange(length, device=queries.device)
@@ -132,6 +139,5 @@ class Attention:
             seen = ages >= 0
             options["attn_mask"] = seen & (ages < self.window) if self.window else seen
         scale = 1.0 / math.sqrt(self.head_dim)
-        with sdpa_kernel(_BACKENDS):
-            out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
+        out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
         return out[0].transpose(0, 1)

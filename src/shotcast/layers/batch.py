@@ -8,12 +8,20 @@ from typing import NamedTuple
 import torch
 
 
-class Prefill(NamedTuple):
-    """A sequence with several tokens in a step: those from ``first`` to before ``stop``. They are the last of its
-    tokens that are in the cache after the step, whose ``slots`` are [context] int64."""
+class Prefills(NamedTuple):
+    """Sequences with several tokens in a step, one behind the other: the last of each that are in the cache after it.
 
-    first: int
-    stop: int
+    Attributes:
+        queries, keys: on the host, where each sequence begins among their tokens of this step, and among all that is
+            kept of them; and the number of these.
+        query_starts, key_starts: the same on the device, int32.
+        slots: [keys] int64, of the cache.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
     slots: torch.Tensor
 
 
@@ -40,7 +48,7 @@ class Batch:
         decodes: how many sequences have one token.
         rows: [decodes], the row of ``tables`` of each of these.
         lengths: [decodes] int32, how many tokens of each are in the cache after this step.
-        prefills: the other sequences.
+        prefills: the other sequences; None if there are none.
         tables: [rows, blocks] int32, the blocks of sequences in order.
         drawn: [sequences that draw a token], places of the tokens whose logits are wanted; None for all tokens.
         logits: where these go; None for new tensors.
@@ -52,7 +60,7 @@ class Batch:
     decodes: int
     rows: torch.Tensor
     lengths: torch.Tensor
-    prefills: tuple[Prefill, ...]
+    prefills: Prefills | None
     tables: torch.Tensor
     drawn: torch.Tensor | None
     logits: Logits | None = None
