@@ -95,7 +95,8 @@ def test_float32_is_what_transformers_computes(folder: str, reference: Any, tens
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
-    options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16}
+    """Prompts in chunks: several of a step are attended to by one call, each from where it stands."""
+    options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16, "max_batch_tokens": 100}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         assert_greedy(reference, llm.generate(prompts(12), greedy(16)), 4e-2)
 
