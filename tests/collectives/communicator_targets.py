@@ -416,3 +416,13 @@ def first_messages() -> float:
                 comm.recv(x, 0)
                 comm.send(x, 0)
         return time.monotonic() - started
+
+
+def epochs_of_a_call_by_gloo() -> int:
+    """How many calls own kernels count for one that Gloo serves: that in which ranks compare it, or none."""
+    with shotcast.Communicator(device="cpu") as comm:
+        assert comm._executor is not None
+        before = comm._executor.epoch
+        x = torch.full([8], comm.rank + 1.0)
+        assert comm.all_reduce(x, algorithm="vendor").tolist() == [3.0] * 8
+        return comm._executor.epoch - before

@@ -104,6 +104,10 @@ class TestDisagreement:
         said = self.told({}, {0: {"allow_fp8": True}})
         assert said == words + "rank 0: True, rank 1: False, rank 2: False"
 
+    def test_check_vendor(self) -> None:
+        said = self.told({1: {"SHOTCAST_CHECK_VENDOR": "0"}})
+        assert said == "the ranks do not agree on SHOTCAST_CHECK_VENDOR: rank 0: True, rank 1: False, rank 2: True"
+
     @pytest.mark.parametrize("other", [1 << 10, 32 << 20])
     def test_max_bytes(self, other: int) -> None:
         said = self.told({}, {2: {"max_bytes": other}})

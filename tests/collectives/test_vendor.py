@@ -28,3 +28,9 @@ def test_reduction_is_part_of_a_kept_call() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_operation_by_name(world_size: int) -> None:
     shotcast.spawn(targets.vendor_serves_every_operation, world_size, timeout_s=50)
+
+
+@pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0)])
+def test_calls_are_compared_unless_that_is_left_out(value: str, calls: int) -> None:
+    env = {"SHOTCAST_CHECK_VENDOR": value}
+    assert shotcast.spawn(targets.epochs_of_a_call_by_gloo, 2, env=env, timeout_s=50) == [calls] * 2

@@ -308,13 +308,10 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
     dtype_name = config.dtype or ("float32" if device == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, dtype_name)
     budget = _memory_budget(config, model, dtype)
-    largest = config.max_batch_tokens * model.hidden
-    if device == "cuda":  # where longer messages would not go by own kernels: the logits of a step
-        largest = max(largest, config.max_sequences * model.vocab)
     job = stack.enter_context(
         Communicator(
             device=device,
-            max_bytes=min(max(1 << 20, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE),
+            max_bytes=_workspace_bytes(config, model, dtype),
             timeout_s=max(config.timeout_s, _LOADING_S),
         )
     )
@@ -365,6 +362,14 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
     capture_s = time.perf_counter() - started
     ready = Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
     return runner, ready, job, comm
+
+
+def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """The longest message of the engine's collectives, or what a communicator takes at most."""
+    largest = config.max_batch_tokens * model.hidden
+    if config.device == "cuda":  # where longer messages would not go by own kernels: the logits of a step
+        largest = max(largest, config.max_sequences * model.vocab)
+    return min(max(1 << 20, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ class Stream:
 
 MOST_ROWS = 16
 """Rows of x up to which this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1 row by 1.04 (the
-head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 1.1 to 1.26, or as fast."""
+head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 0.9 to 1.26."""
 _MOST_BYTES, _MOST_BYTES_ROWS = 48 << 20, 8
 """Weights of 16-bit floats of more bytes are PyTorch's from more rows than this: there it is faster by 1.1."""
 _LIMIT = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -27,7 +28,7 @@ class _Told:
     offset: int = 0
 
 
-class Answer(Generic[B]):
+class Answer(ABC, Generic[B]):
     """The answer to one request. Choices come as updates, numbered ``prompt * n + i``."""
 
     PREFIX: ClassVar[str]
@@ -80,17 +81,19 @@ class Answer(Generic[B]):
             "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in first)},
         }
 
+    @abstractmethod
     def _opening(self, number: int) -> list[dict[str, Any]]:
         """Choices of chunks that go before the first text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of an answer in one piece."""
 
+    @abstractmethod
     def _chunk_choice(
         self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], told: _Told
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of a chunk, that says ``text``."""
 
 
 class CompletionAnswer(Answer[CompletionBody]):

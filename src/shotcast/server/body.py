@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
@@ -115,9 +116,9 @@ class Body(_Strict):
         return "max_tokens", self.max_tokens
 
     @property
+    @abstractmethod
     def alternatives(self) -> tuple[str, int | None]:
         """The log-probabilities that were asked for at each token, after the parameter that says so."""
-        raise NotImplementedError
 
     def sampling(self) -> SamplingParams:
         """How to draw tokens; how many to draw at most and the seed of each choice are the caller's to fill in.
@@ -141,9 +142,9 @@ class Body(_Strict):
                 raise bad(asked, str(error).replace(name, asked, 1)) from error
         return SamplingParams(**values)
 
+    @abstractmethod
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of each prompt."""
-        raise NotImplementedError
 
 
 class CompletionBody(Body):
