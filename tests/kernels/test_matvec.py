@@ -24,7 +24,7 @@ KINDS = (("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16"
 
 
 def cases() -> list[Case]:
-    """All rows from 1 to 16, and more; columns of part of a step, of whole steps and of both; odd outputs."""
+    """All rows from 1 to 16; columns of part of a step, of whole steps and of both; odd outputs."""
     made: list[Case] = []
     shapes = itertools.cycle(((48, 6), (512, 10), (528, 2), (2064, 38), (4096, 4)))
     for rows in range(1, 17):
@@ -34,7 +34,6 @@ def cases() -> list[Case]:
     fma, dot = Stream("fma", 8, 256, 1, ahead_bytes=0), Stream("dot", 32, 32, 2, 2)
     for stream, rows, gated in itertools.product((fma, dot), (1, 3), (False, True)):
         made.append((rows, 528, 70, "bfloat16", False, True, gated, stream))
-    made += [(rows, 272, 38, "bfloat16", fp8, False, False, None) for rows in (33, 64) for fp8 in (False, True)]
     made.append((1, 48, 7, "bfloat16", False, False, False, Stream("fma", 1, 256, 1)))
     return made
 
@@ -46,7 +45,7 @@ def test_as_exact_as_float32_sums() -> None:
     assert not wrong
 
 
-@given(st.integers(1, 40_000), st.integers(1, 64), st.sampled_from([1, 2]), st.integers(1, 200))
+@given(st.integers(1, 40_000), st.integers(1, matvec.MOST_ROWS), st.sampled_from([1, 2]), st.integers(1, 200))
 def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, rows: int, item: int, processors: int) -> None:
     stream = matvec.choose(outputs, rows, item, processors)
     if stream.kind == "fma":
@@ -57,8 +56,8 @@ def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, rows: int,
 def test_what_is_not_served_is_refused() -> None:
     weight = torch.zeros(6, 32, dtype=torch.bfloat16)
     x = torch.zeros(2, 32, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="not 65 of"):
-        matvec.linear(x[:1].repeat(65, 1), weight)
+    with pytest.raises(UnsupportedError, match="not 17 of"):
+        matvec.linear(x[:1].repeat(17, 1), weight)
     with pytest.raises(UnsupportedError, match="float32"):
         matvec.linear(x.float(), weight.float())
     with pytest.raises(ConfigError, match="equally many columns"):

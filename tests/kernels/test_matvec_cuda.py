@@ -20,7 +20,7 @@ KINDS = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), KINDS, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16])
 def test_products(rows: int, dtype: torch.dtype, fp8: bool) -> None:
     for (inputs, outputs), gated in itertools.product(SHAPES, (False, True)):
         given = operands(rows, inputs, outputs, dtype, fp8, rows % 2 == 0, "cuda")
@@ -28,7 +28,7 @@ def test_products(rows: int, dtype: torch.dtype, fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("rows", [1, 4, 16])
 def test_every_launch_that_is_measured(rows: int, fp8: bool) -> None:
     given = operands(rows, 4096, 1536, torch.bfloat16, fp8, True, "cuda")
     for stream in matvec.candidates(rows, 1 if fp8 else 2):

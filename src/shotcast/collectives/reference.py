@@ -87,5 +87,6 @@ def quantize(normed: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
     value = normed.float()
     if scale is None:
         largest = torch.where(value.isnan(), 0.0, value.abs()).amax(-1, keepdim=True)
-        scale = (largest / E4M3_MAX).clamp_min(SMALLEST_SCALE)
+        # by a tensor: on a GPU, PyTorch divides by a number by multiplying with its inverse
+        scale = (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(SMALLEST_SCALE)
     return (value * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

@@ -250,21 +250,19 @@ class Stream:
 
 
 MOST_ROWS = 16
-"""Rows of x up to which this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1 row by 1.04 (the
+"""Rows of x at most, which is up to where this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1 row by 1.04 (the
 head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 0.9 to 1.26."""
 _MOST_BYTES, _MOST_BYTES_ROWS = 48 << 20, 8
 """Weights of 16-bit floats of more bytes are PyTorch's from more rows than this: there it is faster by 1.1."""
-_LIMIT = 64
-"""Rows of x."""
 _FEW_OUTPUTS = 24
 """Outputs a processor, of the products for which a program takes more columns at a time."""
 _CHOICES: tuple[tuple[int, int, Stream, Stream], ...] = (
     (2, 2, Stream("fma", 4, 2048, 4), Stream("fma", 4, 1024, 4, ahead_bytes=0)),
     (2, 4, Stream("fma", 4, 2048, 4), Stream("dot", 32, 128, 4, 3)),
-    (2, _LIMIT, Stream("dot", 32, 64, 4, 6), Stream("dot", 32, 64, 4, 6)),
+    (2, MOST_ROWS, Stream("dot", 32, 64, 4, 6), Stream("dot", 32, 64, 4, 6)),
     (1, 2, Stream("fma", 4, 2048, 4, ahead_bytes=0), Stream("fma", 4, 2048, 4, ahead_bytes=0)),
     (1, 4, Stream("fma", 4, 2048, 4), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
-    (1, _LIMIT, Stream("dot", 16, 64, 4, 5, ahead_bytes=0), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
+    (1, MOST_ROWS, Stream("dot", 16, 64, 4, 5, ahead_bytes=0), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
 )
 """(bytes of a weight, rows of x at most, launch for few outputs, launch for others): the fastest over the shapes of
 benchmarks/data/h200/linear.json, at 1, 4 and 16 rows."""
@@ -288,22 +286,17 @@ def candidates(rows: int, itemsize: int) -> Iterator[Stream]:
             yield Stream("fma", tile, wide * warps * steps, warps)
         yield Stream("fma", 4, wide * 4, 4, ahead_bytes=0)
         yield Stream("fma", 4, wide * 4, 4, ahead_bytes=16384)
-    if rows <= 16:
-        for tile, columns, warps, stages in (
-            (16, 64, 4, 5),
-            (16, 128, 4, 3),
-            (32, 64, 4, 4),
-            (32, 64, 4, 6),
-            (16, 64, 8, 4),
-            (32, 128, 4, 3),
-            (32, 64, 8, 3),
-        ):
-            yield Stream("dot", tile, columns, warps, stages)
-        yield Stream("dot", 16, 64, 4, 5, ahead_bytes=0)
-    else:
-        yield Stream("dot", 16, 64, 4, 3)
-        yield Stream("dot", 32, 32, 4, 4)
-        yield Stream("dot", 64, 32, 4, 4)
+    for tile, columns, warps, stages in (
+        (16, 64, 4, 5),
+        (16, 128, 4, 3),
+        (32, 64, 4, 4),
+        (32, 64, 4, 6),
+        (16, 64, 8, 4),
+        (32, 128, 4, 3),
+        (32, 64, 8, 3),
+    ):
+        yield Stream("dot", tile, columns, warps, stages)
+    yield Stream("dot", 16, 64, 4, 5, ahead_bytes=0)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -333,7 +326,7 @@ def linear(
     The weight is complete before the kernel before this one begins: it is read while that one runs.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16 or float16, at most 64 rows.
+        x: contiguous [rows, inputs] of bfloat16 or float16, at most MOST_ROWS rows.
         weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype, or float8_e4m3fn with a scale.
         scale: float32 [outputs].
         bias: [outputs].
@@ -348,9 +341,9 @@ def linear(
         ConfigError: for other shapes.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float8_e4m3fn) or not 0 < rows <= _LIMIT:
+    if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float8_e4m3fn) or not 0 < rows <= MOST_ROWS:
         raise UnsupportedError(
-            f"1 to {_LIMIT} rows of bfloat16 or float16 are multiplied with weights of their dtype or "
+            f"1 to {MOST_ROWS} rows of bfloat16 or float16 are multiplied with weights of their dtype or "
             f"float8_e4m3fn, not {rows} of {x.dtype} with {weight.dtype}"
         )
     fit = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
