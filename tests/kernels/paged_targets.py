@@ -45,14 +45,15 @@ def both_ways(
         out = torch.full_like(queries, float("nan"))
         turned = angles.cos(), angles.sin(), last, slots, *mine, queries
         if kernels:
-            paged_attention.rotate_into_cache(x.to(kind), *turned, norms, EPS)
+            rotated = tuple(tensor.clone() for tensor in mine)
+            paged_attention.rotate_into_cache(x.to(kind), *turned[:4], *rotated, queries, norms, EPS)
+            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, torch.device("cpu"))
+            turns, paged = (angles.cos(), angles.sin()), (spread, rows, lengths, block_size, window)
+            decoding(x.to(kind), *turns, *mine, *paged, out, norms, EPS)
+            assert all(torch.equal(kept, alone) for kept, alone in zip(mine, rotated, strict=True))
         else:
             given = x if norms is None else norm_heads(x, norms, EPS)
             attention.rotate_into_cache(given.to(kind), *turned)
-        if kernels:
-            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, torch.device("cpu"))
-            decoding(queries, *mine, spread, rows, lengths, block_size, window, out)
-        else:
             attention.decode(queries, *mine, spread, rows, lengths, torch.tensor(kv_of), block_size, window, out)
         return out.float(), mine[0].float(), mine[1].float()
 

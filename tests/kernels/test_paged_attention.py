@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 import shotcast
-from shotcast.kernels.paged_attention import SMALL_TILE, decode_kernel, join_kernel, rotate_kernel
+from shotcast.kernels.paged_attention import TILE, decode_kernel, join_kernel, rotate_kernel
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
@@ -45,23 +45,25 @@ def test_kernels_compile(capability: int) -> None:
     decode = ASTSource(
         decode_kernel,
         signature={
-            **dict.fromkeys(("queries", "keys", "values", "result"), "*bf16"),
+            **dict.fromkeys(("x", "norms", "keys", "values", "result"), "*bf16"),
+            **dict.fromkeys(("cosines", "sines"), "*fp32"),
             **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
             "rows": "*i64",
             **dict.fromkeys(("parts", "weights"), "*fp32"),
             "scale": "fp32",
+            "eps": "fp32",
             "blocks": "i32",
             "window": "i32",
         },
         constexprs={
             "HEADS": 16,
             "KV_HEADS": 2,
-            "HEAD_DIM": 128,
+            "HALF": 64,
+            "HALF_TILE": 64,
             "GROUP": 16,
-            "WIDTH": 128,
             "BLOCK_SIZE": 16,
             "SPLITS": 32,
-            "TILE": SMALL_TILE,
+            "TILE": TILE,
             "PDL": capability >= 90,
         },
     )

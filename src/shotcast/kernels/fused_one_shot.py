@@ -21,7 +21,7 @@ from shotcast.kernels.sync import (
     store_to_all,
     without_sentinel,
 )
-from shotcast.kernels.target import kernel, release_next_kernel
+from shotcast.kernels.target import await_prior_kernel, kernel, release_next_kernel
 from shotcast.kernels.words import load_words, sum_words, with_own
 
 
@@ -54,29 +54,33 @@ def one_shot_rms_norm(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a tile, PARTS tiles of BLOCK words a row."""
+    """One program a tile, PARTS tiles of BLOCK words a row.
+
+    The next kernel, which mostly loads weights first, is let in at once; and what is to be summed is on its way while
+    the epoch is read. Either saves half a microsecond between products.
+    """
+    release_next_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
-    call = enter(own, peers, rank, header, WARPS, PDL)
     tiles = nbytes // ROW * PARTS
     extent = tiles * (TILE * WORLD)
+    tile = tl.program_id(0) - 1
+    offs = tl.arange(0, BLOCK)
+    _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
+    gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
+    await_prior_kernel(PDL)
+    words = load_words(x, at, offs, here, 16)
+    before = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, PARTS, False)
+    call = enter(own, peers, rank, header, WARPS, False)  # it has been waited for
     if tl.program_id(0) == 0:
         leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
         exchange_headers(call, WORLD, WARPS)
     else:
-        tile = tl.program_id(0) - 1
         slots = slots_of(call.generation, slots_at, slots_quads)
-        _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
-        offs = tl.arange(0, BLOCK)
-        words = load_words(x, at, offs, here, 16)
         span = here // 16 * 4
         place = slots + (rank * tiles + tile) * TILE
         store_to_all(call, place, offs, without_sentinel(words), offs < span, False, False, WORLD, True, tile)
-        before = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, PARTS, False)
-        gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
         leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
         clear_previous(call, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
         parts, call = await_words(
             call, slots + tile * TILE, tiles * TILE, offs, span, 0, span, 0, False, WORLD, WORLD, True

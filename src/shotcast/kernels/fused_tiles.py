@@ -20,11 +20,11 @@ from shotcast.kernels.words import load_words, nan_unless, pack, store_words, un
 
 @triton.jit
 def where_tile(tile, tiles, ROW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """(row, part, first byte, bytes) of a tile; no bytes beyond the last tile."""
+    """(row, part, first byte, bytes) of a tile; no bytes before the first or beyond the last."""
     row = tile // PARTS
     part = tile % PARTS
     nbytes = tl.minimum(BLOCK * 4, ROW - part * (BLOCK * 4))
-    return row, part, row * ROW + part * (BLOCK * 4), tl.where(tile < tiles, nbytes, 0)
+    return row, part, row * ROW + part * (BLOCK * 4), tl.where((tile >= 0) & (tile < tiles), nbytes, 0)
 
 
 @triton.jit

@@ -250,8 +250,8 @@ class Stream:
 
 
 MOST_ROWS = 16
-"""Rows of x at most, which is up to where this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1 row by 1.04 (the
-head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 0.9 to 1.26."""
+"""Rows of x at most, which is up to where this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1
+row by 1.04 (the head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 0.9 to 1.26."""
 _MOST_BYTES, _MOST_BYTES_ROWS = 48 << 20, 8
 """Weights of 16-bit floats of more bytes are PyTorch's from more rows than this: there it is faster by 1.1."""
 _FEW_OUTPUTS = 24
@@ -323,7 +323,7 @@ def linear(
 ) -> torch.Tensor:
     """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
-    The weight is complete before the kernel before this one begins: it is read while that one runs.
+    The weight is complete before kernels that may still run when this one begins: it is read meanwhile.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16, at most MOST_ROWS rows.

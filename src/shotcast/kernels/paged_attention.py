@@ -1,10 +1,10 @@
 """Attention of one query a sequence over a paged cache, and norm and rotation of queries and keys into it.
 
-For decoding, where time is that of reading keys and values once: every (sequence, key-value head) is divided into
-``splits`` parts of its context, each a program that reads its part in tiles for all query heads of the group, so that a
-single long sequence uses the whole GPU; a second kernel joins the parts (Flash-Decoding, Dao et al., 2023), if there
-are several. Lengths and tables are read on the device: a captured graph serves whatever they hold, and parts without
-tokens end at once.
+For decoding, where time is that of reading keys and values once, norm and rotation are a part of it: every (sequence,
+key-value head) is divided into ``splits`` parts of its context, each a program that reads its part in tiles for all
+query heads of the group, so that a single long sequence uses the whole GPU; a second kernel joins the parts
+(Flash-Decoding, Dao et al., 2023), if there are several. Lengths and tables are read on the device: a captured graph
+serves whatever they hold, and parts without tokens end at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,28 @@ import triton.language as tl
 from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel
 from shotcast.kernels.words import round_float
 
-TILE, SMALL_TILE = 64, 32
-"""Keys that a program has in flight at once; the small tile where a context is in more than _MANY_SPLITS parts."""
-_MANY_SPLITS = 16
+TILE = 32
+"""Keys that a program multiplies while as many are on their way."""
+
+
+@triton.jit
+def normed_and_turned(a, b, norms, cosine, sine, eps, COUNT: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """Halves of heads [COUNT, HALF_TILE], normed with the halves ``norms`` of their weights (or None) and rotated, as
+    floats; rounded to DTYPE before and after the weight, as models are trained, and at the end."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if norms is not None:
+        factor = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * HALF) + eps)[:, None]
+        a = round_float(a * factor, DTYPE).to(tl.float32) * norms[0].to(tl.float32)
+        b = round_float(b * factor, DTYPE).to(tl.float32) * norms[1].to(tl.float32)
+        a, b = round_float(a, DTYPE).to(tl.float32), round_float(b, DTYPE).to(tl.float32)
+    return round_float(a * cosine - b * sine, DTYPE), round_float(b * cosine + a * sine, DTYPE)
+
+
+@triton.jit
+def halves(base, rows, i, mask, HALF: tl.constexpr):
+    """Both halves of heads that begin at ``rows`` [n, 1] heads of 2 * HALF past ``base``."""
+    address = rows * (2 * HALF) + i
+    return tl.load(base + address, mask=mask, other=0.0), tl.load(base + address + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -46,27 +65,18 @@ def rotate_kernel(
     await_prior_kernel(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    i = tl.arange(0, HALF_TILE)
+    i = tl.arange(0, HALF_TILE)[None, :]
     inside = i < HALF
-    source = x + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF)
-    first = tl.load(source + i, mask=inside, other=0.0)
-    second = tl.load(source + HALF + i, mask=inside, other=0.0)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    nothing = tl.zeros([1, 1], tl.int64)
+    first, second = halves(x, nothing + token * (HEADS + 2 * KV_HEADS) + head, i, inside, HALF)
     slot = tl.load(slots + token)
     if head < HEADS + KV_HEADS:
-        DTYPE: tl.constexpr = x.dtype.element_ty
         position = tl.load(positions + token)
         cosine = tl.load(cosines + position * HALF + i, mask=inside)
         sine = tl.load(sines + position * HALF + i, mask=inside)
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        if norms is not None:
-            # rounded before and after the weight, as models are trained
-            factor = tl.rsqrt(tl.sum(a * a + b * b, axis=0) / (2 * HALF) + eps)
-            weight = norms + head * (2 * HALF) + i
-            a = round_float(a * factor, DTYPE).to(tl.float32) * tl.load(weight, mask=inside).to(tl.float32)
-            b = round_float(b * factor, DTYPE).to(tl.float32) * tl.load(weight + HALF, mask=inside).to(tl.float32)
-            a, b = round_float(a, DTYPE).to(tl.float32), round_float(b, DTYPE).to(tl.float32)
-        first = round_float(a * cosine - b * sine, DTYPE)
-        second = round_float(b * cosine + a * sine, DTYPE)
+        gains = None if norms is None else halves(norms, nothing + head, i, inside, HALF)
+        first, second = normed_and_turned(first, second, gains, cosine, sine, eps, 1, HALF, DTYPE)
     if head < HEADS:
         target = queries + (token * HEADS + head) * (2 * HALF)
     elif head < HEADS + KV_HEADS:
@@ -78,8 +88,43 @@ def rotate_kernel(
 
 
 @triton.jit
+def slots_of(table, positions, there, BLOCK_SIZE: tl.constexpr):
+    """Where in the cache positions of a sequence lie."""
+    block = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@triton.jit
+def load_kept(
+    keys,
+    values,
+    table,
+    kv,
+    tile,
+    stop,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Halves of keys and of values at positions ``tile`` to ``tile + TILE``, 0 from ``stop`` on."""
+    position = tile + tl.arange(0, TILE)
+    there = position < stop
+    row = (slots_of(table, position, there, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
+    i = tl.arange(0, HALF_TILE)[None, :]
+    mask = there[:, None] & (i < HALF)
+    first, second = halves(keys, row, i, mask, HALF)
+    low, high = halves(values, row, i, mask, HALF)
+    return first, second, low, high
+
+
+@triton.jit
 def decode_kernel(
-    queries,
+    x,
+    norms,
+    cosines,
+    sines,
     keys,
     values,
     tables,
@@ -90,13 +135,14 @@ def decode_kernel(
     weights,
     result,
     scale,
+    eps,
     blocks,
     window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -104,56 +150,80 @@ def decode_kernel(
 ):
     """Program (sequence, key-value head, split); ``parts``: float32 [sequences, heads, splits, head_dim], sums of
     values by weights that are relative to the largest score; ``weights``: [..., 2], that score and the weights' sum.
-    One split alone is the ``result``, [sequences, heads, head_dim]."""
+    One split alone is the ``result``, [sequences, heads, head_dim].
+
+    All but ``x`` is there before the kernel before this one ends, so the first keys and values are on their way then.
+    The new ones come from ``x``, and enter the cache by the first split, which attends to them.
+    """
     release_next_kernel(PDL)
-    await_prior_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
+    i = tl.arange(0, HALF_TILE)[None, :]
+    wide = i < HALF
     first_head = tl.load(first_heads + kv)
-    head = first_head + tl.arange(0, GROUP)
+    head = first_head + tl.arange(0, GROUP)[:, None]
     mine = head < tl.load(first_heads + kv + 1)
-    d = tl.arange(0, WIDTH)
-    wide = d < HEAD_DIM
-    query = tl.load(
-        queries + (sequence * HEADS + head[:, None]) * HEAD_DIM + d[None, :],
-        mask=mine[:, None] & wide[None, :],
-        other=0.0,
-    )
-    length = tl.load(lengths + sequence)
+    last = tl.load(lengths + sequence) - 1
     table = tables + tl.load(rows + sequence).to(tl.int64) * blocks
-    begin = tl.maximum(length - window, 0) if window > 0 else 0
-    each = ((length - begin + SPLITS - 1) // SPLITS + TILE - 1) // TILE * TILE
+    begin = tl.maximum(last + 1 - window, 0) if window > 0 else 0
+    each = ((last - begin + SPLITS - 1) // SPLITS + TILE - 1) // TILE * TILE
     start = begin + split * each
-    stop = tl.minimum(start + each, length)
+    stop = tl.minimum(start + each, last)
+    k1, k2, v1, v2 = load_kept(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+    cosine = tl.load(cosines + last * HALF + i, mask=wide)
+    sine = tl.load(sines + last * HALF + i, mask=wide)
+    await_prior_kernel(PDL)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    token = x + sequence * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    q1, q2 = halves(token, head, i, mine & wide, HALF)
+    gains = None if norms is None else halves(norms, head, i, mine & wide, HALF)
+    q1, q2 = normed_and_turned(q1, q2, gains, cosine, sine, eps, GROUP, HALF, DTYPE)
     largest = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    out = tl.zeros([GROUP, WIDTH], tl.float32)
-    for tile in range(start, stop, TILE):
-        position = tile + tl.arange(0, TILE)
-        there = position < stop
-        block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-        row = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM
-        address = row[:, None] + d[None, :]
-        key = tl.load(keys + address, mask=there[:, None] & wide[None, :], other=0.0)
-        value = tl.load(values + address, mask=there[:, None] & wide[None, :], other=0.0)
-        scores = dot(query, tl.trans(key)) * scale
+    low = tl.zeros([GROUP, HALF_TILE], tl.float32)
+    high = tl.zeros([GROUP, HALF_TILE], tl.float32)
+    if split == 0:
+        place = tl.zeros([1, 1], tl.int32) + HEADS + kv
+        new1, new2 = halves(token, place, i, wide, HALF)
+        new_gains = None if norms is None else halves(norms, place, i, wide, HALF)
+        new1, new2 = normed_and_turned(new1, new2, new_gains, cosine, sine, eps, 1, HALF, DTYPE)
+        new_low, new_high = halves(token, place + KV_HEADS, i, wide, HALF)
+        at = (slots_of(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv) * (2 * HALF) + i
+        tl.store(keys + at, new1, mask=wide)
+        tl.store(keys + at + HALF, new2, mask=wide)
+        tl.store(values + at, new_low, mask=wide)
+        tl.store(values + at + HALF, new_high, mask=wide)
+        products = q1.to(tl.float32) * new1.to(tl.float32) + q2.to(tl.float32) * new2.to(tl.float32)
+        largest = tl.sum(products, axis=1) * scale
+        total = total + 1.0
+        low = low + new_low.to(tl.float32)
+        high = high + new_high.to(tl.float32)
+    for tile in tl.range(start, stop, TILE, num_stages=1):
+        there = tile + tl.arange(0, TILE) < stop
+        following = load_kept(keys, values, table, kv, tile + TILE, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+        scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
         scores = tl.where(there[None, :], scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, axis=1))
         weight = tl.exp(scores - higher[:, None])
         kept = tl.exp(largest - higher)
         total = total * kept + tl.sum(weight, axis=1)
-        out = out * kept[:, None] + dot(weight.to(value.dtype), value)
+        weight = weight.to(DTYPE)
+        low = low * kept[:, None] + dot(weight, v1)
+        high = high * kept[:, None] + dot(weight, v2)
         largest = higher
+        k1, k2, v1, v2 = following
     place = (sequence * HEADS + head) * SPLITS + split
-    address = place[:, None] * HEAD_DIM + d[None, :]
+    address = place * (2 * HALF) + i
     if SPLITS == 1:
-        joined = round_float(out / total[:, None], result.dtype.element_ty)
-        tl.store(result + address, joined, mask=mine[:, None] & wide[None, :])
+        share = 1.0 / total[:, None]
+        tl.store(result + address, round_float(low * share, DTYPE), mask=mine & wide)
+        tl.store(result + address + HALF, round_float(high * share, DTYPE), mask=mine & wide)
     else:
-        tl.store(parts + address, out, mask=mine[:, None] & wide[None, :])
-        tl.store(weights + place * 2, largest, mask=mine)
-        tl.store(weights + place * 2 + 1, total, mask=mine)
+        tl.store(parts + address, low, mask=mine & wide)
+        tl.store(parts + address + HALF, high, mask=mine & wide)
+        tl.store(weights + place * 2, largest[:, None], mask=mine)
+        tl.store(weights + place * 2 + 1, total[:, None], mask=mine)
 
 
 @triton.jit
@@ -252,7 +322,9 @@ class Decoding:
 
     def __call__(
         self,
-        queries: torch.Tensor,
+        x: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         tables: torch.Tensor,
@@ -261,14 +333,25 @@ class Decoding:
         block_size: int,
         window: int,
         out: torch.Tensor,
+        norms: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> None:
-        """As :func:`shotcast.cpu.attention.decode`; queries, caches and out are of one dtype."""
-        sequences = queries.shape[0]
-        splits, width = self.splits(sequences), triton.next_power_of_2(self._head_dim)
-        options = launch_options(queries.device, warps=4)
+        """As :func:`rotate_into_cache` of these tokens, then :func:`shotcast.cpu.attention.decode`.
+
+        All but ``x`` must be complete before kernels that may still run when this one begins.
+
+        Args:
+            x: [sequences, (heads + 2 kv heads) * head_dim]; caches and out are of its dtype.
+        """
+        sequences = x.shape[0]
+        splits, half = self.splits(sequences), self._head_dim // 2
+        options = launch_options(x.device, warps=4)
         pdl = options["launch_pdl"]
         decode_kernel[(sequences, self._kv_heads, splits)](
-            queries,
+            x,
+            norms,
+            cosines,
+            sines,
             keys,
             values,
             tables,
@@ -279,20 +362,22 @@ class Decoding:
             self._weights,
             out,
             self._head_dim**-0.5,
+            eps,
             tables.shape[1],
             window,
             self._heads,
             self._kv_heads,
-            self._head_dim,
+            half,
+            max(16, triton.next_power_of_2(half)),
             self._group,
-            max(16, width),
             block_size,
             splits,
-            TILE if splits <= _MANY_SPLITS else SMALL_TILE,
+            TILE,
             pdl,
             **options,
         )
         if splits > 1:
+            width = triton.next_power_of_2(self._head_dim)
             join_kernel[(sequences * self._heads,)](
                 self._parts, self._weights, out, self._head_dim, width, splits, pdl, **options
             )

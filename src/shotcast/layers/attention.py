@@ -80,9 +80,23 @@ class Attention:
 
     def __call__(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch) -> torch.Tensor:
         """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
-        tokens = qkv.shape[0]
-        queries = cache.keys.new_empty(tokens, self.heads, self.head_dim)
-        turned = self._cosines, self._sines, batch.positions, batch.slots, cache.keys, cache.values, queries
+        count = batch.decodes
+        out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        if self._decoding is not None and count:
+            turned, paged = (self._cosines, self._sines), (batch.tables, batch.rows, batch.lengths)
+            options = cache.block_size, self.window, out[:count], self._norms, self._eps
+            self._decoding(qkv[:count], *turned, cache.keys, cache.values, *paged, *options)
+        elif count:
+            self._decode(self._rotate(qkv[:count], cache, batch, slice(0, count)), cache, batch, out[:count])
+        if batch.prefills is not None:
+            rest = slice(count, None)
+            self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefills, out[rest])
+        return out.view(qkv.shape[0], -1).to(qkv.dtype)
+
+    def _rotate(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch, of: slice) -> torch.Tensor:
+        """Queries [tokens, heads, head_dim]; keys and values enter the cache."""
+        queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        turned = self._cosines, self._sines, batch.positions[of], batch.slots[of], cache.keys, cache.values, queries
         if self._decoding is None:
             from shotcast.cpu.attention import rotate_into_cache
 
@@ -92,23 +106,14 @@ class Attention:
             from shotcast.kernels import paged_attention
 
             paged_attention.rotate_into_cache(qkv, *turned, self._norms, self._eps)
-        out = torch.empty_like(queries)
-        count = batch.decodes
-        if count:
-            self._decode(queries[:count], cache, batch, out[:count])
-        if batch.prefills is not None:
-            self._prefill(queries[count:], cache, batch.prefills, out[count:])
-        return out.view(tokens, -1).to(qkv.dtype)
+        return queries
 
     def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
-        """Attention of one query a sequence, [sequences, heads, head_dim]."""
-        paged = queries, cache.keys, cache.values, batch.tables, batch.rows, batch.lengths
-        if self._decoding is None:
-            from shotcast.cpu.attention import decode
+        """Attention of one query a sequence, [sequences, heads, head_dim], on a CPU."""
+        from shotcast.cpu.attention import decode
 
-            decode(*paged, self._kv_of, cache.block_size, self.window, out)
-        else:
-            self._decoding(*paged, cache.block_size, self.window, out)
+        paged = queries, cache.keys, cache.values, batch.tables, batch.rows, batch.lengths
+        decode(*paged, self._kv_of, cache.block_size, self.window, out)
 
     def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, prefills: Prefills, out: torch.Tensor) -> None:
         """Attention of each sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
