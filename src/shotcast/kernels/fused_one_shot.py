@@ -67,10 +67,10 @@ def one_shot_rms_norm(
     tile = tl.program_id(0) - 1
     offs = tl.arange(0, BLOCK)
     _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
-    gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
     await_prior_kernel(PDL)
     words = load_words(x, at, offs, here, 16)
     before = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, PARTS, False)
+    gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
     call = enter(own, peers, rank, header, WARPS, False)  # it has been waited for
     if tl.program_id(0) == 0:
         leave_epoch(call, extent, True)
