@@ -45,7 +45,9 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
         assert row.tpot_ms > 0
         # all of a round's tokens within its time, which is no less than a request's own
         assert row.tokens_per_s <= row.batch * row.output / ((row.ttft_ms + 32 * row.tpot_ms) / 1e3) * 1.05
-        assert row.roofline == pytest.approx(row.roofline_ms / row.tpot_ms)
+        assert row.roofline == pytest.approx(row.roofline_ms / row.itl_ms)
+        # half of the gaps are as long, and all of them fit in
+        assert 0 < row.itl_ms <= 2.05 * row.tpot_ms
         assert 0 < row.roofline < 1
         assert (row.communication > 0) == (row.layout == "2x1")
     assert said["environment"]["cpu_model"]

@@ -133,6 +133,8 @@ def test_text_grows_and_times_make_sense(llm: LLM) -> None:
     assert last.tpot_s is not None
     assert 0 < last.ttft_s < last.time_s
     assert last.tpot_s == pytest.approx((last.time_s - last.ttft_s) / 19)
+    assert len(last.times_s) == 20
+    assert list(last.times_s) == sorted(last.times_s)
 
 
 def test_stop_strings_and_tokens(llm: LLM) -> None:

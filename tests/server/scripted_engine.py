@@ -131,7 +131,8 @@ class ScriptedEngine:
             if output.logprobs is not None:
                 ranked = ((token, -0.5), (HALF, -1.5), (NEVER, -math.inf), (OTHER_HALF, -math.inf))
                 output.logprobs.append(TokenLogprob(token, -0.5, 1, ranked[: params.logprobs]))
-            output.ttft_s, output.time_s = 0.25, 0.25 + 0.125 * number
+            output.time_s = 0.25 + 0.125 * number
+            output.times_s.append(output.time_s)
             if ends:
                 output.finish_reason, output.error = self.end_reason, self.end_error
             elif token in params.stop_token_ids:

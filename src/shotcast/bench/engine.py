@@ -1,7 +1,8 @@
 """What the engine takes for a token: over batch sizes, parallel layouts and all-reduce algorithms.
 
 Requests are random tokens, as many at once as the batch says, and end by length alone, so that every layout does the
-same work. Times are the client's: TTFT from the request to its first token, TPOT the mean between later tokens.
+same work. Times are the client's: TTFT from the request to its first token, TPOT the mean between later tokens, ITL the
+median.
 
 The roofline is what memory allows: each decoding step reads every weight of a rank once and the keys and values of all
 its sequences, ``time >= bytes / bandwidth``; stages of a pipeline follow each other, so their times add up for one
@@ -11,6 +12,7 @@ sequence. Bandwidth is measured on the ranks, all reading at once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import time
@@ -179,6 +181,7 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
                 bandwidth,
                 ttft_ms=first * 1e3,
                 tpot_ms=(whole - first) / (plan.output - 1) * 1e3,
+                itl_ms=(whole - first) / (plan.output - 1) * 1e3,  # it does not tell of single tokens
                 tokens_per_s=batch * plan.output / whole,
                 communication=0.0,
             )
@@ -249,9 +252,16 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
         bandwidth,
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
+        itl_ms=median(_gaps_s(rounds)) * 1e3,
         tokens_per_s=median(batch * plan.output / seconds for _, seconds in rounds),
         communication=(after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
     )
+
+
+def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
+    """Between neighbouring tokens of all requests."""
+    times = [output.times_s for outputs, _ in rounds for output in outputs]
+    return [later - earlier for one in times for earlier, later in itertools.pairwise(one)]
 
 
 def _row(
@@ -265,6 +275,7 @@ def _row(
     *,
     ttft_ms: float,
     tpot_ms: float,
+    itl_ms: float,
     tokens_per_s: float,
     communication: float,
 ) -> EngineRow:
@@ -290,10 +301,11 @@ def _row(
         plan.output,
         ttft_ms,
         tpot_ms,
+        itl_ms,
         tokens_per_s,
         communication,
         roofline_ms,
-        roofline_ms / tpot_ms,
+        roofline_ms / itl_ms,
         bandwidth,
         quantization,
     )

@@ -15,7 +15,7 @@ from shotcast.errors import ConfigError
 
 TRANSFORMERS = "transformers"
 """The algorithm of rows that ``generate`` of Hugging Face Transformers was measured for."""
-_COLUMNS = ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "tokens/s", "communication", "of roofline")
+_COLUMNS = ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "ITL ms", "tokens/s", "communication", "of roofline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,13 @@ class EngineRow:
 
     Attributes:
         prompt, output: tokens of each request.
-        ttft_ms, tpot_ms: of a request.
+        ttft_ms, tpot_ms: of a request; TPOT has in it what prompts of others delay its tokens by.
+        itl_ms: the median time between neighbouring tokens of all requests: that of a step in which all decode.
         tokens_per_s: output tokens of all requests over the time of the round.
         communication: share of the steps' time that rank 0 spent in collectives, waiting for others included; on CUDA
             of steps that decode, in a round that is not timed otherwise.
         roofline_ms: least time of a decoding step by memory bandwidth, at the middle of the output.
-        roofline: ``roofline_ms`` over ``tpot_ms``.
+        roofline: ``roofline_ms`` over ``itl_ms``.
         bandwidth_gbps: measured, of a rank.
         quantization: of the layers' matrices.
     """
@@ -44,6 +45,7 @@ class EngineRow:
     output: int
     ttft_ms: float
     tpot_ms: float
+    itl_ms: float
     tokens_per_s: float
     communication: float
     roofline_ms: float
@@ -61,6 +63,7 @@ def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
             str(row.batch),
             f"{row.ttft_ms:.1f}",
             f"{row.tpot_ms:.2f}",
+            f"{row.itl_ms:.2f}",
             f"{row.tokens_per_s:.1f}",
             f"{row.communication:.1%}",
             f"{row.roofline:.0%}",

@@ -40,7 +40,8 @@ class OutputBuilder:
     def copy(self) -> RequestOutput:
         """The output as it is now."""
         output = self._output
-        return replace(output, tokens=list(output.tokens), logprobs=output.logprobs and list(output.logprobs))
+        logprobs = output.logprobs and list(output.logprobs)
+        return replace(output, tokens=list(output.tokens), times_s=list(output.times_s), logprobs=logprobs)
 
     def take(self, progress: Progress, arrived: float) -> RequestOutput:
         """The output, grown by ``progress``, which came at ``arrived`` by :func:`time.perf_counter`; it grows on.
@@ -49,10 +50,10 @@ class OutputBuilder:
         """
         output = self._output
         output.time_s = arrived - self._started
-        if progress.tokens and output.ttft_s is None:
-            output.ttft_s = output.time_s
+        if progress.tokens and not output.tokens:
             output.cached_tokens = progress.cached
         output.tokens += progress.tokens
+        output.times_s += [output.time_s] * len(progress.tokens)
         if output.logprobs is not None:
             output.logprobs += progress.logprobs or ()
         output.delta = ""

@@ -154,8 +154,8 @@ class RequestOutput:
         finish_reason: "stop" (an end token, or a stop string), "length", "abort", "error"; None if it goes on.
         stop_reason: the stop string or stop token that ended it; None for the model's own end token.
         error: with "error", what happened.
-        ttft_s: seconds from the request to its first token, None before.
-        time_s: seconds from the request to its last token so far.
+        times_s: seconds from the request to each of its tokens.
+        time_s: seconds from the request to the last news of it.
     """
 
     request_id: str
@@ -168,7 +168,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str = ""
     cached_tokens: int = 0
-    ttft_s: float | None = None
+    times_s: list[float] = field(default_factory=list)
     time_s: float = 0.0
 
     @property
@@ -176,11 +176,16 @@ class RequestOutput:
         return self.finish_reason is not None
 
     @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the request to its first token, None before."""
+        return self.times_s[0] if self.times_s else None
+
+    @property
     def tpot_s(self) -> float | None:
         """Seconds an output token after the first; None with fewer than two."""
-        if self.ttft_s is None or len(self.tokens) < 2:
+        if len(self.times_s) < 2:
             return None
-        return (self.time_s - self.ttft_s) / (len(self.tokens) - 1)
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
 
 
 @dataclass(frozen=True, slots=True)
