@@ -25,12 +25,18 @@ ROWS = [0, 1, 2, 5, 8, 33, 129]
 @pytest.mark.parametrize("op", FUSED, ids=lambda op: op.label)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_values(world_size: int, op: Op, dtype: str) -> None:
-    """Every length with every number of rows; bitwise between algorithms, and with the norm as a kernel of its own."""
-    listed = [Case(dtype, rows, hidden, rows % 2) for hidden, rows in itertools.product(LENGTHS, ROWS)]
+    """Bitwise between algorithms, and with the norm as a kernel of its own.
+
+    Every form of every length is a compilation of a second, so each operation and dtype takes two lengths, and a form
+    for each number of rows; all lengths come up with most. The interpreter runs the rest.
+    """
+    place = FUSED.index(op) * len(DTYPES) + DTYPES.index(dtype)
+    lengths = LENGTHS[3 * place % 8], LENGTHS[(3 * place + 4) % 8]
+    listed = [Case(dtype, rows, hidden, rows % 2) for hidden, rows in itertools.product(lengths, ROWS)]
     listed.append(Case(dtype, 3, 16384 if dtype != "float32" else 8192))
     listed.append(Case(dtype, 700, 4096))
-    done = shotcast.spawn(targets.cases, world_size, "cuda", listed, [op], 64 << 20, timeout_s=480)
-    assert min(done) == max(done) > len(listed) * 5
+    done = shotcast.spawn(targets.cases, world_size, "cuda", listed, [op], 64 << 20, 1, timeout_s=480)
+    assert min(done) == max(done) >= len(listed) * 2
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -123,8 +123,6 @@ def test_fp8_is_close(folder: str, reference: Any, tensor: int, stages: int) -> 
         for outputs_of in (together, alone):
             below = torch.cat([below_the_likeliest(reference, output) for output in outputs_of])
             assert below.mean() <= 0.08
-        again = llm.generate(prompts(24), greedy(8))
-        assert [output.tokens for output in again] == [output.tokens for output in together], "same batch, other tokens"
 
 
 @TWO

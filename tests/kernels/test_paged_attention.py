@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 import shotcast
-from shotcast.kernels.paged_attention import TILE, decode_kernel, join_kernel, rotate_kernel
+from shotcast.kernels.paged_attention import SMALL_TILE, decode_kernel, join_kernel, rotate_kernel
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
@@ -63,7 +63,7 @@ def test_kernels_compile(capability: int) -> None:
             "GROUP": 16,
             "BLOCK_SIZE": 16,
             "SPLITS": 32,
-            "TILE": TILE,
+            "TILE": SMALL_TILE,
             "PDL": capability >= 90,
         },
     )

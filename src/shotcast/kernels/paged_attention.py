@@ -18,8 +18,10 @@ import triton.language as tl
 from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel
 from shotcast.kernels.words import round_float
 
-TILE = 32
-"""Keys that a program multiplies while as many are on their way."""
+TILE, SMALL_TILE = 64, 32
+"""Keys that a program multiplies while as many are on their way; the small tile where a context is in more than
+_MANY_SPLITS parts."""
+_MANY_SPLITS = 16
 
 
 @triton.jit
@@ -372,7 +374,7 @@ class Decoding:
             self._group,
             block_size,
             splits,
-            TILE,
+            TILE if splits <= _MANY_SPLITS else SMALL_TILE,
             pdl,
             **options,
         )
