@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matvec_targets import Case, products
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shotcast
 from shotcast.errors import ConfigError, UnsupportedError
@@ -51,6 +52,37 @@ def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, rows: int,
     if stream.kind == "fma":
         assert stream.tile == 1 or -(-outputs // stream.tile) >= 2 * processors
         assert stream.tile == 4 or -(-outputs // (2 * stream.tile)) < 2 * processors
+
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "x", "weight", "device", "ours"),
+    [
+        (1, 28672, 8192, BF16, BF16, "cuda", True),
+        (8, 28672, 8192, BF16, BF16, "cuda", True),
+        (9, 28672, 8192, BF16, BF16, "cuda", False),  # large ones go to the library earlier
+        (16, 1536, 4096, FP16, FP16, "cuda", True),
+        (17, 1536, 4096, FP16, FP16, "cuda", False),
+        (16, 26624, 16384, BF16, FP8, "cuda", True),  # which in FP8 would have to quantise x first
+        (17, 26624, 16384, BF16, FP8, "cuda", False),
+        (0, 1536, 4096, BF16, BF16, "cuda", False),
+        (1, 1536, 4104, BF16, BF16, "cuda", False),
+        (1, 1536, 4096, torch.float32, torch.float32, "cuda", False),
+        (1, 1536, 4096, BF16, FP16, "cuda", False),
+        (1, 1536, 4096, BF16, BF16, "cpu", False),
+    ],
+)
+def test_which_products_are_ours(
+    rows: int, outputs: int, inputs: int, x: torch.dtype, weight: torch.dtype, device: str, ours: bool
+) -> None:
+    with FakeTensorMode():
+        left = torch.empty(rows, inputs, dtype=x, device=device)
+        right = torch.empty(outputs, inputs, dtype=weight, device=device)
+        assert matvec.serves(left, right) == ours
+        if rows > 1:
+            assert not matvec.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
 
 
 def test_what_is_not_served_is_refused() -> None:
