@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shotcast
-from shotcast.bench import tune
+from shotcast.bench import tune, tune_table
 from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TunePlan, contenders, search, settled
 from shotcast.collectives.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
 from shotcast.collectives.problem import Candidate, CollectiveProblem, Topology
@@ -196,7 +196,7 @@ class TestRows:
     KEY = ("graph", "all_reduce", "bfloat16")
 
     def algorithms(self, *points: Point) -> list[tuple[float, str]]:
-        return [(row.nbytes, row.algorithm) for row in tune.rows(points)[self.KEY]]
+        return [(row.nbytes, row.algorithm) for row in tune_table.rows(points)[self.KEY]]
 
     def test_sizes_that_chose_alike_are_one_row_up_to_the_largest(self) -> None:
         points = [point(64, ("one_shot", 1)), point(256, ("one_shot", 1)), point(1024, ("two_shot", 1))]
@@ -211,11 +211,11 @@ class TestRows:
     def test_another_launch_is_another_row(self) -> None:
         shape = LaunchShape(7)
         points = [point(64, ("ring", 1)), point(128, ("ring", 1), shape=shape), point(256, ("ring", 1), shape=shape)]
-        rows = tune.rows(points)[self.KEY]
+        rows = tune_table.rows(points)[self.KEY]
         assert [(row.nbytes, row.launch) for row in rows] == [(64, None), (256, shape)]
 
     def test_modes_are_kept_apart(self) -> None:
-        found = tune.rows([point(64, ("ring", 1)), point(64, ("one_shot", 1), mode="eager")])
+        found = tune_table.rows([point(64, ("ring", 1)), point(64, ("one_shot", 1), mode="eager")])
         assert {key[0]: rows[0].algorithm for key, rows in found.items()} == {"graph": "ring", "eager": "one_shot"}
 
     def test_noise_between_sizes_makes_no_row(self) -> None:
@@ -242,13 +242,13 @@ class TestDocument:
 
     def text(self, *points: Point, part: str = "H") -> str:
         environment = {"cpu_model": "c", "versions": {"torch": "2"}, "driver": "580"}
-        return tune.document(part, 4, points, environment=environment, command="shotcast tune", seconds=0.5)
+        return tune_table.document(part, 4, points, environment=environment, command="shotcast tune", seconds=0.5)
 
     def test_is_a_table_with_provenance_and_measurements(self) -> None:
         text = self.text(*self.POINTS)
         table = parse(text, "t")
         assert (table.part, table.world_size) == ("H", 4)
-        assert table.rows == {key: tuple(rows) for key, rows in tune.rows(self.POINTS).items()}
+        assert table.rows == {key: tuple(rows) for key, rows in tune_table.rows(self.POINTS).items()}
         document = json.loads(text)
         ((date, run),) = document["provenance"].items()
         assert date.startswith("20")
@@ -269,7 +269,7 @@ class TestDocument:
         old = self.text(*self.POINTS).replace('"command": "shotcast tune"', '"command": "old"')
         old = old.replace(json.loads(old)["provenance"].popitem()[0], "2020-01-01")
         new = self.text(point(128, ("vendor", 1.0)))
-        document = json.loads(tune.merged(old, new, "t"))
+        document = json.loads(tune_table.merged(old, new, "t"))
         assert document["entries"]["graph"]["all_reduce"]["bfloat16"] == [[None, "vendor", None]]
         assert document["entries"]["eager"]["all_reduce"]["bfloat16"] == [[64, "ring", None]]
         assert [run["command"] for run in document["provenance"].values()] == ["old", "shotcast tune"]
@@ -277,7 +277,7 @@ class TestDocument:
 
     def test_what_is_replaced_as_a_whole_leaves_no_provenance(self) -> None:
         old = self.text(point(64, ("ring", 1.0))).replace("20", "19", 1)
-        document = json.loads(tune.merged(old, self.text(point(64, ("one_shot", 1.0))), "t"))
+        document = json.loads(tune_table.merged(old, self.text(point(64, ("one_shot", 1.0))), "t"))
         assert len(document["provenance"]) == 1
         assert document["entries"]["graph"]["all_reduce"]["bfloat16"] == [[64, "one_shot", None]]
 
@@ -293,9 +293,9 @@ class TestDocument:
         path = tmp_path / "t.json"
         path.write_text(self.text(*self.POINTS).replace(*change))
         with pytest.raises(ConfigError, match=said):
-            tune.merged(path.read_text(), self.text(*self.POINTS), str(path))
+            tune_table.merged(path.read_text(), self.text(*self.POINTS), str(path))
         with pytest.raises(ConfigError, match=said):
-            tune.mergeable(path.read_text(), str(path), "H", 4)
+            tune_table.mergeable(path.read_text(), str(path), "H", 4)
 
 
 class TestPlan:
@@ -335,7 +335,7 @@ class TestRanks:
                 assert found.choice.best.algorithm != "two_shot"
                 assert {c.algorithm for c in found.choice.wrong} == {"two_shot"}
             assert "two_shot" not in json.dumps(json.loads(self.table(points))["entries"])
-            assert [line.split(":")[0] for line in tune.wrong(points)] == [
+            assert [line.split(":")[0] for line in tune_table.wrong(points)] == [
                 "all_reduce of float32, 4 KiB, eager",
                 "all_reduce of float32, 8 KiB, eager",
             ]
@@ -361,7 +361,7 @@ class TestRanks:
 
     @staticmethod
     def table(points: list[Point]) -> str:
-        return tune.document("cpu", 2, points, environment={}, command="", seconds=0.0)
+        return tune_table.document("cpu", 2, points, environment={}, command="", seconds=0.0)
 
     def test_tuned_then_used(self, tmp_path: Path) -> None:
         plan = dataclasses.replace(PLAN, ops=("all_reduce", "all_gather"), sizes=(1024, 65536), seconds=0.02)
@@ -371,7 +371,7 @@ class TestRanks:
         for p in points:
             assert p.nbytes % (12 if p.op == "all_gather" else 4) == 0, "whole elements, equally many a rank"
         path = tmp_path / "t.json"
-        path.write_text(tune.document(part, 3, points, environment={}, command="", seconds=0.0))
+        path.write_text(tune_table.document(part, 3, points, environment={}, command="", seconds=0.0))
         counts = [100, 256, 300, 16384, 16400]
         for op in plan.ops:
             settings = {"SHOTCAST_TABLE": str(path)}

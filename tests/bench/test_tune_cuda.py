@@ -9,7 +9,7 @@ import torch
 import tune_targets as targets
 
 import shotcast
-from shotcast.bench import tune
+from shotcast.bench import tune, tune_table
 from shotcast.collectives.table import Row, parse, render
 from shotcast.wire import LaunchShape
 
@@ -32,12 +32,12 @@ def test_both_modes() -> None:
     )
     part, points = tune.run(plan, 2)
     assert part == torch.cuda.get_device_name(0)
-    assert tune.wrong(points) == []
+    assert tune_table.wrong(points) == []
     assert {point.key for point in points} == {(mode, op, "bfloat16") for op in plan.ops for mode in plan.modes}
     for point in points:
         times = [one.time_us for one in (point.choice.best, *point.choice.others)]
         assert all(0.5 < time_us < 5000 for time_us in times), point
-    text = tune.document(part, 2, points, environment={}, command="", seconds=0.2)
+    text = tune_table.document(part, 2, points, environment={}, command="", seconds=0.2)
     assert parse(text, "t").rows.keys() == {point.key for point in points}
 
 

@@ -69,6 +69,7 @@ def tune(
     if len(world_sizes) > 1:
         raise ConfigError("a table is for one number of ranks; tune each by itself")
     from shotcast.bench import tune as tuning
+    from shotcast.bench import tune_table
     from shotcast.collectives import table
     from shotcast.hardware.detect import detect, nvidia_driver
 
@@ -88,21 +89,23 @@ def tune(
     file = output or Path(table.file_name(part, world_sizes[0]))
     merging = merge and file.exists()
     if merging:
-        tuning.mergeable(file.read_text(), str(file), part, world_sizes[0])  # before time is spent
+        tune_table.mergeable(file.read_text(), str(file), part, world_sizes[0])  # before time is spent
     measured, points = tuning.run_under_torchrun(plan) if job else tuning.run(plan, world_sizes[0])
     if job is not None and job.rank != 0:
         return
     command = shlex.join(["shotcast", *sys.argv[1:]])
     facts_of_run = facts.as_json() | {"driver": nvidia_driver()}
-    text = tuning.document(measured, world_sizes[0], points, environment=facts_of_run, command=command, seconds=seconds)
+    text = tune_table.document(
+        measured, world_sizes[0], points, environment=facts_of_run, command=command, seconds=seconds
+    )
     if merging:
-        text = tuning.merged(file.read_text(), text, str(file))
+        text = tune_table.merged(file.read_text(), text, str(file))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     screen = new_console()
-    screen.print(tuning.view(points, world_sizes[0], where))
+    screen.print(tune_table.view(points, world_sizes[0], where))
     screen.print(f"wrote {file}; to use it: export SHOTCAST_TABLE={shlex.quote(str(file.resolve()))}", soft_wrap=True)
-    if wrong := tuning.wrong(points):
+    if wrong := tune_table.wrong(points):
         errors = Console(stderr=True, soft_wrap=True)
         for line in wrong:
             errors.print(f"shotcast: {line}", style="red", markup=False)
