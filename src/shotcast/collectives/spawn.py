@@ -15,33 +15,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import fcntl
 import io
 import logging
-import multiprocessing.forkserver
-import multiprocessing.popen_forkserver
-import multiprocessing.spawn
-import multiprocessing.util
+import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any, Literal, TypeVar, overload
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from shotcast.env import socket_dir
+from shotcast.collectives import rank_process
+from shotcast.collectives.rank_process import RankProcess, main_of_caller, run_rank
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankFailed
 from shotcast.hardware.detect import available_cores
 
@@ -58,9 +49,6 @@ _EXIT_GRACE_S = 10.0
 """From the last rank's result to the end of all processes (process groups are destroyed meanwhile)."""
 _TERM_GRACE_S = 2.0
 """From SIGTERM to SIGKILL."""
-
-_running_main = False
-"""True in a rank while the caller's script is imported there."""
 
 
 @overload
@@ -209,13 +197,13 @@ class Ranks:
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if _running_main:
+    if rank_process.running_main:
         raise ConfigError(
             "ranks were to be started while a rank imported this script, which would start ranks without end. "
             'Put the call under: if __name__ == "__main__":'
         )
     name = getattr(fn, "__qualname__", repr(fn))
-    if getattr(fn, "__module__", None) == "__main__" and not _main_of_caller():
+    if getattr(fn, "__module__", None) == "__main__" and not main_of_caller():
         raise ConfigError(f"{name} was typed into an interpreter; ranks import their function from a file")
     try:
         return pickle.dumps((fn, args))
@@ -243,9 +231,6 @@ def _rank_env(rank: int, world_size: int, port: int, env: Mapping[str, str] | No
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-# --- the parent's side ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -282,7 +267,7 @@ class _Rank:
     """One process, seen from the parent."""
 
     rank: int
-    process: _RankProcess
+    process: RankProcess
     results: Connection
     stacks: Connection
     alive: Connection
@@ -297,7 +282,7 @@ class _Rank:
         stacks, stacks_w = context.Pipe(duplex=False)
         alive_r, alive = context.Pipe(duplex=False)
         ends = (results_w, stacks_w, alive_r)
-        process = _RankProcess(target=_run_rank, args=(env, _main_of_caller(), payload, *ends))
+        process = RankProcess(target=run_rank, args=(env, main_of_caller(), payload, *ends))
         process.name = f"shotcast rank {rank}"
         try:
             process.start()
@@ -431,145 +416,3 @@ def _unpickle(data: bytes | None) -> BaseException | None:
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None
-
-
-# --- starting a process -----------------------------------------------------------------------------------------------
-
-
-class _Popen(multiprocessing.popen_forkserver.Popen):
-    """The forkserver's launch, except that the caller's script is not imported before the environment is set.
-
-    multiprocessing runs ``__main__`` in the child first of all. What that script imports reads environment variables
-    (triton.jit does, when a kernel is defined), so :func:`_run_rank` does it, later.
-    """
-
-    _fds: list[int]
-
-    def _launch(self, process_obj: Any) -> None:
-        preparation = multiprocessing.spawn.get_preparation_data(process_obj.name)
-        for key in _MAIN_KEYS:
-            preparation.pop(key, None)
-        buffer = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(preparation, buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            set_spawning_popen(None)
-        socket_dir()
-        self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
-        # multiprocessing.parent_process() of the child watches this end.
-        parent_fd = os.dup(write_fd)
-        self.finalizer = multiprocessing.util.Finalize(self, _close_fds, (parent_fd, self.sentinel))
-        with open(write_fd, "wb", closefd=True) as file:
-            file.write(buffer.getbuffer())
-        self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
-
-
-class _RankProcess(ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
-        return _Popen(process_obj)
-
-
-def _close_fds(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-_server = multiprocessing.forkserver.ForkServer()
-"""A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
-_server.set_forkserver_preload(["numba", "torch", "torch.distributed", __name__])
-
-_MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
-
-
-def _main_of_caller() -> dict[str, Any]:
-    """How a rank imports the caller's script; empty where there is none (an interpreter, a notebook, a pipe)."""
-    preparation = multiprocessing.spawn.get_preparation_data("")
-    if not os.path.isfile(preparation.get("init_main_from_path", __file__)):
-        return {}
-    return {key: preparation[key] for key in _MAIN_KEYS if key in preparation}
-
-
-# --- the rank's side --------------------------------------------------------------------------------------------------
-
-
-def _run_rank(
-    env: dict[str, str],
-    main: dict[str, Any],
-    payload: bytes,
-    results: Connection,
-    stacks: Connection,
-    alive: Connection,
-) -> None:
-    _die_with(alive.fileno())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
-    faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
-    os.environ.clear()
-    os.environ.update(env)
-    try:
-        _apply_env()
-        with _importing_main():
-            multiprocessing.spawn.prepare(main)
-        fn, args = pickle.loads(payload)
-        value = fn(*args)
-    except BaseException as error:
-        results.send_bytes(_error_report(error))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Threads of a half-dead job may block an orderly exit, and nobody needs one.
-        os._exit(1)
-    results.send_bytes(_value_report(value))
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _die_with(pipe: int) -> None:
-    """Have the kernel kill this process when the other end of ``pipe``, which nobody writes to, is closed.
-
-    A watching thread would not do: it needs the interpreter lock, which a rank stuck in compiled code may hold.
-    """
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([pipe], [], [], 0)[0]:  # it closed before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _apply_env() -> None:
-    """Make libraries that the server imported under its own environment follow this one."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-    np.random.seed()  # forked ranks would all draw the server's numbers
-    if "numba" in sys.modules:
-        sys.modules["numba"].config.reload_config()
-
-
-@contextlib.contextmanager
-def _importing_main() -> Iterator[None]:
-    global _running_main
-    _running_main = True
-    try:
-        yield
-    finally:
-        _running_main = False
-
-
-def _value_report(value: Any) -> bytes:
-    try:
-        return pickle.dumps(("value", pickle.dumps(value), ""))
-    except Exception as error:
-        text = f"returned {type(value).__name__}, which cannot be pickled: {error}"
-        return pickle.dumps(("error", None, text))
-
-
-def _error_report(error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, SystemExit):
-        text = f"called sys.exit({error.code!r})\n{text}"
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)  # an exception whose __init__ takes other arguments only fails here
-    except Exception:
-        data = None
-    return pickle.dumps(("error", data, text))
