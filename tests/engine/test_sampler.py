@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 import struct
+import time
 from collections.abc import Sequence
 
 import pytest
+import sampler_targets as targets
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shotcast
 from shotcast.engine import sampler as module
 from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import (
@@ -39,12 +43,22 @@ def logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> 
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def best_of(x: torch.Tensor) -> torch.Tensor:
+    best = x.argmax(1)
+    return torch.stack((best, torch.ones_like(best)), dim=1)
+
+
 def draw_all(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> Sampled:
-    return sampler.sample(x, slots, x.argmax(1))
+    drawn = torch.full([max(slots) + 2], -1, device=x.device)
+    made = sampler.sample(x, slots, best_of(x), drawn, False)
+    if x.device.type == "cpu":
+        assert drawn[list(slots)].tolist() == made.told[:, 0].tolist()
+        assert int((drawn == -1).sum()) == len(drawn) - len(slots)
+    return made
 
 
 def tokens_of(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    return draw_all(sampler, x, slots).tokens
+    return draw_all(sampler, x, slots).told[:, 0]
 
 
 def reference(row: torch.Tensor, p: SamplingParams, output: tuple[int, ...] = ()) -> list[float]:
@@ -123,6 +137,16 @@ def test_draws_have_the_distribution_that_is_asked_for(p: SamplingParams) -> Non
     observed = draws(row, p, count, output).bincount(minlength=VOCAB).tolist()
     expected = [count * probability for probability in reference(row, p, output)]
     assert abs(chi_square(observed, expected)) < 4
+
+
+def test_kernels_draw_from_the_distribution_that_is_asked_for() -> None:
+    """All settings in one step, by Triton's interpreter."""
+    row = logits(1)[0]
+    output = (int(row.argmax()),) * 2 + (3, 4, 4, 4)
+    kinds = [SETTINGS[number] for number in (10, 11, 16)]
+    (found,) = shotcast.spawn(targets.drawn, 1, row, kinds, 120, output, env={"TRITON_INTERPRET": "1"}, timeout_s=110)
+    for p, observed in zip(kinds, found, strict=True):
+        assert abs(chi_square(observed, [120 * probability for probability in reference(row, p, output)])) < 4
 
 
 def test_places_of_one_output_are_independent_and_have_the_distribution() -> None:
@@ -308,12 +332,11 @@ def test_nothing_runs_when_all_are_greedy() -> None:
     for slot in range(2):
         sampler.assign(slot, params(temperature=0, top_k=5), "a", ())
     x = logits(2)
-    best = x.argmax(1)
+    best, drawn = best_of(x), torch.zeros(2, dtype=torch.int64)
     with Operations() as operations:
-        made = sampler.sample(x, [0, 1], best)
+        made = sampler.sample(x, [0, 1], best, drawn, True)
     assert operations.names == []
-    assert made.greedy
-    assert made.tokens is best
+    assert made.told is best
 
 
 def test_others_leave_the_likeliest_as_they_are() -> None:
@@ -321,14 +344,15 @@ def test_others_leave_the_likeliest_as_they_are() -> None:
     sampler.assign(0, params(temperature=0), "a", ())
     sampler.assign(1, params(temperature=5.0, seed=1), "b", ())
     x = logits(2)
-    best = x.argmax(1)
+    best = best_of(x)
+    best[1, 1] = 0  # what is known of a row stays with it
     kept = best.clone()
     changed = 0
     for _ in range(20):
-        made = sampler.sample(x, [0, 1], best)
-        assert not made.greedy
-        assert made.tokens[0] == kept[0]
-        changed += int(made.tokens[1] != kept[1])
+        made = sampler.sample(x, [0, 1], best, torch.zeros(2, dtype=torch.int64), True)
+        assert made.told[0].equal(kept[0])
+        assert made.told[1, 1] == 0
+        changed += int(made.told[1, 0] != kept[1, 0])
     assert best.equal(kept)
     assert changed > 0
 
@@ -420,7 +444,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     for slot, kind in enumerate(kinds):
         sampler.assign(slot, kind, "a", (1,))
     made = draw_all(sampler, x, range(4))
-    tokens = made.tokens
+    tokens = made.told[:, 0]
     found = logprobs_of(tokens.tolist(), made.asked, made.logprobs)
     expected = x.double().log_softmax(1)
     for row, (kind, token, entry) in enumerate(zip(kinds, tokens.tolist(), found, strict=True)):
@@ -440,7 +464,7 @@ def test_more_log_probabilities_than_tokens() -> None:
     sampler = Sampler(1, 3, "cpu", salt=0)
     sampler.assign(0, params(logprobs=20), "a", ())
     made = draw_all(sampler, logits(1, vocab=3), [0])
-    (entry,) = logprobs_of(made.tokens.tolist(), made.asked, made.logprobs)
+    (entry,) = logprobs_of(made.told[:, 0].tolist(), made.asked, made.logprobs)
     assert entry is not None
     assert len(entry.top) == 3
 
@@ -472,26 +496,87 @@ def test_a_salt_of_64_bits_signed() -> None:
         Sampler(1, 4, "cpu", 2**63).assign(0, params(), "a", ())
 
 
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+GPU_VOCAB = 128_256
+
+
+def everything(count: int) -> list[SamplingParams]:
+    kinds = [p for p in SETTINGS if p.top_k < VOCAB] + [params(temperature=0, top_k=4), params(top_k=50, top_p=0.95)]
+    kinds += [params(temperature=0.6, top_k=40), params(top_k=GPU_VOCAB // 2), params(temperature=1e4, top_p=0.5)]
+    return [kinds[number % len(kinds)] for number in range(count)]
+
+
+def gpu_logits(kind: str, rows: int, step: int) -> torch.Tensor:
+    x = logits(rows, GPU_VOCAB, seed=step, scale={"flat": 0.5, "equal": 0.0}.get(kind, 3.0))
+    return x.bfloat16().float() if kind == "bfloat16" else x
+
+
 @pytest.mark.gpu
-def test_a_gpu_draws_the_same_and_the_host_never_waits() -> None:
-    count, vocab = 24, 128_256
-    cpu, gpu = Sampler(count, vocab, "cpu", salt=3), Sampler(count, vocab, "cuda", salt=3)
-    kinds = [p for p in mixed(count) if p.logprobs is None]
-    for slot, kind in enumerate(kinds):
-        cpu.assign(slot, kind, f"{slot}", (1, 2, 3))
-    slots = range(len(kinds))
-    # The first call loads kernels, which waits.
-    for mode in ("default", "error"):
+@pytest.mark.parametrize("kind", ["steep", "bfloat16", "flat", "equal"])
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_a_gpu_draws_the_same_and_the_host_never_waits(count: int, kind: str) -> None:
+    kinds = everything(count)
+    cpu, gpu = Sampler(count, GPU_VOCAB, "cpu", salt=3), Sampler(count, GPU_VOCAB, "cuda", salt=3)
+    gpu.warm()
+    for slot, p in enumerate(kinds):
+        cpu.assign(slot, p, f"{slot}", (1, 2, 3))
+    given = [gpu_logits(kind, count, step).pin_memory() for step in range(3)]
+    drawn = torch.full([count + 1], -1, device="cuda")
+    runs = []
+    # The first time, PyTorch's part loads kernels, which waits.
+    for mode in ("default", "error", "error"):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            for slot, kind in enumerate(kinds):
-                gpu.assign(slot, kind, f"{slot}", (1, 2, 3))
-            drawn = []
-            for step in range(4):
-                x = logits(len(kinds), vocab, seed=step, scale=4.0).pin_memory().to("cuda", non_blocking=True)
-                drawn.append(draw_all(gpu, x, slots).tokens)
+            for slot, p in enumerate(kinds):
+                gpu.assign(slot, p, f"{slot}", (1, 2, 3))
+            made = []
+            for host in given:
+                x = host.to("cuda", non_blocking=True)
+                told = gpu.sample(x, range(count), best_of(x), drawn, False).told
+                made.append((told, drawn.clone()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for step, tokens in enumerate(drawn):
-        assert tokens.tolist() == tokens_of(cpu, logits(len(kinds), vocab, seed=step, scale=4.0), slots).tolist()
+        runs.append([told[:, 0].tolist() for told, _ in made])
+        for told, entered in made:
+            assert entered.tolist() == [*told[:, 0].tolist(), -1]
+            assert told[:, 1].tolist() == [1] * count
+    assert runs[0] == runs[1] == runs[2]
+    for host, found in zip(given, runs[0], strict=True):
+        assert found == tokens_of(cpu, host, range(count)).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_what_draws_on_a_gpu_take(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints it; for rows as models give them, and flat ones. More than a millisecond would be another algorithm."""
+    kinds = {
+        "temperature": params(temperature=0.8),
+        "top_p": params(temperature=0.8, top_p=0.9),
+        "top_k": params(temperature=0.8, top_k=50),
+        "top_k and top_p": params(temperature=0.8, top_k=50, top_p=0.9),
+        "penalties and top_p": params(top_p=0.9, presence_penalty=0.5),
+    }
+    for (name, p), kind in itertools.product(kinds.items(), ("bfloat16", "flat")):
+        sampler = Sampler(count, GPU_VOCAB, "cuda", salt=3)
+        for slot in range(count):
+            sampler.assign(slot, p, f"{slot}", (1, 2, 3))
+        x = gpu_logits(kind, count, 0).cuda()
+        best, drawn = best_of(x), torch.zeros(count, dtype=torch.int64, device="cuda")
+        device_us, host_us = [], []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1_000_000)  # the device is behind the host, as it is in a step
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started = time.perf_counter()
+            begin.record()
+            sampler.sample(x, range(count), best, drawn, False)
+            end.record()
+            host_us.append((time.perf_counter() - started) * 1e6)
+            end.synchronize()
+            device_us.append(begin.elapsed_time(end) * 1e3)
+        device, host = statistics.median(device_us), statistics.median(host_us)
+        with capsys.disabled():
+            print(f"\n{count} rows, {name}, {kind}: {device:.0f} us on the device, {host:.0f} us of the host", end="")
+        assert device < 1000

@@ -30,15 +30,13 @@ class Drawn:
 class Drawing:
     """What a step draws, which the device may still be computing."""
 
-    def __init__(self, number: int, sampled: Sampled | None = None, best: torch.Tensor | None = None):
-        """``best``: of the :class:`~shotcast.layers.batch.Logits` that were sampled from."""
+    def __init__(self, number: int, sampled: Sampled | None = None):
         self.number = number
         self._asked: tuple[tuple[int, int], ...] = ()
         self._download = None
-        if sampled is not None and best is not None:
+        if sampled is not None:
             self._asked = sampled.asked
-            told = best if sampled.greedy else torch.stack((sampled.tokens, best[:, 1]), dim=1)
-            self._download = Download([told, *sampled.logprobs])
+            self._download = Download([sampled.told, *sampled.logprobs])
 
     @property
     def ready(self) -> bool:
@@ -110,8 +108,8 @@ class Runner:
 
     @torch.inference_mode()
     def warm(self, *lengths: int) -> None:
-        """Compute a prompt of each of these lengths, for nobody, so that no request waits for what is compiled, or set
-        up, when it is first used. Collective; needs ``static``, whose spare block it writes to."""
+        """Compute a prompt of each of these lengths, and draw, for nobody, so that no request waits for what is
+        compiled, or set up, when it is first used. Collective; needs ``static``, whose spare block it writes to."""
         spare = int(self._host_tables[-1, 0]) * self._block_size
         for length in lengths:
             positions = np.arange(length) % self._max_model_len
@@ -125,6 +123,8 @@ class Runner:
             prefills = Prefills(whole, whole, starts, starts, where)
             batch = Batch(tokens, place, where, 0, none, none.int(), prefills, self._tables, drawn)
             self._model(batch, self._caches)
+        if self._sampler is not None:
+            self._sampler.warm()
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
@@ -159,8 +159,8 @@ class Runner:
         (index,) = uploaded([np.array(places, np.int64)], self._device)
         return Logits(logits.values[index], logits.best[index]) if places else None
 
-    def _draw(self, plan: StepPlan, logits: Logits | None, best_is_kept: bool) -> Drawing:
-        """``best_is_kept``: the likeliest tokens are known as drawn already."""
+    def _draw(self, plan: StepPlan, logits: Logits | None, best_is_entered: bool) -> Drawing:
+        """``best_is_entered``: the likeliest tokens stand in ``drawn`` already."""
         assert self._sampler is not None
         slots = [sequence.slot for sequence in plan.sequences if sequence.draws]
         for sequence in plan.sequences:
@@ -169,11 +169,8 @@ class Runner:
                 self._sampler.assign(sequence.slot, sequence.params, sequence.request_id, sequence.output)
         if logits is None:
             return Drawing(plan.number)
-        sampled = self._sampler.sample(logits.values, slots, logits.best[:, 0])
-        if not (sampled.greedy and best_is_kept):
-            (index,) = uploaded([np.array(slots, np.int64)], self._device)
-            self._drawn.index_copy_(0, index, sampled.tokens)
-        return Drawing(plan.number, sampled, logits.best) if self._reports else Drawing(plan.number)
+        sampled = self._sampler.sample(logits.values, slots, logits.best, self._drawn, best_is_entered)
+        return Drawing(plan.number, sampled if self._reports else None)
 
     def _enter_blocks(self, plan: StepPlan) -> list[tuple[int, int, int]]:
         """Take the plan's blocks into the host's tables: (row, column, block) of each."""

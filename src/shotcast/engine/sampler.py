@@ -3,28 +3,34 @@
 A draw is a race: each token has a time, exponentially distributed with its probability as rate, and the first wins.
 The times come from a hash of (seed, place in the output, token), so what a request draws depends on no more: not on
 the batch, the slot, the rank, or whether it was pre-empted.
+
+On a CPU that is PyTorch's work, below; on a GPU that of ``kernels/sampling.py``, to which a step is one copy.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shotcast.engine.requests import SamplingParams, TokenLogprob
+from shotcast.engine.transfer import uploaded
 from shotcast.errors import ConfigError
 
 FEW = 1024
-"""Tokens among which a CPU looks for top_p first."""
+"""Tokens among which top_p is looked for first."""
 
 LEAST_TEMPERATURE = 1e-30
 """Lower ones, which float32 may not hold, draw the same."""
 
 CACHED = 2**16
-"""Logits that a CPU works on at once."""
+"""Logits that are worked on at once: no more than a CPU's caches hold."""
 
 Draw = Callable[[torch.Tensor, torch.Tensor, list[SamplingParams]], torch.Tensor]
 
@@ -34,8 +40,13 @@ def penalised(params: SamplingParams) -> bool:
 
 
 def cuts(params: SamplingParams) -> bool:
-    """Whether the tokens have to be put in order."""
-    return params.top_k > 0 or params.top_p < 1
+    """Whether what is drawn depends on the order of the tokens."""
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1)
+
+
+def floor(params: SamplingParams) -> float:
+    """p >= min_p p_max, as logits whose largest is 0."""
+    return math.log(params.min_p) if params.min_p else -math.inf
 
 
 def row_key(seed: int, position: int) -> bytes:
@@ -128,15 +139,13 @@ class Sampled:
     """What was drawn, on the device still.
 
     Attributes:
-        tokens: int64 [rows].
-        greedy: they are the likeliest of all rows.
+        told: int64 [rows, 2], the token drawn, and 1 if all logits of the row are numbers, else 0.
         asked: of the rows whose requests want log-probabilities, their numbers, and how many alternatives each wants.
         logprobs: of these rows: float32 [asked], of the token drawn; int64 [asked], its rank; and of the likeliest,
             float32 and int64 [asked, alternatives], log-probabilities and tokens. Empty where nobody asks.
     """
 
-    tokens: torch.Tensor
-    greedy: bool
+    told: torch.Tensor
     asked: tuple[tuple[int, int], ...] = ()
     logprobs: tuple[torch.Tensor, ...] = ()
 
@@ -162,9 +171,10 @@ class Sampler:
         vocab: columns of the logits.
         device: of the logits.
         salt: of 64 bits, signed; with it, requests without a seed draw. The same on ranks that are to draw the same.
+        kernels: draw as on a GPU elsewhere too, by Triton's interpreter.
     """
 
-    def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int):
+    def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int, kernels: bool = False):
         self.vocab = vocab
         self.device = torch.device(device)
         self._salt = salt
@@ -172,9 +182,24 @@ class Sampler:
         self._seeds = [0] * max_slots
         self._positions = [0] * max_slots
         self._counts: torch.Tensor | None = None  # int32 [max_slots, vocab], once a request has penalties
-        # Neighbours in the vocabulary, made unlike each other once instead of at every draw.
-        tokens = torch.arange(vocab, dtype=torch.int32)[None]
-        self._noise = scramble(tokens, torch.zeros(1, 2, dtype=torch.int32)).to(self.device)
+        self._kernels = kernels or self.device.type == "cuda"
+        if self._kernels:
+            # What ``kernels.sampling.Rows`` has of each slot.
+            self._integers = np.zeros((max_slots, 4), np.int32)
+            self._reals = np.zeros((max_slots, 5), np.float32)
+            self._top_p = np.ones(max_slots)
+        else:
+            # Neighbours in the vocabulary, made unlike each other once instead of at every draw.
+            tokens = torch.arange(vocab, dtype=torch.int32)[None]
+            self._noise = scramble(tokens, torch.zeros(1, 2, dtype=torch.int32))
+
+    def warm(self) -> None:
+        """Draw for nobody, so that no request waits for kernels to be compiled."""
+        if self._kernels:
+            nobody = Sampler(1, self.vocab, self.device, 0, kernels=True)
+            nobody.assign(0, SamplingParams(top_k=1, presence_penalty=1.0), "", ())
+            best = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            nobody.sample(torch.zeros(1, self.vocab, device=self.device), [0], best, best.new_zeros(1), False)
 
     def assign(self, slot: int, params: SamplingParams, request_id: str, output: Sequence[int]) -> None:
         """A slot is a request's from now on, whose output holds ``output`` already."""
@@ -184,16 +209,34 @@ class Sampler:
         if penalised(params):
             if self._counts is None:
                 self._counts = torch.zeros(len(self._requests), self.vocab, dtype=torch.int32, device=self.device)
-            counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocab)
-            self._counts[slot] = self._move(counts.int())
+            counts = np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
+            self._counts[slot] = uploaded([counts], self.device)[0]
+        if self._kernels:
+            top_k, top_p = (params.top_k, params.top_p) if cuts(params) else (0, 1.0)
+            self._integers[slot, :2] = slot, 0 if top_k >= self.vocab else top_k
+            self._top_p[slot] = top_p
+            # Beyond, all weights together are less than 1 - top_p, even of as many tokens.
+            beyond = math.log(self.vocab / (1 - top_p)) + 1 if top_p < 1 else math.inf
+            temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
+            penalties = params.presence_penalty, params.frequency_penalty
+            self._reals[slot] = temperature, -floor(params), *penalties, beyond
 
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], best: torch.Tensor) -> Sampled:
-        """Draw a token for each row.
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        best: torch.Tensor,
+        drawn: torch.Tensor,
+        best_is_entered: bool,
+    ) -> Sampled:
+        """Draw a token for each row, and enter it into ``drawn``.
 
         Args:
             logits: float32 [rows, vocab]; they are left as they are.
             slots: of the rows; each was assigned, none comes twice.
-            best: int64 [rows], the token of the largest logit of each row, the lowest of equal ones.
+            best: int64 [rows, 2], as :class:`~shotcast.layers.batch.Logits` have it; left as it is.
+            drawn: int64 [max_slots or more], of each slot the token drawn last.
+            best_is_entered: ``drawn`` holds the tokens of ``best`` already.
 
         Raises:
             ConfigError: the logits have another shape or dtype, or a slot is nobody's.
@@ -204,18 +247,63 @@ class Sampler:
                 f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
             )
         params = [self._params(slot) for slot in slots]
+        as_given = all(p.greedy and not penalised(p) for p in params)
+        if as_given:
+            told = best
+        elif self._kernels:
+            told = self._by_kernels(logits, slots, params, best, drawn)
+        else:
+            told = torch.stack((self._by_torch(logits, slots, params, best[:, 0]), best[:, 1]), dim=1)
+        if not (best_is_entered if as_given else self._kernels):
+            drawn.index_copy_(0, self._index(slots), told[:, 0])
+        for slot in slots:
+            self._positions[slot] += 1
+        return self._sampled(logits, told, params)
 
-        raw = logits
+    def _params(self, slot: int) -> SamplingParams:
+        request = self._requests[slot]
+        if request is None:
+            raise ConfigError(f"slot {slot} is nobody's: assign it first")
+        return request[1]
+
+    def _index(self, values: Sequence[int]) -> torch.Tensor:
+        return uploaded([np.array(values, np.int64)], self.device)[0]
+
+    def _noise_keys(self, slots: Sequence[int]) -> npt.NDArray[np.int32]:
+        """int32 [rows, 2]."""
+        keys = b"".join(row_key(self._seeds[slot], self._positions[slot]) for slot in slots)
+        return np.frombuffer(keys, np.int32).reshape(-1, 2)
+
+    # -- on a GPU -----------------------------------------------------------------------------------------------------
+
+    def _by_kernels(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        params: list[SamplingParams],
+        best: torch.Tensor,
+        drawn: torch.Tensor,
+    ) -> torch.Tensor:
+        from shotcast.kernels.sampling import START, Rows, draw
+
+        places = np.array(slots)
+        integers = self._integers[places]
+        integers[:, 2:] = self._noise_keys(slots)
+        asked = integers, self._reals[places], self._top_p[places], np.array([START] * len(slots))
+        counts = self._counts if any(penalised(p) for p in params) else None
+        rows = Rows(*uploaded(asked, self.device))
+        return draw(logits, best, rows, counts, drawn, any(cuts(p) for p in params))
+
+    # -- on a CPU -----------------------------------------------------------------------------------------------------
+
+    def _by_torch(
+        self, logits: torch.Tensor, slots: Sequence[int], params: list[SamplingParams], best: torch.Tensor
+    ) -> torch.Tensor:
         slow = [row for row, p in enumerate(params) if penalised(p)]
         if slow:
             logits = self._penalise(logits, slow, slots, params)
-        greedy = [row for row, p in enumerate(params) if p.greedy]
-        tokens = best
-        if slow and greedy:
-            tokens = logits.argmax(1)
-        elif len(greedy) < len(params):
-            tokens = best.clone()  # for others to be drawn into
-        cut = [row for row, p in enumerate(params) if not p.greedy and cuts(p)]
+        tokens = logits.argmax(1) if slow and any(p.greedy for p in params) else best.clone()
+        cut = [row for row, p in enumerate(params) if cuts(p)]
         whole = [row for row, p in enumerate(params) if not p.greedy and not cuts(p)]
         for rows, draw in ((cut, self._draw_cut), (whole, self._draw_whole)):
             if rows:
@@ -224,53 +312,30 @@ class Sampler:
             assert self._counts is not None
             # A slot comes once, so no pair comes twice, and this adds as it says.
             self._counts[self._index([slots[row] for row in slow]), tokens[self._index(slow)]] += 1
-        for slot in slots:
-            self._positions[slot] += 1
-        return self._sampled(raw, tokens, tokens is best, params)
-
-    def _params(self, slot: int) -> SamplingParams:
-        request = self._requests[slot]
-        if request is None:
-            raise ConfigError(f"slot {slot} is nobody's: assign it first")
-        return request[1]
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the device without waiting for it, which takes pinned memory."""
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def _index(self, values: Sequence[int]) -> torch.Tensor:
-        return self._move(torch.tensor(values, dtype=torch.int64))
-
-    def _floats(self, values: Sequence[float]) -> torch.Tensor:
-        return self._move(torch.tensor(values, dtype=torch.float32))
-
-    def _doubles(self, values: Sequence[float]) -> torch.Tensor:
-        return self._move(torch.tensor(values, dtype=torch.float64))
+        return tokens
 
     def _penalise(
         self, logits: torch.Tensor, rows: list[int], slots: Sequence[int], params: list[SamplingParams]
     ) -> torch.Tensor:
         assert self._counts is not None
         counts = self._counts[self._index([slots[row] for row in rows])]
-        presence = self._floats([params[row].presence_penalty for row in rows])[:, None]
-        frequency = self._floats([params[row].frequency_penalty for row in rows])[:, None]
+        presence = torch.tensor([params[row].presence_penalty for row in rows])[:, None]
+        frequency = torch.tensor([params[row].frequency_penalty for row in rows])[:, None]
         return logits.index_add(0, self._index(rows), (counts > 0) * presence + counts * frequency, alpha=-1)
 
     def _draw(
         self, logits: torch.Tensor, rows: list[int], slots: Sequence[int], params: list[SamplingParams], draw: Draw
     ) -> torch.Tensor:
-        keys = b"".join(row_key(self._seeds[slots[row]], self._positions[slots[row]]) for row in rows)
-        key = self._move(torch.frombuffer(bytearray(keys), dtype=torch.int32).view(-1, 2))
+        key = torch.tensor(self._noise_keys([slots[row] for row in rows]))
         if len(rows) < len(slots):
             logits = logits[self._index(rows)]
             params = [params[row] for row in rows]
-        # A GPU wants all rows at once, a CPU no more than its caches hold.
-        most = max(1, CACHED // self.vocab) if self.device.type == "cpu" else len(rows)
+        most = max(1, CACHED // self.vocab)
         drawn = []
         for part in (slice(first, first + most) for first in range(0, len(rows), most)):
             # The largest becomes 0, so that no temperature, however low, makes infinities of it.
-            temperatures = [max(p.temperature, LEAST_TEMPERATURE) for p in params[part]]
-            shifted = (logits[part] - logits[part].amax(1, keepdim=True)).div_(self._floats(temperatures)[:, None])
+            temperatures = torch.tensor([max(p.temperature, LEAST_TEMPERATURE) for p in params[part]])
+            shifted = (logits[part] - logits[part].amax(1, keepdim=True)).div_(temperatures[:, None])
             drawn.append(draw(shifted, key[part], params[part]))
         return torch.cat(drawn)
 
@@ -284,12 +349,12 @@ class Sampler:
     def _draw_cut(self, logits: torch.Tensor, key: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
         ks = [min(p.top_k, self.vocab) for p in params]
         top_k = self._index(ks)
-        top_p = self._doubles([p.top_p for p in params])
+        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)
         total = logits.exp().sum(1, dtype=torch.float64)
         most = max(k or self.vocab for k in ks)
-        # Mostly few tokens make up top_p, and a CPU may look whether they do.
+        # Mostly few tokens make up top_p.
         few = max(FEW, *ks)
-        for count in (few, most) if self.device.type == "cpu" and few < most else (most,):
+        for count in (few, most) if few < most else (most,):
             values, tokens = likeliest(logits, count)
             keep, complete = nucleus(values, total, top_k, top_p)
             if count == most or complete.all():
@@ -300,19 +365,18 @@ class Sampler:
         return tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0]
 
     def _floor(self, params: list[SamplingParams]) -> torch.Tensor:
-        """p >= min_p p_max, as logits whose largest is 0: [rows, 1]. log(0) is minus infinity and keeps all."""
-        return self._floats([p.min_p for p in params]).log()[:, None]
+        return torch.tensor([floor(p) for p in params])[:, None]
 
-    def _sampled(
-        self, logits: torch.Tensor, tokens: torch.Tensor, greedy: bool, params: list[SamplingParams]
-    ) -> Sampled:
+    # -- log-probabilities --------------------------------------------------------------------------------------------
+
+    def _sampled(self, logits: torch.Tensor, told: torch.Tensor, params: list[SamplingParams]) -> Sampled:
         asked = tuple((row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None)
         if not asked:
-            return Sampled(tokens, greedy)
+            return Sampled(told)
         index = self._index([row for row, _ in asked])
         logprobs = logits[index].log_softmax(1)
-        own = logprobs.gather(1, tokens[index][:, None])
+        own = logprobs.gather(1, told[index, :1])
         ranks = (logprobs > own).sum(1) + 1
         most = min(max(count for _, count in asked), self.vocab)
         top = logprobs.topk(most, dim=1)
-        return Sampled(tokens, greedy, asked, (own[:, 0], ranks, top.values, top.indices))
+        return Sampled(told, asked, (own[:, 0], ranks, top.values, top.indices))

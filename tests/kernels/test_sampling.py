@@ -1,0 +1,112 @@
+"""Draws by kernels: under Triton's interpreter against PyTorch's on the CPU, and compiled for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cross
+import pytest
+import sampling_targets as targets
+
+import shotcast
+from shotcast.kernels import sampling
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.parametrize(("vocabs", "examples"), [((1, 2, 31, 257), 60), ((1000, 5000), 12)])
+def test_the_tokens_that_pytorch_draws(vocabs: tuple[int, ...], examples: int) -> None:
+    """Whatever rows ask for; but for scores, or cuts, that are as close as float32 is rounded."""
+    ((total, excused),) = shotcast.spawn(targets.compared, 1, vocabs, examples, env=INTERPRETED, timeout_s=110)
+    assert total >= 2 * examples
+    assert excused <= total // 100 + 1, f"{excused} of {total} differ by rounding"
+
+
+def test_top_p_is_of_what_top_k_leaves() -> None:
+    assert shotcast.spawn(targets.both_cuts, 1, env=INTERPRETED, timeout_s=100) == [(32, 0)]
+
+
+def test_neither_company_nor_division_changes_a_draw() -> None:
+    (found,) = shotcast.spawn(targets.alone_and_together, 1, 700, env=INTERPRETED, timeout_s=60)
+    assert all(tokens == found[0][0] for both in found for tokens in both)
+
+
+def test_rows_that_are_no_numbers_give_some_token_and_leave_others_alone() -> None:
+    (found,) = shotcast.spawn(targets.broken, 1, 300, env=INTERPRETED, timeout_s=60)
+    assert found[:3] == found[3:]
+
+
+def test_warming_up_changes_no_draw() -> None:
+    assert shotcast.spawn(targets.warmed, 1, 100, env=INTERPRETED, timeout_s=60) == [True]
+
+
+def test_weights_far_off_count() -> None:
+    (found,) = shotcast.spawn(targets.tail, 1, 40, env=INTERPRETED, timeout_s=60)
+    assert set(found) == {0, 1}
+
+
+def test_noise_at_its_ends() -> None:
+    bits = [0, 1, 0x40, 0x7FFFFFFF, 0x7FFFFF80, 0xFFFFFFFF, 0x80000000, 0x12345678]
+    ((found, wanted),) = shotcast.spawn(targets.scores, 1, bits, env=INTERPRETED, timeout_s=60)
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    assert shotcast.spawn(targets.zeros, 1, env=INTERPRETED, timeout_s=60) == [[3, 3]]
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    **dict.fromkeys(("logits", "reals"), "*fp32"),
+    **dict.fromkeys(("counts", "integers"), "*i32"),
+    **dict.fromkeys(("best", "state", "bins", "lists", "told", "drawn"), "*i64"),
+    "top_p": "*fp64",
+}
+
+
+def compiled(kernel: Any, vocab: int, warps: int, capability: int = 90) -> Any:
+    values = {
+        "VOCAB": vocab,
+        "BITS": (vocab - 1).bit_length(),
+        "CAPACITY": sampling.CAPACITY,
+        "TILE": sampling.TILE,
+        "BLOCK": sampling.BLOCK,
+    }
+    constants = {name: value for name, value in values.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else KINDS[name] for name in kernel.arg_names}
+    options = {"enable_fp_fusion": True} | sampling.OPTIONS  # Triton's own, and what a launch changes
+    return cross.build(kernel, signature, constants, warps, capability, options, aligned=set(KINDS))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "warps", "registers"),
+    [
+        (sampling.largest_kernel, sampling.WARPS, 64),
+        (sampling.bins_kernel, sampling.WARPS, 128),
+        (sampling.race_kernel, sampling.WARPS, 168),
+        (sampling.finish_kernel, sampling.FINISH_WARPS, 128),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@pytest.mark.parametrize("vocab", [128_256, 50_257])
+def test_in_registers(kernel: Any, warps: int, registers: int, vocab: int, tmp_path: Path) -> None:
+    made = compiled(kernel, vocab, warps)
+    used = cross.resources(made, tmp_path)
+    assert used["LOCAL"] == used["STACK"] == 0
+    assert used["REG"] <= registers
+    found = cross.instructions(made.asm["ptx"])
+    if kernel is not sampling.finish_kernel:
+        assert ("ld.global.v4.b32" in found) == (vocab % 4 == 0)
+    # As the CPU rounds: quotients exactly, and no product together with a sum.
+    assert not [name for name in found if name.startswith("div.full")]
+    if kernel is sampling.largest_kernel:
+        assert not [name for name in found if name.startswith("fma")]
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_kernels_compile(capability: int) -> None:
+    for kernel in (sampling.largest_kernel, sampling.bins_kernel, sampling.race_kernel):
+        compiled(kernel, 32_000, sampling.WARPS, capability)
+    compiled(sampling.finish_kernel, 32_000, sampling.FINISH_WARPS, capability)
