@@ -24,6 +24,8 @@ import triton.language as tl
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.activations import silu
 from shotcast.kernels.float8 import from_words
+from shotcast.kernels.fused_one_shot import push_words
+from shotcast.kernels.sync import enter_early
 from shotcast.kernels.target import (
     await_prior_kernel,
     converts_float8,
@@ -33,7 +35,8 @@ from shotcast.kernels.target import (
     processors,
     release_next_kernel,
 )
-from shotcast.kernels.words import round_float, unpack
+from shotcast.kernels.words import pack, round_float, unpack
+from shotcast.memory.operands import Push
 
 LINE = tl.constexpr(128)
 """Bytes of a cache line."""
@@ -41,6 +44,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 """Of x."""
 UNIT = 16
 """Columns are a multiple of this."""
+
+
+_VARY = ["outputs", "count", "own", "peers", "rank", "slots_at", "slots_quads"]
+"""What a compiled form does not depend on."""
 
 
 @triton.jit
@@ -70,11 +77,16 @@ def write_outputs(
     out,
     outputs,
     count,
+    call,
+    slots_at,
+    slots_quads,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     GATED: tl.constexpr,
+    WORLD: tl.constexpr,
 ):
-    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
+    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them; with WORLD ranks
+    at the peers too, for ``call``."""
     if scale is not None:
         sums = sums * tl.load(scale + rows)[None, :]
     if bias is not None:
@@ -90,6 +102,13 @@ def write_outputs(
         n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     rounded = round_float(sums, out.dtype.element_ty)
     tl.store(out + m * width + n[None, :], rounded, mask=(m < count) & (n < width)[None, :])
+    if WORLD > 0:
+        low, high = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
+        n = (tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2))[None, :]
+        mask = (m < count) & (n < outputs // 2)
+        words = pack(low, high, out.dtype.element_ty)
+        turn = tl.program_id(0)
+        push_words(call, words, m * (outputs // 2) + n, mask, count * outputs * 2, slots_at, slots_quads, turn, WORLD)
 
 
 @triton.jit
@@ -144,7 +163,7 @@ def products(
     return sums
 
 
-@triton.jit(do_not_specialize=["outputs", "count"])
+@triton.jit(do_not_specialize=_VARY)
 def stream_kernel(
     x,
     weight,
@@ -154,12 +173,18 @@ def stream_kernel(
     outputs,
     inputs,
     count,
+    own,
+    peers,
+    rank,
+    slots_at,
+    slots_quads,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
+    WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """COLUMNS columns of TILE rows are multiplied while as many are on their way, in 32-bit words: as floats, each
@@ -174,6 +199,7 @@ def stream_kernel(
     ask_for(weight, rows, inputs, COLUMNS, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
+    call = enter_early(own, peers, rank) if WORLD > 0 else None
     total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
     last = (width - 1) // WORDS * WORDS
     for start in range(0, last, WORDS):
@@ -182,10 +208,25 @@ def stream_kernel(
         total += products(x, words, start, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
         words = following
     total += products(x, words, last, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
-    write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+    write_outputs(
+        tl.sum(total, axis=2),
+        rows,
+        scale,
+        bias,
+        out,
+        outputs,
+        count,
+        call,
+        slots_at,
+        slots_quads,
+        M_TILE,
+        TILE,
+        GATED,
+        WORLD,
+    )
 
 
-@triton.jit(do_not_specialize=["outputs", "count"])
+@triton.jit(do_not_specialize=_VARY)
 def stream_dot_kernel(
     x,
     weight,
@@ -195,6 +236,11 @@ def stream_dot_kernel(
     outputs,
     inputs,
     count,
+    own,
+    peers,
+    rank,
+    slots_at,
+    slots_quads,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -202,6 +248,7 @@ def stream_dot_kernel(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
+    WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each of WARPS parts of a step has COLUMNS columns of TILE rows; STAGES steps are on their way."""
@@ -209,6 +256,7 @@ def stream_dot_kernel(
     ask_for(weight, rows, inputs, 0, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
+    call = enter_early(own, peers, rank) if WORLD > 0 else None
     m = tl.arange(0, M_TILE)[None, None, :]
     part = tl.arange(0, WARPS)[:, None, None] * COLUMNS
     i = tl.arange(0, COLUMNS)
@@ -221,7 +269,7 @@ def stream_dot_kernel(
         values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0)
         total += dot(tile.to(values.dtype), values)
     sums = tl.trans(tl.sum(total, axis=0))
-    write_outputs(sums, rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+    write_outputs(sums, rows, scale, bias, out, outputs, count, call, slots_at, slots_quads, M_TILE, TILE, GATED, WORLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +368,7 @@ def linear(
     bias: torch.Tensor | None = None,
     gated: bool = False,
     stream: Stream | None = None,
+    push: Push | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
@@ -332,6 +381,8 @@ def linear(
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
         stream: how to launch it; None for what is known to be fast.
+        push: where the results go as well, for peers that await them in the communicator's next call
+            (:meth:`Communicator.push`); not if gated.
 
     Returns:
         [rows, outputs], or half as many columns if gated, of the dtype of x.
@@ -354,19 +405,31 @@ def linear(
         )
     if stream is None:
         stream = choose(outputs, rows, weight.element_size(), processors(x.device))
-    tile = max(2, stream.tile) if gated else stream.tile
+    tile = max(2, stream.tile) if gated or push is not None else stream.tile
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     options = launch_options(x.device, stream.warps)
     ahead = stream.ahead_bytes // weight.element_size()
     m_tile = triton.next_power_of_2(rows)
-    common = x, weight, scale, bias, out, outputs, inputs, rows
+    # without a push, addresses that are used for nothing
+    target = push or Push(0, 0, 0, 0, 0, 0)
+    places = target.own, target.peers, target.rank, target.slots_at, target.slots_quads
+    common = x, weight, scale, bias, out, outputs, inputs, rows, *places
     grid = (-(-outputs // tile),)
     pdl = options["launch_pdl"]
     if stream.kind == "fma":
         stream_kernel[grid](
-            *common, m_tile, tile, stream.columns, ahead, gated, converts_float8(x.device), pdl, **options
+            *common,
+            m_tile,
+            tile,
+            stream.columns,
+            ahead,
+            gated,
+            converts_float8(x.device),
+            target.world_size,
+            pdl,
+            **options,
         )
     else:
         shape = max(8, m_tile), tile, stream.columns, stream.warps, stream.stages
-        stream_dot_kernel[grid](*common, *shape, ahead, gated, pdl, **options)
+        stream_dot_kernel[grid](*common, *shape, ahead, gated, target.world_size, pdl, **options)
     return out
