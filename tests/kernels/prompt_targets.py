@@ -1,0 +1,134 @@
+"""What a rank of test_prompt_attention.py runs: the kernel under the interpreter, beside attention in float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shotcast.kernels.prompt_attention import TILE_FIELDS, attend
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Of the largest value: how far results may be off. (The interpreter cuts bfloat16 weights off, rather than round.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step, and the shape of a layer.
+
+    Attributes:
+        sequences: of each, how many tokens came before, and how many it has in this step.
+        padding: queries that are nobody's, after these.
+        unused: tiles with nothing.
+        tokens: of a tile, at most.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    kv_of: tuple[int, ...]
+    head_dim: int
+    block_size: int
+    window: int
+    dtype: torch.dtype
+    padding: int
+    unused: int
+    tokens: int
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    groups = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    kv_of = tuple(kv for kv, group in enumerate(groups) for _ in range(group))
+    dtype = draw(st.sampled_from(list(CLOSE)))
+    several = draw(st.integers(1, 4))
+    sequences = [
+        (draw(st.sampled_from([0, 1, 15, 64, 130]) | st.integers(0, 200)), draw(st.just(1) | st.integers(1, 70)))
+        for _ in range(several)
+    ]
+    rows = 16 if dtype == torch.float32 else draw(st.sampled_from([64, 128]))
+    return Case(
+        tuple(sequences),
+        kv_of,
+        draw(st.sampled_from([64, 80, 128])),
+        draw(st.sampled_from([4, 16, 20, 128])),
+        draw(st.sampled_from([0, 0, 1, 7, 64, 100, 1000])),
+        dtype,
+        draw(st.integers(0, 9)),
+        draw(st.integers(0, 3)),
+        max(1, rows // max(groups)),
+        draw(st.integers(0, 1000)),
+    )
+
+
+def attended(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gives, and what is right: [tokens with padding, heads, head_dim], float64."""
+    generator = torch.Generator().manual_seed(case.seed)
+    heads, kv_heads, size = len(case.kv_of), max(case.kv_of) + 1, case.block_size
+    lengths = [before + new for before, new in case.sequences]
+    blocks_of = [-(-length // size) for length in lengths]
+    blocks = torch.randperm(sum(blocks_of), generator=generator).int()
+    # What no sequence holds may be anything, and rows of the tables are in another order than the sequences.
+    keys, values = (
+        torch.full([sum(blocks_of) * size, kv_heads, case.head_dim], float("nan"), dtype=case.dtype) for _ in range(2)
+    )
+    rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
+    tables = torch.full([len(lengths) + 2, max(blocks_of) + 1], 1 << 20, dtype=torch.int32)
+    tokens = sum(new for _, new in case.sequences)
+    queries = torch.randn(tokens + case.padding, heads, case.head_dim, generator=generator).to(case.dtype)
+    queries[tokens:] = float("nan")
+    wanted = torch.zeros(queries.shape, dtype=torch.float64)
+    tiles = []
+    first = taken = 0
+    for number, (before, new) in enumerate(case.sequences):
+        row, length = int(rows[number]), before + new
+        mine = blocks[taken : taken + blocks_of[number]]
+        tables[row, : len(mine)] = mine
+        taken += len(mine)
+        position = torch.arange(length)
+        slots = mine[position // size].long() * size + position % size
+        for kept in (keys, values):
+            kept[slots] = torch.randn(length, kv_heads, case.head_dim, generator=generator).to(case.dtype)
+        kv_of = torch.tensor(case.kv_of)
+        key, value = (kept[slots][:, kv_of].double() for kept in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries[first : first + new].double(), key) / case.head_dim**0.5
+        ages = position[before:, None] - position
+        seen = (ages >= 0) & ((ages < case.window) if case.window else True)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        wanted[first : first + new] = torch.einsum("hqk,khd->qhd", weights, value)
+        for start in range(0, new, case.tokens):
+            tiles.append((row, first + start, min(case.tokens, new - start), before + start))
+        first += new
+    for start in range(0, case.padding, case.tokens):
+        tiles.append((0, first + start, min(case.tokens, case.padding - start), -1))
+    tiles += [(0, 0, 0, -1)] * case.unused
+    starts = [case.kv_of.index(kv) for kv in range(kv_heads)] + [heads]
+    out = torch.full_like(queries, float("nan"))
+    attend(
+        queries,
+        keys,
+        values,
+        tables,
+        torch.tensor(tiles, dtype=torch.int32).view(-1, TILE_FIELDS),
+        case.tokens,
+        torch.tensor(starts, dtype=torch.int32),
+        max(stop - start for start, stop in itertools.pairwise(starts)),
+        case.block_size,
+        case.window,
+        out,
+    )
+    return out.double(), wanted
+
+
+def any_step_is_attended_to(examples: int) -> None:
+    """Raises AssertionError for a step whose attention is wrong."""
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(cases())
+    def check(case: Case) -> None:
+        found, wanted = attended(case)
+        assert (found - wanted).abs().max() <= CLOSE[case.dtype] * wanted.abs().max()
+
+    check()

@@ -1,0 +1,116 @@
+"""Attention of prompts: by Triton's interpreter, against attention in float64; and compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cross
+import prompt_targets as targets
+import pytest
+import torch
+import triton
+
+import shotcast
+from shotcast.kernels.prompt_attention import (
+    FEW_ROWS,
+    FLOAT32_KEYS,
+    FLOAT32_ROWS,
+    KEYS,
+    ROWS,
+    STAGES,
+    TILE_FIELDS,
+    WIDE_KEYS,
+    prompt_kernel,
+    tile_tokens,
+)
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+def test_any_step_is_attended_to() -> None:
+    shotcast.spawn(targets.any_step_is_attended_to, 1, 60, env=INTERPRETED, timeout_s=110)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group", "kv_heads", "head_dim", "dtype", "wanted"),
+    [
+        (2048, 4, 8, 128, torch.bfloat16, ROWS // 4),
+        (512, 4, 2, 128, torch.bfloat16, FEW_ROWS // 4),  # 32 programs of ROWS
+        (4224, 4, 1, 128, torch.float16, ROWS // 4),  # as many as there are processors
+        (4192, 4, 1, 128, torch.float16, FEW_ROWS // 4),
+        (8192, 3, 8, 128, torch.bfloat16, ROWS // 3),
+        (8192, 4, 8, 192, torch.bfloat16, FEW_ROWS // 4),
+        (8192, 1, 8, 128, torch.float32, FLOAT32_ROWS),
+        (8192, 71, 1, 64, torch.float32, 1),
+    ],
+)
+def test_tiles_fill_the_processors(
+    tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, wanted: int
+) -> None:
+    assert tile_tokens(tokens, group, kv_heads, head_dim, dtype, 132) == wanted
+
+
+def compiled(
+    rows: int, keys: int, head_dim: int, dtype: str, windowed: bool = False, group: int = 4, capability: int = 90
+) -> Any:
+    """As ``attend`` launches it."""
+    constants = {
+        "HEADS": 2 * group,
+        "KV_HEADS": 2,
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "ROWS": rows,
+        "WIDTH": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": 16,
+        "KEYS": keys,
+        "STAGES": STAGES,
+        "WINDOWED": windowed,
+        "TILE_FIELDS": TILE_FIELDS,
+        "PDL": capability >= 90,
+    }
+    floats, ints = ("queries", "keys", "values", "result"), ("tables", "tiles", "first_heads")
+    signature = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(ints, "*i32") | dict.fromkeys(constants, "constexpr")
+    signature |= {"scale": "fp32", "blocks": "i32", "window": "i32"}
+    options = {"enable_fp_fusion": True}
+    return cross.build(
+        prompt_kernel, signature, constants, 8 if rows >= ROWS else 4, capability, options, (*floats, *ints)
+    )
+
+
+@pytest.mark.parametrize("rows", [ROWS, FEW_ROWS])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "windowed", "group"),
+    [(128, "bf16", False, 4), (128, "fp16", True, 3), (64, "bf16", True, 1), (80, "bf16", False, 8)],
+)
+def test_hopper_multiplies_from_shared_memory_and_spills_nothing(
+    rows: int, head_dim: int, dtype: str, windowed: bool, group: int, tmp_path: Path
+) -> None:
+    """Each loop has its products, what it waits for is on its way a tile before, and tables are read two before."""
+    kernel = compiled(rows, KEYS, head_dim, dtype, windowed, group)
+    counts = cross.instructions(kernel.asm["ptx"])
+    loops = 3 if windowed else 2
+    products = sum(count for name, count in counts.items() if name.startswith("wgmma.mma_async"))
+    width = triton.next_power_of_2(head_dim)
+    assert products == loops * (width // 16 + KEYS // 16)
+    assert not any(name.startswith(("mma.sync", "wmma")) for name in counts)
+    assert counts["cp.async.cg.shared.global"] == loops * 2 * 2 * KEYS * width // 8 // (32 * (8 if rows == ROWS else 4))
+    assert counts["ld.global.v4.b32"] == rows * width // 8 // (32 * (8 if rows == ROWS else 4)), "queries alone"
+    found = cross.resources(kernel, tmp_path)
+    assert (found["STACK"], found["LOCAL"]) == (0, 0)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_compile(capability: int) -> None:
+    for rows in (ROWS, FEW_ROWS):
+        kernel = compiled(rows, KEYS, 128, "bf16", capability=capability)
+        assert "mma" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= 99 << 10, "what a processor with little has"
+    assert compiled(FEW_ROWS, WIDE_KEYS, 256, "bf16", capability=capability).metadata.shared <= 99 << 10
+
+
+def test_float32_is_multiplied_in_float32(tmp_path: Path) -> None:
+    kernel = compiled(FLOAT32_ROWS, FLOAT32_KEYS, 128, "fp32")
+    assert "mma" not in kernel.asm["ptx"]
+    found = cross.resources(kernel, tmp_path)
+    assert (found["STACK"], found["LOCAL"]) == (0, 0)
