@@ -20,6 +20,8 @@ from shotcast.models.source import open_checkpoint
 
 BLOCK = 4
 LIMIT = 64
+TOKENS = 24
+"""Of a step."""
 
 
 def answered(
@@ -32,11 +34,12 @@ def answered(
         clock: Clock = DeviceClock(comm.device) if device == "cuda" else HostClock()
         model = Llama(checkpoint.config, weights, Parallel(comm, clock=clock), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
-        runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes)
-        if static:
-            runner.warm(3, 24)
+        prompts = (5, 16, TOKENS) if static else ()
+        runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, prompts)
         runner.capture(stamped=False)
-        config = SchedulerConfig(sequences, 24, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos)
+        config = SchedulerConfig(
+            sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos
+        )
         found, counts = played(runner, Scheduler(config), requests, sizes, comm, False)
         if device == "cuda":  # all is compiled now
             again, _ = played(runner, Scheduler(config), requests, sizes, comm, True)

@@ -42,8 +42,7 @@ class Tables:
             queries = (0, *itertools.accumulate(len(new) for _, _, new in several))
             keys = (0, *itertools.accumulate(contexts[decodes:]))
             kept = [self.slot(part[0], position) for part in several for position in range(part[1] + len(part[2]))]
-            starts = [torch.tensor(of, dtype=torch.int32) for of in (queries, keys)]
-            prefills = Prefills(queries, keys, *starts, torch.tensor(kept))
+            prefills = Prefills(queries, keys, torch.tensor(kept))
         return Batch(
             torch.tensor(tokens),
             torch.tensor(positions),
@@ -52,6 +51,7 @@ class Tables:
             torch.tensor(sequences[:decodes], dtype=torch.int64),
             torch.tensor(contexts[:decodes], dtype=torch.int32),
             prefills,
+            None,
             self.blocks,
             None,
         )

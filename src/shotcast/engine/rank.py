@@ -25,7 +25,7 @@ from shotcast.engine.plan import StepPlan
 from shotcast.engine.requests import EngineStats, Progress, Request
 from shotcast.engine.runner import Drawing, Runner
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
-from shotcast.engine.steps import bucket_sizes
+from shotcast.engine.steps import bucket_sizes, token_sizes
 from shotcast.errors import ConfigError
 from shotcast.layers.clock import DeviceClock, HostClock
 from shotcast.layers.parallel import Parallel
@@ -45,8 +45,6 @@ BEAT_S = 1.0
 """Between signs of life of rank 0."""
 _LOADING_S = 600.0
 """What ranks wait for each other while they load, which takes some longer than others."""
-_SHORT_PROMPT = 32
-"""Tokens of a prompt that is computed at the start, beside one of a whole step: later ones find all compiled."""
 _GLANCE_S = 5e-5
 """How long a rank that reports looks out for the next step before it looks again whether the last is done."""
 _STAGE_PATIENCE = 10
@@ -351,13 +349,11 @@ def _load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Re
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
     static = bucket_sizes(config.max_sequences) if device == "cuda" else ()
-    reports = job.rank == _reporter(config)
-    runner = Runner(part, blocks, config.block_size, config.max_sequences, max_model_len, int(salt), static, reports)
+    prompts = token_sizes(config.max_batch_tokens) if device == "cuda" else ()
+    limits = blocks, config.block_size, config.max_sequences, max_model_len
+    runner = Runner(part, *limits, int(salt), static, prompts, job.rank == _reporter(config))
     stack.callback(runner.close)
     started = time.perf_counter()
-    if static:
-        most = config.max_batch_tokens
-        runner.warm(*sorted({min(most, length) for length in (_SHORT_PROMPT, most)}))
     runner.capture(stamped=config.stamp_every > 0)
     capture_s = time.perf_counter() - started
     ready = Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)

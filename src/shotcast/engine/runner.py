@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shotcast.engine import steps
+from shotcast.engine.capture import Graphs
 from shotcast.engine.graphs import StaticDecoding
-from shotcast.engine.plan import NO_TOKEN, PENDING, StepPlan
+from shotcast.engine.plan import NO_TOKEN, StepPlan
+from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import TokenLogprob
 from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
 from shotcast.engine.transfer import Download, uploaded
-from shotcast.layers.batch import Batch, Logits, Prefills
+from shotcast.layers.batch import Batch, Logits, Prefills, Tiles
 from shotcast.models.llama import Llama
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Runner:
         salt: what draws without a seed depend on; the same on all ranks.
         static: numbers of sequences for which steps that decode run on static memory (``engine/graphs.py``); the last
             is ``max_sequences``. None: such steps are computed as all others.
+        prompts: numbers of tokens for which all other steps do (``engine/prompt_graphs.py``), with ``static`` alone.
         reports: whether anybody asks this rank what was drawn. One that nobody asks draws only for the next step, which
             with ``static`` memory may be planned before it is told.
     """
@@ -76,9 +82,10 @@ class Runner:
         max_model_len: int,
         salt: int,
         static: tuple[int, ...] = (),
+        prompts: tuple[int, ...] = (),
         reports: bool = True,
     ) -> None:
-        self._model, self._max_model_len = model, max_model_len
+        self._model = model
         self._reports = reports
         self._block_size = block_size
         self._caches = model.caches(blocks + bool(static), block_size)
@@ -87,14 +94,22 @@ class Runner:
         self._host_tables = np.zeros((max_sequences + 1, -(-max_model_len // block_size)), np.int32)
         if static:
             self._host_tables[-1] = blocks
-        self._tables = torch.from_numpy(self._host_tables)
-        if self._device.type == "cuda":
-            self._tables = self._tables.to(self._device)
+        self._tables = torch.from_numpy(self._host_tables).to(self._device, copy=True)
         self._filled = [0] * max_sequences
         self._drawn = torch.zeros(max_sequences + 1, dtype=torch.int64, device=self._device)
         draws = model.parallel.last and (reports or bool(static))
         self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if draws else None
-        self._static = StaticDecoding(model, self._caches, self._tables, self._drawn, static) if static else None
+        self._static = self._prompts = None
+        if static:
+            self._graphs = Graphs(self._device, model.parallel.clock)
+            shared = model, self._caches, self._tables, self._drawn
+            logits = None
+            if model.parallel.last and self._device.type == "cuda":
+                values = torch.empty(max_sequences, model.config.vocab, device=self._device)
+                logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=self._device))
+            self._static = StaticDecoding(*shared, static, self._graphs, logits)
+            if prompts:
+                self._prompts = StaticPrompts(*shared, prompts, static, blocks, self._graphs, logits)
 
     @property
     def step_s(self) -> float:
@@ -107,48 +122,43 @@ class Runner:
         return self._model.parallel.clock.communication_s
 
     @torch.inference_mode()
-    def warm(self, *lengths: int) -> None:
-        """Compute a prompt of each of these lengths, and draw, for nobody, so that no request waits for what is
-        compiled, or set up, when it is first used. Collective; needs ``static``, whose spare block it writes to."""
-        spare = int(self._host_tables[-1, 0]) * self._block_size
-        for length in lengths:
-            positions = np.arange(length) % self._max_model_len
-            slots = spare + positions % self._block_size
-            whole = 0, length
-            tokens, place, where, drawn, starts = uploaded(
-                (np.zeros(length, np.int64), positions, slots, np.array([length - 1]), np.array(whole, np.int32)),
-                self._device,
-            )
-            none = place[:0]
-            prefills = Prefills(whole, whole, starts, starts, where)
-            batch = Batch(tokens, place, where, 0, none, none.int(), prefills, self._tables, drawn)
-            self._model(batch, self._caches)
+    def capture(self, stamped: bool) -> None:
+        """Make ready what steps on static memory and draws from them need. Collective.
+
+        Args:
+            stamped: also what stamped steps need.
+        """
+        if self._static is None:
+            return
+        started = time.perf_counter()
+        if self._prompts is not None:
+            self._prompts.capture()  # has the largest
+        self._static.capture(stamped=False)
+        if stamped:
+            self._static.capture(stamped=True)
         if self._sampler is not None:
             self._sampler.warm()
-
-    @torch.inference_mode()
-    def capture(self, stamped: bool) -> None:
-        """Make ready what steps that decode need. Collective."""
-        if self._static is not None:
-            self._static.capture(stamped=False)
-            if stamped:
-                self._static.capture(stamped=True)
+        logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def close(self) -> None:
         """To be called before the communicators are closed."""
         if self._static is not None:
-            self._static.close()
+            self._graphs.close()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Drawing | None:
         """Compute a step. What it draws on ranks of the last stage, None on others."""
+        cells = self._enter_blocks(plan)
         bucket = None if self._static is None else steps.bucket_of(plan, self._static.sizes)
         if self._static is not None and bucket is not None:
-            self._enter_blocks(plan)
             logits = self._static.run(plan, bucket)
             return None if self._sampler is None else self._draw(plan, self._that_draw(plan, logits), True)
+        of = steps.places(plan, self._host_tables, self._block_size)
+        if self._prompts is not None and self._prompts.serves(of):
+            logits = self._prompts.run(of, cells)
+            return None if self._sampler is None else self._draw(plan, logits, True)
         with self._model.parallel.clock.step():
-            logits = self._model(self._batch(plan), self._caches)
+            logits = self._model(self._batch(of, cells), self._caches)
             return None if self._sampler is None else self._draw(plan, logits, False)
 
     def _that_draw(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
@@ -172,75 +182,46 @@ class Runner:
         sampled = self._sampler.sample(logits.values, slots, logits.best, self._drawn, best_is_entered)
         return Drawing(plan.number, sampled if self._reports else None)
 
-    def _enter_blocks(self, plan: StepPlan) -> list[tuple[int, int, int]]:
-        """Take the plan's blocks into the host's tables: (row, column, block) of each."""
-        entered = []
+    def _enter_blocks(self, plan: StepPlan) -> steps.Ints:
+        """Take the plan's blocks into the host's tables: [cells, 2], the place in the tables and the block of each."""
+        width = self._host_tables.shape[1]
+        entered = [np.empty((0, 2), np.int32)]
         for sequence in plan.sequences:
             slot = sequence.slot
             if sequence.fresh:
                 self._filled[slot] = 0
-            for block in sequence.blocks:
-                entered.append((slot, self._filled[slot], block))
-                self._host_tables[slot, self._filled[slot]] = block
-                self._filled[slot] += 1
-        return entered
+            if sequence.blocks:
+                first, stop = self._filled[slot], self._filled[slot] + len(sequence.blocks)
+                self._host_tables[slot, first:stop] = sequence.blocks
+                places = np.arange(slot * width + first, slot * width + stop, dtype=np.int32)
+                entered.append(np.stack((places, self._host_tables[slot, first:stop]), axis=1))
+                self._filled[slot] = stop
+        return np.concatenate(entered)
 
-    def _batch(self, plan: StepPlan) -> Batch:
-        """The tensors of a step; takes the plan's blocks into the tables."""
-        entered = self._enter_blocks(plan)
-        tokens: list[int] = []
-        positions: list[int] = []
-        owners: list[int] = []
-        drawn, pending, queries, keys = [], [], [0], [0]
-        contexts: list[npt.NDArray[np.int64]] = []
-        decodes = 0
-        for sequence in plan.sequences:
-            slot, first, length = sequence.slot, len(tokens), sequence.start + len(sequence.tokens)
-            if sequence.tokens[0] == PENDING:
-                pending.append((first, slot))
-            tokens += sequence.tokens
-            positions += range(sequence.start, length)
-            owners += [slot] * len(sequence.tokens)
-            if len(sequence.tokens) == 1:
-                decodes += 1
-            else:
-                queries.append(queries[-1] + len(sequence.tokens))
-                keys.append(keys[-1] + length)
-                contexts.append(self._slots(np.full(length, slot), np.arange(length)))
-            if sequence.draws:
-                drawn.append(len(tokens) - 1)
-        place, owner = np.array(positions, np.int64), np.array(owners, np.int64)
-        slots = self._slots(owner, place)
-        lengths = (place[:decodes] + 1).astype(np.int32)
-        draws = np.array(drawn, np.int64)
-        pairs = np.array(pending, np.int64).reshape(-1, 2).T.copy()
-        cells = np.array(entered, np.int64).reshape(-1, 3).T.copy()
-        ids_here, rows_here = np.array(tokens, np.int64), owner[:decodes]
-        prompts: list[npt.NDArray[np.generic]] = []
-        if contexts:
-            prompts = [np.array(queries, np.int32), np.array(keys, np.int32), np.concatenate(contexts)]
-        there = uploaded(
-            (ids_here, place, slots, rows_here, lengths, draws, pairs, cells, *prompts),
-            self._device,
+    def _batch(self, of: steps.Places, cells: steps.Ints) -> Batch:
+        """The tensors of a step that is not on static memory; enters ``cells`` into the device's tables."""
+        pending = np.flatnonzero(of.tokens < 0)
+        several = int(of.counts.max()) > 1
+        most = self._model.tile(len(of.tokens)) if several and self._device.type == "cuda" else 0
+        decodes = 0 if most else int((of.counts == 1).sum())
+        longs = of.tokens, of.positions, of.slots, of.rows[:decodes], of.drawn, pending, -1 - of.tokens[pending]
+        ints = (of.starts + of.counts)[:decodes], steps.tiles(of, most) if most else of.rows[:0], cells[:, 1].copy()
+        ids, positions, slots, rows, drawn, pending_there, owners, places, lengths, table, blocks = uploaded(
+            [*(array.astype(np.int64) for array in (*longs, cells[:, 0])), *ints], self._device
         )
-        ids, place_there, slots_there, rows, lengths_there, drawn_there, pairs_there, cells_there = there[:8]
-        if pending:
-            ids[pairs_there[0]] = self._drawn[pairs_there[1]]
-        if entered and self._device.type == "cuda":  # elsewhere the host's tables are these
-            self._tables[cells_there[0], cells_there[1]] = cells_there[2].int()
-        return Batch(
-            ids,
-            place_there,
-            slots_there,
-            decodes,
-            rows,
-            lengths_there,
-            Prefills(tuple(queries), tuple(keys), *there[8:]) if prompts else None,
-            self._tables,
-            None if len(drawn) == len(tokens) else drawn_there,
-        )
+        if len(pending):
+            ids[pending_there] = self._drawn[owners]
+        if len(cells):
+            self._tables.view(-1)[places] = blocks
+        tiles = Tiles(table, most) if most else None
+        prefills = self._prefills(of, decodes) if several and not most else None
+        wanted = None if len(of.drawn) == len(of.tokens) else drawn
+        return Batch(ids, positions, slots, decodes, rows, lengths, prefills, tiles, self._tables, wanted)
 
-    def _slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of the cache, for positions of sequences in these rows of the tables."""
-        size = self._block_size
-        return self._host_tables[rows, positions // size].astype(np.int64) * size + positions % size
+    def _prefills(self, of: steps.Places, decodes: int) -> Prefills:
+        """Of a step on a CPU, in which the first ``decodes`` sequences have one token."""
+        rows, counts, lengths = of.rows[decodes:], of.counts[decodes:], (of.starts + of.counts)[decodes:]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        slots = steps.slots_of(self._host_tables, np.repeat(rows, lengths), positions, self._block_size)
+        queries, keys = ((0, *np.cumsum(each).tolist()) for each in (counts, lengths))
+        return Prefills(queries, keys, torch.from_numpy(slots.astype(np.int64)))

@@ -1,4 +1,4 @@
-"""A decoding step as the device takes it: one small copy from the host, from which it derives all else itself.
+"""A step as the device takes it: one small copy from the host, from which it derives all else itself.
 
 So a captured graph can begin with it, and a token that is still being drawn never passes through the host.
 """
@@ -12,6 +12,8 @@ import triton.language as tl
 FIELDS = 4
 """int32 words of a sequence: its row of the tables, position, token (below 0: the one drawn last), and the block that
 it has been given for this step (below 0: none)."""
+_TOKENS = 128
+"""Of a program, in steps with prompts."""
 
 
 @triton.jit
@@ -86,4 +88,87 @@ def unpack(
         block_size,
         tile,
         num_warps=1,
+    )
+
+
+@triton.jit
+def unpack_prompts_kernel(
+    ids,
+    places,
+    places_in_cache,
+    drawn_rows,
+    cells,
+    filled,
+    drawn,
+    tables,
+    tokens,
+    positions,
+    slots,
+    rows,
+    count,
+    sequences,
+    TILE: tl.constexpr,
+):
+    """Program: TILE tokens, TILE sequences that draw, and its share of the cells."""
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = i < count
+    token = tl.load(ids + i, mask=there, other=0).to(tl.int64)
+    token = tl.where(token < 0, tl.load(drawn - 1 - token, mask=there & (token < 0), other=0), token)
+    tl.store(tokens + i, token, mask=there)
+    tl.store(positions + i, tl.load(places + i, mask=there, other=0).to(tl.int64), mask=there)
+    tl.store(slots + i, tl.load(places_in_cache + i, mask=there, other=0).to(tl.int64), mask=there)
+    draws = i < sequences
+    tl.store(rows + i, tl.load(drawn_rows + i, mask=draws, other=0).to(tl.int64), mask=draws)
+    number = tl.load(cells)
+    for start in range(tl.program_id(0) * TILE, number, tl.num_programs(0) * TILE):
+        cell = start + tl.arange(0, TILE)
+        inside = cell < number
+        place = tl.load(filled + cell * 2, mask=inside, other=0)
+        tl.store(tables + place, tl.load(filled + cell * 2 + 1, mask=inside, other=0), mask=inside)
+
+
+def unpack_prompts(
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    places_in_cache: torch.Tensor,
+    drawn_rows: torch.Tensor,
+    cells: torch.Tensor,
+    filled: torch.Tensor,
+    drawn: torch.Tensor,
+    tables: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Enter blocks into the tables, and fill what a :class:`~shotcast.layers.batch.Batch` has, of a step with prompts.
+
+    Args:
+        ids: int32 [tokens]; one below 0 is -1 - the row whose token drawn last it stands for.
+        places, places_in_cache: int32 [tokens], positions and slots.
+        drawn_rows: int32 [sequences].
+        cells, filled: int32 [1], how many cells of ``tables`` are filled, and [2 * cells], of each its place and block.
+        drawn: int64 [rows], of each row the token that was drawn last.
+        tables: int32 [rows, blocks].
+        tokens, positions, slots: int64 [tokens], to fill.
+        rows: int64 [sequences], to fill with ``drawn_rows``.
+    """
+    count, sequences = ids.shape[0], drawn_rows.shape[0]
+    unpack_prompts_kernel[(triton.cdiv(max(count, sequences), _TOKENS),)](
+        ids,
+        places,
+        places_in_cache,
+        drawn_rows,
+        cells,
+        filled,
+        drawn,
+        tables,
+        tokens,
+        positions,
+        slots,
+        rows,
+        count,
+        sequences,
+        _TOKENS,
+        num_warps=4,
     )

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
 
-from shotcast.layers import varlen
-from shotcast.layers.batch import Batch, Prefills
+from shotcast.layers.batch import Batch, Prefills, Tiles
 
 
 class KeyValueCache:
@@ -69,19 +68,24 @@ class Attention:
         self._norms, self._eps = norms, eps
         self._cosines, self._sines = cosines, sines
         self._kv_of = torch.tensor(kv_of, device=cosines.device)
-        group = heads // self.kv_heads
+        starts = [kv_of.index(kv) for kv in range(self.kv_heads)] + [heads]
+        self._first_heads = torch.tensor(starts, dtype=torch.int32, device=cosines.device)
+        self._group = max(stop - start for start, stop in itertools.pairwise(starts))
         self._decoding: Any = None if beside is None else beside._decoding
         if self._decoding is None and cosines.device.type == "cuda":
             from shotcast.kernels.paged_attention import Decoding
 
             processors = torch.cuda.get_device_properties(cosines.device).multi_processor_count
             self._decoding = Decoding(heads, head_dim, kv_of, sequences, processors, cosines.device)
-        self._even = kv_of == tuple(head // group for head in range(heads)) and heads % self.kv_heads == 0
+        self._even = self._group * self.kv_heads == heads
 
     def __call__(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch) -> torch.Tensor:
         """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
         count = batch.decodes
         out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        if batch.tiles is not None:
+            queries = self._rotate(qkv, cache, batch, slice(None))
+            self._attend_tiles(queries, cache, batch.tables, batch.tiles, out)
         if self._decoding is not None and count:
             turned, paged = (self._cosines, self._sines), (batch.tables, batch.rows, batch.lengths)
             options = cache.block_size, self.window, out[:count], self._norms, self._eps
@@ -92,6 +96,27 @@ class Attention:
             rest = slice(count, None)
             self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefills, out[rest])
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
+
+    def tile(self, tokens: int, dtype: torch.dtype) -> int:
+        """Tokens of a tile of :class:`~shotcast.layers.batch.Tiles`, in a step of so many.
+
+        Args:
+            dtype: of the cache.
+        """
+        from shotcast.kernels.prompt_attention import tile_tokens
+        from shotcast.kernels.target import processors
+
+        device = self._cosines.device
+        return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, processors(device))
+
+    def _attend_tiles(
+        self, queries: torch.Tensor, cache: KeyValueCache, tables: torch.Tensor, tiles: Tiles, out: torch.Tensor
+    ) -> None:
+        """Attention of all queries, [tokens, heads, head_dim]."""
+        from shotcast.kernels.prompt_attention import attend
+
+        shape = self._first_heads, self._group, cache.block_size, self.window
+        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.tokens, *shape, out)
 
     def _rotate(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch, of: slice) -> torch.Tensor:
         """Queries [tokens, heads, head_dim]; keys and values enter the cache."""
@@ -117,12 +142,6 @@ class Attention:
 
     def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, prefills: Prefills, out: torch.Tensor) -> None:
         """Attention of each sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
-        if varlen.serves(queries):
-            keys, values = (whole[prefills.slots[:, None], self._kv_of] for whole in (cache.keys, cache.values))
-            starts = prefills.query_starts, prefills.key_starts
-            queried, kept = (max(b - a for a, b in itertools.pairwise(of)) for of in (prefills.queries, prefills.keys))
-            out.copy_(varlen.attend(queries, keys, values, *starts, queried, kept, self.window))
-            return
         bounds = zip(itertools.pairwise(prefills.queries), itertools.pairwise(prefills.keys), strict=True)
         for (first, stop), (first_key, stop_key) in bounds:
             out[first:stop] = self._attend(queries[first:stop], cache, prefills.slots[first_key:stop_key])

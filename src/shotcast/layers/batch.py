@@ -12,17 +12,26 @@ class Prefills(NamedTuple):
     """Sequences with several tokens in a step, one behind the other: the last of each that are in the cache after it.
 
     Attributes:
-        queries, keys: on the host, where each sequence begins among their tokens of this step, and among all that is
-            kept of them; and the number of these.
-        query_starts, key_starts: the same on the device, int32.
+        queries, keys: where each sequence begins among their tokens of this step, and among all that is kept of them;
+            and the number of these.
         slots: [keys] int64, of the cache.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
     slots: torch.Tensor
+
+
+class Tiles(NamedTuple):
+    """All sequences of a step, one behind the other, in the pieces that ``kernels/prompt_attention.py`` takes.
+
+    Attributes:
+        table: int32 [tiles, TILE_FIELDS].
+        tokens: of a tile, at most.
+    """
+
+    table: torch.Tensor
+    tokens: int
 
 
 class Logits(NamedTuple):
@@ -41,6 +50,8 @@ class Logits(NamedTuple):
 class Batch:
     """Sequences that have one token in this step (decoding) come first, then those with more.
 
+    Where kernels attend to all of them alike, ``tiles`` says what they are, and ``decodes`` is 0.
+
     Attributes:
         tokens: [tokens], the ids.
         positions: [tokens], of each in its sequence, from 0.
@@ -49,6 +60,7 @@ class Batch:
         rows: [decodes], the row of ``tables`` of each of these.
         lengths: [decodes] int32, how many tokens of each are in the cache after this step.
         prefills: the other sequences; None if there are none.
+        tiles: of all sequences, in steps of a GPU that not only decode.
         tables: [rows, blocks] int32, the blocks of sequences in order.
         drawn: [sequences that draw a token], places of the tokens whose logits are wanted; None for all tokens.
         logits: where these go; None for new tensors.
@@ -61,6 +73,7 @@ class Batch:
     rows: torch.Tensor
     lengths: torch.Tensor
     prefills: Prefills | None
+    tiles: Tiles | None
     tables: torch.Tensor
     drawn: torch.Tensor | None
     logits: Logits | None = None

@@ -142,18 +142,26 @@ class Llama:
             else:
                 name = EMBEDDINGS if config.tied else HEAD
                 self.head = Vocabulary(weights, name, config.vocab, parallel)
-        self._dtype = weights.dtype
+        self.dtype = weights.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self.dtype
+
+    def tile(self, tokens: int) -> int:
+        """Tokens of a tile of :class:`~shotcast.layers.batch.Tiles`, in a step of so many."""
+        return self.blocks[0].attention.tile(tokens, self.cache_dtype)
 
     def caches(self, blocks: int, block_size: int) -> list[KeyValueCache]:
         """Empty caches for this rank's layers and heads, of so many blocks of ``block_size`` tokens each."""
-        dtype = torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self._dtype
         return [
             KeyValueCache(
                 blocks,
                 block_size,
                 block.attention.kv_heads,
                 block.attention.head_dim,
-                dtype,
+                self.cache_dtype,
                 block.mlp_norm.device,
             )
             for block in self.blocks
@@ -161,6 +169,20 @@ class Llama:
 
     def __call__(self, batch: Batch, caches: list[KeyValueCache]) -> Logits | None:
         """One step. On the last stage, logits of the tokens that ``batch.drawn`` names; None if it names none."""
+        last = self.hidden(batch, caches)
+        if last is None:
+            return None
+        if batch.drawn is None:
+            return self.logits(last, batch.logits)
+        return self.logits(last[batch.drawn]) if batch.drawn.numel() else None
+
+    def logits(self, last: torch.Tensor, out: Logits | None = None) -> Logits:
+        """Of rows of what :meth:`hidden` gives, on the last stage. ``out``: on CUDA, where they go."""
+        assert self.head is not None
+        return self.head.logits(last, out)
+
+    def hidden(self, batch: Batch, caches: list[KeyValueCache]) -> torch.Tensor | None:
+        """A step without the head: on the last stage the normed output of the last block, [tokens, hidden]."""
         parallel = self.parallel
         tokens = batch.tokens.shape[0]
         normed: torch.Tensor | Float8Rows
@@ -169,10 +191,10 @@ class Llama:
             residual = torch.zeros_like(partial.values[parallel.part(tokens)])
             normed, residual = self.blocks[0].enter(partial, residual)
         else:
-            hidden = torch.empty(tokens, self.config.hidden, dtype=self._dtype, device=batch.tokens.device)
+            hidden = torch.empty(tokens, self.config.hidden, dtype=self.dtype, device=batch.tokens.device)
             parallel.receive(hidden)
             weight = self.blocks[0].attention_norm
-            normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self._dtype)
+            normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self.dtype)
             residual = hidden[parallel.part(tokens)].contiguous()
         for place, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             more = place + 1 < len(self.blocks)
@@ -186,8 +208,4 @@ class Llama:
             parallel.send(hidden + residual)
             return None
         last, _ = parallel.reduce_norm(partial, residual, self.last_norm, self._eps)
-        if batch.drawn is None:
-            return self.head.logits(last, batch.logits)
-        if not batch.drawn.numel():
-            return None
-        return self.head.logits(last[batch.drawn])
+        return last
