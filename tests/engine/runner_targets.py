@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from unittest import mock
 
 import torch
 
@@ -25,24 +26,36 @@ TOKENS = 24
 
 
 def answered(
-    folder: str, requests: list[Request], sequences: int, blocks: int, static: bool, lookahead: int, device: str = "cpu"
+    folder: str,
+    requests: list[Request],
+    sequences: int,
+    blocks: int,
+    static: tuple[int, ...],
+    lookahead: int,
+    device: str = "cpu",
 ) -> tuple[dict[str, list[Progress]], dict[str, int]]:
-    """The progress of each request; and how many steps were static, had padding, were planned ahead, lost a block."""
+    """The progress of each request; and how many steps were of what kind.
+
+    Args:
+        static: numbers of tokens for which steps with prompts are on static memory, where all others are too. Empty:
+            none are.
+    """
     checkpoint = open_checkpoint(folder)
     with shotcast.Communicator(device=device) as comm:
         weights = Weights(checkpoint, torch.float32, comm.device)
         clock: Clock = DeviceClock(comm.device) if device == "cuda" else HostClock()
         model = Llama(checkpoint.config, weights, Parallel(comm, clock=clock), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
-        prompts = (5, 16, TOKENS) if static else ()
-        runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, prompts)
+        runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
         runner.capture(stamped=False)
         config = SchedulerConfig(
             sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos
         )
-        found, counts = played(runner, Scheduler(config), requests, sizes, comm, False)
+        with mock.patch.object(Runner, "_batch", autospec=True, side_effect=Runner._batch) as eager:
+            found, counts = played(runner, Scheduler(config), requests, sizes, static, comm, False)
+            counts["eager"] = eager.call_count
         if device == "cuda":  # all is compiled now
-            again, _ = played(runner, Scheduler(config), requests, sizes, comm, True)
+            again, _ = played(runner, Scheduler(config), requests, sizes, static, comm, True)
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts
@@ -53,11 +66,18 @@ def played(
     scheduler: Scheduler,
     requests: list[Request],
     sizes: tuple[int, ...],
+    prompt_sizes: tuple[int, ...],
     comm: shotcast.Communicator,
     strict: bool,
 ) -> tuple[dict[str, list[Progress]], dict[str, int]]:
-    """``strict``: on CUDA, that enqueuing a step waits for the device is an error."""
-    counts = {"static": 0, "padded": 0, "pending": 0}
+    """``strict``: on CUDA, that enqueuing a step waits for the device is an error.
+
+    Counts: of steps that only decode on static memory; of these, with padding; of all, planned ahead. Of other steps:
+    all, with padding, with sequences that decode, with such as wait for their token, in which nobody draws, and with
+    chunks that are not their prompt's first.
+    """
+    kinds = "static", "padded", "pending", "prompts", "padded prompts", "mixed", "pending mixed", "silent", "later"
+    counts = dict.fromkeys(kinds, 0)
     found: dict[str, list[Progress]] = {request.request_id: [] for request in requests}
     waiting, outstanding = deque(requests), deque[Drawing]()
     while waiting or outstanding or scheduler.unfinished:
@@ -68,7 +88,18 @@ def played(
             bucket = steps.bucket_of(plan, sizes)
             counts["static"] += bucket is not None
             counts["padded"] += bucket is not None and bucket > len(plan.sequences)
-            counts["pending"] += any(sequence.tokens == (PENDING,) for sequence in plan.sequences)
+            pending = any(sequence.tokens == (PENDING,) for sequence in plan.sequences)
+            counts["pending"] += pending
+            if bucket is None:
+                counts["prompts"] += 1
+                counts["padded prompts"] += (
+                    plan.tokens <= max(prompt_sizes, default=0) and plan.tokens not in prompt_sizes
+                )
+                mixed = any(not sequence.fresh for sequence in plan.sequences if len(sequence.tokens) == 1)
+                counts["mixed"] += mixed
+                counts["pending mixed"] += pending
+                counts["silent"] += not any(sequence.draws for sequence in plan.sequences)
+                counts["later"] += any(sequence.start for sequence in plan.sequences if len(sequence.tokens) > 1)
             if strict:
                 torch.cuda.set_sync_debug_mode("error")
             try:

@@ -21,12 +21,15 @@ from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
 from shotcast.engine.requests import Progress, Request, SamplingParams
 from shotcast.engine.runner import Drawn, Runner
 from shotcast.engine.sampler import Sampler
+from shotcast.kernels.prompt_attention import TILE_FIELDS
 from shotcast.kernels.steps import FIELDS
 from shotcast.layers.batch import Logits
 from shotcast.layers.clock import HostClock
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 VOCAB = 203
+SIZES = (5, 16, targets.TOKENS)
+"""Tokens of steps with prompts on static memory."""
 BAD = 200
 """A token whose embedding is no number."""
 
@@ -63,7 +66,7 @@ def requests() -> list[Request]:
         SamplingParams(temperature=0.7, top_p=0.9, max_tokens=9, presence_penalty=0.5),
         SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True),
     ]
-    made = []
+    made = [Request("long", tuple(range(30, 80)), kinds[0])]
     for number in range(14):
         prompt = (draw.randrange(40, 43),) * draw.choice([0, 4, 9]) + (draw.randrange(24, BAD), number + 24)
         made.append(Request(f"request {number}", prompt, kinds[number % len(kinds)]))
@@ -110,25 +113,30 @@ def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_static_steps_and_lookahead_change_no_output(folder: Path, world_size: int) -> None:
-    def run(static: bool, lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+    def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
         options = str(folder), requests(), 7, blocks, static, lookahead
         ranks = shotcast.spawn(targets.answered, world_size, *options, env=INTERPRETED, timeout_s=110)
         assert all(rank == ranks[0] for rank in ranks)
         return ranks[0]
 
-    plain, none = run(False, 0, 64)
+    plain, none = run((), 0, 64)
     assert (none["static"], none["pending"]) == (0, 0)
+    assert none["eager"] == none["prompts"] > 10
     assert {finish for _, finish in outputs(plain).values()} == {"stop", "length"}
-    ahead, counts = run(True, 1, 64)
+    ahead, counts = run(SIZES, 1, 64)
     assert outputs(ahead) == outputs(plain)
     assert min(counts["static"], counts["padded"], counts["pending"]) > 10
+    assert min(counts["padded prompts"], counts["mixed"], counts["pending mixed"]) > 3
+    assert min(counts["silent"], counts["later"]) > 0
+    assert counts["eager"] == 0
     for name, progress in plain.items():
         for one, other in zip(progress, ahead[name], strict=True):
             assert (one.logprobs is None) == (other.logprobs is None)
             for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
                 assert (mine and mine.logprob) == pytest.approx(theirs and theirs.logprob, abs=1e-4)
-    little, counts = run(True, 1, 19)
+    little, counts = run(SIZES[:-1], 1, 19)
     assert counts["preemptions"] > 0
+    assert 0 < counts["eager"] < counts["prompts"], "steps that are too long are computed as without static memory"
     assert outputs(little) == outputs(plain)
 
 
@@ -136,7 +144,7 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, world_size: i
 def test_logits_that_are_no_numbers_end_their_request_alone(folder: Path, static: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     asked = [Request("good", (30, 31), params), Request("bad", (30, BAD), params), Request("other", (33, 34), params)]
-    options = str(folder), asked, 4, 64, static, int(static)
+    options = str(folder), asked, 4, 64, SIZES if static else (), int(static)
     ((found, _),) = shotcast.spawn(targets.answered, 1, *options, env=INTERPRETED, timeout_s=60)
     assert outputs(found)["bad"] == ([], "error")
     assert "not numbers" in found["bad"][-1].error
@@ -162,6 +170,77 @@ def test_sizes_are_as_they_are_written_down() -> None:
     assert steps.bucket_sizes(1) == (1,)
     assert steps.bucket_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert steps.bucket_sizes(128)[4:] == (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+
+
+@given(st.integers(1, 20000), st.data())
+def test_a_step_with_prompts_takes_the_next_size(most: int, data: st.DataObject) -> None:
+    sizes = steps.token_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert len(sizes) <= 19
+    count = data.draw(st.integers(1, most))
+    assert min(size for size in sizes if size >= count) <= max(16, 2 * count if count <= 128 else 1.5 * count)
+
+
+def test_numbers_of_tokens_are_as_they_are_written_down() -> None:
+    assert steps.token_sizes(16) == (16,)
+    assert steps.token_sizes(100) == (16, 32, 64, 100)
+    assert steps.token_sizes(2048) == (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+BLOCK, ROWS, WIDTH = 4, 6, 30
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Sequences that decode, of which some wait for their token, and chunks of prompts."""
+    made = []
+    for slot in draw(st.permutations(range(ROWS)))[: draw(st.integers(1, ROWS))]:
+        count = draw(st.just(1) | st.integers(2, 40))
+        tokens = tuple(draw(st.lists(st.integers(0, 999), min_size=count, max_size=count)))
+        if count == 1 and draw(st.booleans()):
+            tokens = (PENDING,)
+        made.append(
+            SequenceStep(slot, draw(st.integers(0, BLOCK * WIDTH - 40)), tokens, (), False, draw(st.booleans()))
+        )
+    return StepPlan(0, tuple(sorted(made, key=lambda sequence: len(sequence.tokens) > 1)))
+
+
+@given(plans(), st.integers(1, 50), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9))
+def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, cells: int, more: int) -> None:
+    """Token by token, all that a graph reads; and no tile too many for the room there is."""
+    tables = np.random.default_rng(3).permutation(ROWS * WIDTH).astype(np.int32).reshape(ROWS, WIDTH)
+    of = steps.places(plan, tables, BLOCK)
+    bucket = plan.tokens + padding
+    layout = steps.prompt_layout(bucket, ROWS, steps.tile_room(bucket, ROWS, most) + more)
+    filled = np.arange(2 * cells, dtype=np.int32).reshape(cells, 2)
+    out = np.full(layout.filled.start + 2 * cells, 12345, np.int32)
+    steps.pack_prompts(of, filled, most, 77, 88, layout, out)
+
+    tokens, positions, slots, drawn, rows, owners = [], [], [], [], [], []
+    for sequence in plan.sequences:
+        for place, token in enumerate(sequence.tokens, sequence.start):
+            tokens.append(-1 - sequence.slot if token == PENDING else token)
+            positions.append(place)
+            slots.append(tables[sequence.slot, place // BLOCK] * BLOCK + place % BLOCK)
+            owners.append((sequence.slot, place))
+        if sequence.draws:
+            drawn.append(len(tokens) - 1)
+            rows.append(sequence.slot)
+    assert out[layout.tokens].tolist() == tokens + [0] * padding
+    assert out[layout.positions].tolist() == positions + [0] * padding
+    assert out[layout.slots].tolist() == slots + [88] * padding
+    assert out[layout.drawn].tolist() == drawn + [0] * (ROWS - len(drawn))
+    assert out[layout.drawn_rows].tolist() == rows + [77] * (ROWS - len(rows))
+    assert out[layout.cells] == cells
+    assert out[layout.filled].tolist() == list(range(2 * cells))
+    covered: list[tuple[int, int] | None] = [(-1, -1)] * bucket
+    for row, first, count, start in out[layout.tiles].reshape(-1, TILE_FIELDS).tolist():
+        assert count <= most
+        for place in range(count):
+            assert covered[first + place] == (-1, -1), "a token in two tiles"
+            covered[first + place] = (row, start + place) if start >= 0 else None
+    assert covered == [*owners, *[None] * padding]
 
 
 @pytest.mark.parametrize(

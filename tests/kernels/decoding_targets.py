@@ -21,6 +21,22 @@ def unpacked(
     return tokens, positions, slots, lengths, rows, tables
 
 
+def unpacked_prompts(
+    ids: torch.Tensor, drawn_rows: torch.Tensor, filled: torch.Tensor, drawn: torch.Tensor, tables: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """All that is filled, and the tables as they are afterwards. Positions are 1000 + place, slots 2000 + place."""
+    count = ids.shape[0]
+    tokens, positions, slots = (torch.full([count], -9) for _ in range(3))
+    rows = torch.full(drawn_rows.shape, -9)
+    places = torch.arange(count, dtype=torch.int32)
+    cells = torch.tensor([filled.shape[0]], dtype=torch.int32)
+    more = torch.cat((filled.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # of steps before
+    steps.unpack_prompts(
+        ids, places + 1000, places + 2000, drawn_rows, cells, more, drawn, tables, tokens, positions, slots, rows
+    )
+    return tokens, positions, slots, rows, tables
+
+
 def joined(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
     starts = torch.tensor([0, *widths]).cumsum(0).int()

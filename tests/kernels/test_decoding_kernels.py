@@ -13,7 +13,7 @@ import shotcast
 from shotcast.kernels.embedding import embed_kernel
 from shotcast.kernels.logits import TILE, best_kernel, join_kernel
 from shotcast.kernels.stamps import begin_kernel, end_kernel
-from shotcast.kernels.steps import FIELDS, unpack_kernel
+from shotcast.kernels.steps import FIELDS, unpack_kernel, unpack_prompts_kernel
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
@@ -38,6 +38,30 @@ def test_a_step_is_unpacked() -> None:
     assert lengths == [5, 7, 4, 1, 1]
     assert rows == [2, 0, 1, 3, 3]
     assert after == [[3, 9], [5, 8], [1, 7], [6, 6]]
+
+
+@pytest.mark.parametrize(("count", "sequences", "cells"), [(300, 5, 700), (3, 200, 0), (128, 128, 1)])
+def test_a_step_with_prompts_is_unpacked(count: int, sequences: int, cells: int) -> None:
+    """More cells than a program takes, more sequences than tokens, and none."""
+    generator = torch.Generator().manual_seed(count)
+    drawn = torch.randint(0, 1000, [40], generator=generator)
+    ids = torch.randint(-40, 60, [count], generator=generator, dtype=torch.int32)
+    rows = torch.randint(0, 40, [sequences], generator=generator, dtype=torch.int32)
+    tables = torch.randint(0, 99, (40, 50), generator=generator, dtype=torch.int32)
+    places = torch.randperm(tables.numel(), generator=generator)[:cells]
+    blocks = torch.randint(100, 999, [cells], generator=generator)
+    filled = torch.stack((places, blocks), dim=1).int()
+    (found,) = shotcast.spawn(
+        targets.unpacked_prompts, 1, ids, rows, filled, drawn, tables, env=INTERPRETED, timeout_s=60
+    )
+    tokens, positions, slots, drawn_rows, after = found
+    assert tokens.tolist() == [token if token >= 0 else int(drawn[-1 - token]) for token in ids.tolist()]
+    assert positions.tolist() == list(range(1000, 1000 + count))
+    assert slots.tolist() == list(range(2000, 2000 + count))
+    assert drawn_rows.tolist() == rows.tolist()
+    wanted = tables.clone().view(-1)
+    wanted[places] = blocks.int()
+    assert after.view(-1).equal(wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -94,6 +118,9 @@ def test_kernels_compile(capability: int) -> None:
     longs = dict.fromkeys(("drawn", "tokens", "positions", "slots", "rows"), "*i64")
     ints = dict.fromkeys(("packed", "tables", "lengths"), "*i32") | dict.fromkeys(("count", "blocks"), "i32")
     ptx(unpack_kernel, {**longs, **ints}, FIELDS=FIELDS, BLOCK_SIZE=16, TILE=64)
+    words = dict.fromkeys(("ids", "places", "places_in_cache", "drawn_rows", "cells", "filled"), "*i32")
+    sizes = {"tables": "*i32", "count": "i32", "sequences": "i32"}
+    ptx(unpack_prompts_kernel, {**words, **longs, **sizes}, TILE=128)
     pointers = {"parts": "*bf16", "starts": "*i32", "values": "*fp32", "largest": "*fp32", "places": "*i32"}
     ptx(join_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE)
     ptx(best_kernel, {"largest": "*fp32", "places": "*i32", "best": "*i64", "count": "i32"}, COUNT=128)
