@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -103,7 +104,7 @@ def test_float32_is_what_transformers_computes(folder: str, reference: Any, tens
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
-    """Prompts in chunks: several of a step are attended to by one call, each from where it stands."""
+    """Prompts in chunks, beside sequences that decode."""
     options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16, "max_batch_tokens": 100}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         assert_greedy(reference, llm.generate(prompts(12), greedy(16)), 4e-2)
@@ -139,6 +140,48 @@ def test_sequence_parallel(folder: str, reference: Any) -> None:
         assert_greedy(reference, llm.generate(prompts(70), greedy(12)), 1e-4)
 
 
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_steps_of_any_length_are_close(folder: str, reference: Any, tensor: int, stages: int) -> None:
+    """A prompt of each length around the sizes of graphs, alone; then all, in chunks, from blocks that hold them."""
+    options = {"max_model_len": 400, "max_sequences": 8, "max_batch_tokens": 300}
+    drawn = torch.Generator().manual_seed(8)
+    lengths = 1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 192, 193, 256, 257, 299, 300, 301, 390
+    asked = [torch.randint(50, BAD, (length,), generator=drawn).tolist() for length in lengths]
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
+        alone = [llm.generate(prompt, greedy(4))[0] for prompt in asked]
+        assert_greedy(reference, alone, 4e-2)
+        cached = llm.stats().cached_tokens
+        together = llm.generate([[*prompt[:200], 60] for prompt in asked], greedy(9))
+        assert llm.stats().cached_tokens > cached
+        assert_greedy(reference, together, 4e-2)
+
+
+@pytest.mark.parametrize(("window", "heads", "kv_heads", "head_dim"), [(40, 8, 8, 32), (0, 9, 3, 80), (100, 6, 1, 128)])
+def test_windows_and_heads_of_any_kind(tmp_path: Path, window: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    torch.manual_seed(1)
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        sliding_window=window or None,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        eos_token_id=list(range(40)),
+    )
+    model = transformers.MistralForCausalLM(config).float().eval()
+    model.save_pretrained(tmp_path)
+    ranks = [tensor for tensor in (1, 2) if tensor <= GPUS]
+    for tensor, (dtype, close) in itertools.product(ranks, {"float32": 1e-4, "bfloat16": 4e-2}.items()):
+        options = {"dtype": dtype, "max_model_len": 300, "max_sequences": 6, "max_batch_tokens": 120}
+        with LLM(str(tmp_path), tensor_parallel=tensor, device="cuda", **options) as llm:
+            long = [torch.randint(50, BAD, (250,), generator=torch.Generator().manual_seed(2)).tolist()]
+            assert_greedy(model, llm.generate(prompts(9) + long, greedy(12)), close)
+
+
 def requests() -> list[Request]:
     kinds = [
         SamplingParams(temperature=0, max_tokens=14),
@@ -161,18 +204,20 @@ def outputs(found: dict[str, list[Progress]]) -> dict[str, tuple[list[int], str 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=TWO)])
 def test_graphs_and_lookahead_change_no_output_and_the_host_never_waits(folder: str, world_size: int) -> None:
-    def run(static: bool, lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+    def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
         options = folder, requests(), 7, blocks, static, lookahead, "cuda"
         ranks = shotcast.spawn(targets.answered, world_size, *options, timeout_s=200)
         assert all(rank == ranks[0] for rank in ranks)
         return ranks[0]
 
-    plain, _ = run(False, 0, 200)
+    plain, _ = run((), 0, 200)
     assert {finish for _, finish in outputs(plain).values()} == {"stop", "length"}
-    ahead, counts = run(True, 1, 200)
+    ahead, counts = run((5, 16, targets.TOKENS), 1, 200)
     assert outputs(ahead) == outputs(plain)
     assert min(counts["static"], counts["padded"], counts["pending"]) > 3
-    little, counts = run(True, 1, 26)
+    assert min(counts["padded prompts"], counts["mixed"], counts["pending mixed"], counts["later"]) > 3
+    assert counts["eager"] == 0
+    little, counts = run((5, 16, targets.TOKENS), 1, 26)
     assert counts["preemptions"] > 0
     assert outputs(little) == outputs(plain)
 

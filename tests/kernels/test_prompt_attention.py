@@ -29,7 +29,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 def test_any_step_is_attended_to() -> None:
-    shotcast.spawn(targets.any_step_is_attended_to, 1, 60, env=INTERPRETED, timeout_s=110)
+    shotcast.spawn(targets.any_step_is_attended_to, 1, 40, env=INTERPRETED, timeout_s=110)
 
 
 @pytest.mark.parametrize(
