@@ -25,8 +25,8 @@ whose products go through registers alone."""
 KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 32, 16
 """Keys that a program multiplies with at once; of heads wider than _WIDE; in float32."""
 _WIDE = 128
-STAGES = 3
-"""Tiles on their way: blocks of the tables that are two tiles ahead, keys and values that are one."""
+STAGES, WIDE_STAGES = 3, 2
+"""Tiles of keys and values in shared memory; of wide heads."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -58,10 +58,16 @@ def _over_keys(
     """Softmax and sums, carried on over the keys from ``begin`` to ``end``, of which there are ``stop``. MASKED: not
     every row sees all of them."""
     d = tl.arange(0, WIDTH)
+    # Blocks are read a tile before they are needed: or else keys and values, which the compiler asks for ahead of their
+    # use, would wait for them.
+    ahead = begin + tl.arange(0, KEYS)
+    blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
     for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
         place = tile + tl.arange(0, KEYS)
         there = place < stop
-        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        block = blocks.to(tl.int64)
+        ahead = place + KEYS
+        blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
         address = (((block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM)[:, None] + d[None, :]
         inside = there[:, None]
         if WIDTH > HEAD_DIM:
@@ -266,10 +272,11 @@ def attend(
     heads, head_dim = queries.shape[1:]
     width = max(16, triton.next_power_of_2(head_dim))
     rows = max(16, triton.next_power_of_2(most * group))  # tl.dot takes 16 or more
+    wide = head_dim > _WIDE
     if queries.dtype == torch.float32:
         keys_at_once = FLOAT32_KEYS
     else:
-        keys_at_once = WIDE_KEYS if head_dim > _WIDE else KEYS
+        keys_at_once = WIDE_KEYS if wide else KEYS
     options = launch_options(queries.device, warps=8 if rows >= ROWS else 4)
     prompt_kernel[(tiles.shape[0], keys.shape[1])](
         queries,
@@ -290,7 +297,7 @@ def attend(
         width,
         block_size,
         keys_at_once,
-        STAGES,
+        WIDE_STAGES if wide else STAGES,
         window > 0,
         TILE_FIELDS,
         options["launch_pdl"],
