@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,6 +11,7 @@ import torch
 import shotcast
 from shotcast.engine import steps
 from shotcast.engine.plan import PENDING
+from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import Progress, Request
 from shotcast.engine.runner import Drawing, Runner
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
@@ -51,14 +53,19 @@ def answered(
         config = SchedulerConfig(
             sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos
         )
-        with mock.patch.object(Runner, "_batch", autospec=True, side_effect=Runner._batch) as eager:
+        with counted(Runner, "_batch") as eager, counted(StaticPrompts, "_compute_head") as heads:
             found, counts = played(runner, Scheduler(config), requests, sizes, static, comm, False)
-            counts["eager"] = eager.call_count
+            counts |= {"eager": eager.call_count, "heads": heads.call_count}
         if device == "cuda":  # all is compiled now
             again, _ = played(runner, Scheduler(config), requests, sizes, static, comm, True)
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts
+
+
+def counted(owner: type, name: str) -> Any:
+    """Counts calls of a method, which do what they did."""
+    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
 def played(

@@ -129,6 +129,7 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, world_size: i
     assert min(counts["padded prompts"], counts["mixed"], counts["pending mixed"]) > 3
     assert min(counts["silent"], counts["later"]) > 0
     assert counts["eager"] == 0
+    assert counts["heads"] == counts["prompts"] - counts["silent"], "the head is computed where somebody draws"
     for name, progress in plain.items():
         for one, other in zip(progress, ahead[name], strict=True):
             assert (one.logprobs is None) == (other.logprobs is None)
