@@ -110,13 +110,11 @@ class Norm:
         hidden: elements of a row.
         quantize: one of :data:`QUANTIZATIONS`.
         keeps_normed: the norm is (also) given in the dtype of the call.
-        pushed: this rank's addend is with the peers already. Theirs may be or not, so ranks do not compare it.
     """
 
     hidden: int
     quantize: str = ""
     keeps_normed: bool = True
-    pushed: bool = False
 
     @property
     def code(self) -> int:

@@ -8,7 +8,6 @@ import fused_targets as targets
 import pytest
 import torch
 from fused_targets import FUSED, Case, Stopped
-from push_targets import pushed_calls
 from test_interpreter_fused import TROUBLE
 from workers import SIGNALS
 
@@ -55,14 +54,6 @@ def test_sentinels_arrive_as_nan(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_results_in_given_tensors(world_size: int, shift: int) -> None:
     shotcast.spawn(targets.into_given_tensors, world_size, "cuda", "bfloat16", 9, 1024, shift, timeout_s=300)
-
-
-@pytest.mark.parametrize("some", [False, True])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_addends_that_products_push(world_size: int, some: bool) -> None:
-    args = ("cuda", 60, [256, 4096, 8192], 1024, "bfloat16", some)
-    done = shotcast.spawn(pushed_calls, world_size, *args, timeout_s=200)
-    assert 0 < sum(done) < 60 * world_size if some else done == [60] * world_size
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,7 @@ def test_what_is_not_served_is_refused() -> None:
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def compiled(
-    stream: Stream, rows: int, fp8: bool, gated: bool = False, capability: int = 90, world_size: int = 0
-) -> Any:
+def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capability: int = 90) -> Any:
     kernel = stream_kernel if stream.kind == "fma" else stream_dot_kernel
     constants: dict[str, Any] = {
         "M_TILE": rows if stream.kind == "fma" else max(8, rows),
@@ -118,7 +115,6 @@ def compiled(
         "STAGES": stream.stages,
         "AHEAD": stream.ahead_bytes // (1 if fp8 else 2),
         "GATED": gated,
-        "WORLD": world_size,
         "NATIVE": capability >= 89,
         "PDL": capability >= 90,
         "bias": None,
@@ -127,8 +123,7 @@ def compiled(
         constants["scale"] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = {
-        **dict.fromkeys(("outputs", "inputs", "count", "rank", "slots_at", "slots_quads"), "i32"),
-        **dict.fromkeys(("own", "peers"), "i64"),
+        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
         "scale": "*fp32",
         "weight": "*fp8e4nv" if fp8 else "*bf16",
     }
@@ -177,22 +172,6 @@ def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int,
         ]
         assert order[0].startswith("LDG"), "the assembler left the first loads before the wait"
         assert used["REG"] <= (128 if rows <= 2 else 192)
-
-
-@pytest.mark.parametrize(("stream", "rows", "fp8"), chosen(), ids=str)
-def test_a_push_goes_to_every_peer_by_whole_words(stream: Stream, rows: int, fp8: bool, tmp_path: Path) -> None:
-    """Half a word, with the other half of the sentinel, would pass for a word that has arrived."""
-    alone, pushing = (compiled(stream, rows, fp8, world_size=size) for size in (0, 4))
-    used = cross.resources(pushing, tmp_path)
-    assert used["LOCAL"] == used["STACK"] == 0
-    stores = [cross.instructions(kernel.asm["ptx"]) for kernel in (alone, pushing)]
-    own, all_stores = ({key: n for key, n in one.items() if key.startswith("st.global")} for one in stores)
-    sent = Counter(all_stores) - Counter(own)
-    assert sum(sent.values()) % 3 == 0, "three peers"
-    assert sent
-    assert all(key.endswith(("b32", "v2.b32", "v4.b32")) for key in sent)
-    after = cross.instructions(pushing.asm["ptx"].partition("griddepcontrol.wait")[2])
-    assert after["ld.volatile.global.b64"] == 2, "the generation and the abort word, not before the wait"
 
 
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True), (100, False), (100, True)])

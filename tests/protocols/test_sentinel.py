@@ -33,8 +33,6 @@ class Rules:
     counts_slot_calls: bool = True  # False: the generation is epoch % generations, also past calls without slots
     extents_kept: bool = True  # False: a call clears as many words as it uses itself
     bases_fixed: bool = True  # False: a generation begins where the one before ends, at this call's size
-    pushed: str = ""  # one-shots of odd ranks are sent before they begin: "between" calls, or a call too "early"
-    sent_again: bool = False  # what was pushed is sent once more by the call
     headers: HeaderRules = HEADERS
 
 
@@ -46,12 +44,7 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
     extents = [0] * rules.generations
     slot_calls = 0
     for number, call in enumerate(calls):
-        pushes = rank % 2 == 1 and rules.pushed
-        if pushes == "between" or (pushes == "early" and number == 0):
-            yield from push(rank, ranks, number, call)
         yield Start(number)
-        if pushes == "early" and number + 1 < len(calls):
-            yield from push(rank, ranks, number + 1, calls[number + 1])
         if call.op != "barrier":
             generation = (slot_calls if rules.counts_slot_calls else number) % rules.generations
             slot_calls += 1
@@ -66,25 +59,14 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
             extents[generation] = 0 if itself else extent
 
             base = generation * (CAPACITY if rules.bases_fixed else extent)
-            steps = SCHEDULES[call.op](
+            yield from SCHEDULES[call.op](
                 rank, ranks, number, call, lambda owner, word, b=base: (owner, "slots", b + word)
             )
-            if pushes and not rules.sent_again:
-                steps = (step for step in steps if not isinstance(step, Store))
-            yield from steps
 
             if rules.clears is None or (itself and rules.clears_itself):
                 for word in range(extent):
                     yield Store((rank, "slots", base + word), SENTINEL)
         yield KernelBoundary(number)
-
-
-def push(rank: int, ranks: int, number: int, call: Call) -> Steps:
-    """What :func:`one_shot` sends in the call of that number, by the kernel before it."""
-    base = number % 3 * CAPACITY
-    for owner in range(ranks):
-        for i in range(call.words):
-            yield Store((owner, "slots", base + rank * call.words + i), Input(rank, number, i))
 
 
 # -- schedules: what goes into which slot, and what is waited for ----------------------------------------------------
@@ -263,22 +245,6 @@ def test_calls_without_slots_leave_generations_alone(ranks: int, verify) -> None
 def test_two_bits_of_epoch_would_do_in_a_header(first_epoch: int, verify) -> None:
     """A parity cell holds this epoch's header or that of two calls ago, so 16 bits are ample, and may wrap."""
     verify(model(2, calls_of("broadcast", 2), Rules(headers=HeaderRules(epoch_values=4, first_epoch=first_epoch))))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_call_may_be_pushed_before_it_begins(ranks: int, verify) -> None:
-    """By some ranks and not by others; once the call before is complete, as a push within the call is."""
-    verify(model(ranks, calls_of("one_shot", ranks), Rules(pushed="between")))
-
-
-def test_pushing_while_the_call_before_runs_is_wrong(refute) -> None:
-    """A peer may still be clearing those slots."""
-    refute(model(2, calls_of("one_shot", 2), Rules(pushed="early")), Kind.DEADLOCK)
-
-
-def test_sending_again_what_was_pushed_is_wrong(refute) -> None:
-    """The second copy may land when the first has been read and cleared."""
-    refute(model(2, calls_of("one_shot", 2), Rules(pushed="between", sent_again=True)), Kind.WRONG_VALUE)
 
 
 NO_HEADERS = Rules(headers=HeaderRules(exchanged=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -31,10 +30,10 @@ from shotcast.collectives.streams import StreamChain
 from shotcast.collectives.table import fit_for, load, packaged
 from shotcast.collectives.trouble import error_of
 from shotcast.collectives.vendor import Vendor
-from shotcast.errors import ClosedError, ConfigError, ShotcastError, UnsupportedError
+from shotcast.errors import ClosedError, ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.operands import NormTensors, Push
+from shotcast.memory.operands import NormTensors
 from shotcast.wire import Fault, LaunchShape, Norm, Op
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,6 @@ class Communicator:
         self._closed = False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._pushes: dict[tuple[Any, ...], Push | None] = {}
         self._chain = StreamChain() if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
@@ -339,7 +337,6 @@ class Communicator:
         eps: float = 1e-6,
         algorithm: str = "auto",
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
-        pushed: Push | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All-reduce, residual add and RMSNorm in one kernel, as between the blocks of a transformer.
 
@@ -354,54 +351,17 @@ class Communicator:
             algorithm: ``auto``, ``one_shot`` or ``two_shot``; ``vendor`` for the vendor library's sum, not fused.
             out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be ``residual``,
                 and normed may be ``x``. None for new tensors.
-            pushed: what :meth:`push` gave, if the kernel that computed ``x`` was given it too.
 
         Returns:
             ``(normed, new_residual)``; not differentiable.
         """
         if is_compiling():
-            if pushed is not None:
-                raise UnsupportedError(
-                    "all_reduce_rms_norm: a compiled call takes no x that was pushed; leave push out"
-                )
             return ops.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         name = Op.ALL_REDUCE_RMS_NORM.label
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
-        if pushed is not None:
-            if not is_aligned(x, tensors):
-                raise ConfigError(f"{name}: tensors of a call whose x was pushed begin at multiples of 16 bytes")
-            norm, algorithm = dataclasses.replace(norm, pushed=True), "one_shot"
         self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
         assert tensors.normed is not None
         return tensors.normed, tensors.new_residual
-
-    def push(self, like: torch.Tensor, algorithm: str = "auto") -> Push | None:
-        """Let the kernel that computes ``x`` of an :meth:`all_reduce_rms_norm` send it to the peers as it goes.
-
-        What this gives is for a kernel that can push (``kernels.matvec.linear``), and then for the call, which must be
-        the next one of this communicator, and on the same stream. Then the call need not send, and finds the peers'
-        parts there or under way. Ranks need not do alike.
-
-        Args:
-            like: of the shape and dtype of ``x``, such as the residual.
-            algorithm: of the call.
-
-        Returns:
-            None where the call would not be one-shot, or its rows are not whole tiles: then it sends by itself.
-        """
-        capturing = self._chain is not None and self._chain.capturing()
-        key = Op.ALL_REDUCE_RMS_NORM, like.shape, like.dtype, algorithm, capturing
-        if key not in self._pushes:
-            self._pushes[key] = None
-            executor = self._executor
-            if executor is not None and self.world_size > 1 and like.numel():
-                norm = Norm(like.shape[-1])
-                problem = self._resolver.problem(Op.ALL_REDUCE_RMS_NORM, like, "sum", 0, (), norm)
-                call = self._resolver.resolve(problem, algorithm, capturing)
-                if call.plan.algorithm == "one_shot":
-                    named = self._resolver.resolve(problem, "one_shot", capturing)  # as it will be asked for
-                    self._pushes[key] = executor.push(named.plan)
-        return self._pushes[key]
 
     def all_reduce_rms_norm_fp8(
         self,

@@ -156,9 +156,6 @@ class CpuExecutor:
     def whole(self, plan: CallPlan, aligned: bool) -> None:
         """Calls are not kernels on a stream."""
 
-    def push(self, plan: CallPlan) -> None:
-        """There is nothing between a product and a call for host code to save."""
-
     def prepare(self, plan: CallPlan) -> bool:
         """Compiles or loads what ``run(plan)`` needs; True when this process had not done so before."""
         code: list[Schedule | Arithmetic] = [self._schedule(plan), *self._arithmetic(plan).values()]

@@ -28,7 +28,7 @@ from shotcast.kernels.ring import ring
 from shotcast.kernels.target import INTERPRETED, converts_float8, launches_early
 from shotcast.kernels.two_shot import two_shot_all_reduce
 from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
-from shotcast.memory.operands import NormTensors, Push
+from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.wire import CallPlan, Fault, Op
@@ -141,15 +141,6 @@ class TritonExecutor:
             return None
         return entry.launches[0][0]
 
-    def push(self, plan: CallPlan) -> Push | None:
-        """Where a kernel can send what it computes of the ``x`` of this call; None where that is not foreseen."""
-        if plan.norm is None or plan.op is not Op.ALL_REDUCE_RMS_NORM or plan.algorithm != "one_shot":
-            return None
-        if plan.norm.hidden * wire.DTYPES[plan.dtype] % (4 * plan.launch.block_words) or plan.dtype == "float32":
-            return None
-        where = self._layout
-        return Push(self._own_address, self._peers_address, self._rank, self._world, where.slots_at, where.slots_quads)
-
     def prepare(self, plan: CallPlan) -> bool:
         """Compile every form of the kernel that ``plan`` may need on any rank; True if that had not been done."""
         form = self.form(plan)
@@ -169,7 +160,6 @@ class TritonExecutor:
         return (
             f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}/{sorted(clears)}"
             f"/{plan.norm.hidden if plan.norm else 0}/{plan.norm.code if plan.norm else 0}"
-            f"/{plan.norm is not None and plan.norm.pushed}"
         )
 
     def _ready(self, plan: CallPlan, aligned: bool) -> _Entry:
@@ -302,7 +292,7 @@ class TritonExecutor:
                 "PARTS": -(-row_words // plan.launch.block_words),
             }
             if plan.algorithm == "one_shot":
-                return one_shot_rms_norm, plan.launch.num_warps, arguments | {"PUSHED": plan.norm.pushed}
+                return one_shot_rms_norm, plan.launch.num_warps, arguments
             more = {"MULTICAST": self._multicast, "CLEARS": self._clears(plan)}
             return two_shot_rms_norm, plan.launch.num_warps, arguments | more
         nbytes = plan.nbytes // self._world

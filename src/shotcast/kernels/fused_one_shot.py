@@ -8,7 +8,6 @@ and norms it with the other programs of the row (see ``fused_tiles.py``).
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from shotcast.kernels.fused_tiles import finish_tiles, load_tiles, where_tile
@@ -24,16 +23,6 @@ from shotcast.kernels.sync import (
 )
 from shotcast.kernels.target import await_prior_kernel, kernel, release_next_kernel
 from shotcast.kernels.words import load_words, sum_words, with_own
-
-
-@triton.jit
-def push_words(call, words, offs, mask, nbytes, slots_at, slots_quads, turn, WORLD: tl.constexpr):
-    """Words ``offs`` of this rank's ``x``, of ``nbytes``, to where :func:`one_shot_rms_norm` awaits them at the peers.
-
-    Rows must be whole tiles, so that they lie there one behind the other. ``call``: see :func:`sync.enter_early`.
-    """
-    place = slots_of(call.generation, slots_at, slots_quads) + call.rank * (nbytes // 16)
-    store_to_all(call, place, offs, without_sentinel(words), mask, False, False, WORLD, True, turn)
 
 
 @kernel
@@ -58,7 +47,6 @@ def one_shot_rms_norm(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
-    PUSHED: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,8 +57,7 @@ def one_shot_rms_norm(
     """One program a tile, PARTS tiles of BLOCK words a row.
 
     The next kernel, which mostly loads weights first, is let in at once; and what is to be summed is on its way while
-    the epoch is read. Either saves half a microsecond between products. PUSHED: the kernel that computed ``x`` has sent
-    it to the peers' slots (:func:`push_words`).
+    the epoch is read. Either saves half a microsecond between products.
     """
     release_next_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
@@ -91,9 +78,8 @@ def one_shot_rms_norm(
     else:
         slots = slots_of(call.generation, slots_at, slots_quads)
         span = here // 16 * 4
-        if not PUSHED:
-            place = slots + (rank * tiles + tile) * TILE
-            store_to_all(call, place, offs, without_sentinel(words), offs < span, False, False, WORLD, True, tile)
+        place = slots + (rank * tiles + tile) * TILE
+        store_to_all(call, place, offs, without_sentinel(words), offs < span, False, False, WORLD, True, tile)
         leave_epoch(call, extent, True)
         clear_previous(call, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
         parts, call = await_words(

@@ -24,8 +24,6 @@ import triton.language as tl
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.activations import silu
 from shotcast.kernels.float8 import from_words
-from shotcast.kernels.fused_one_shot import push_words
-from shotcast.kernels.sync import enter_early
 from shotcast.kernels.target import (
     await_prior_kernel,
     converts_float8,
@@ -35,8 +33,7 @@ from shotcast.kernels.target import (
     processors,
     release_next_kernel,
 )
-from shotcast.kernels.words import pack, round_float, unpack
-from shotcast.memory.operands import Push
+from shotcast.kernels.words import round_float, unpack
 
 LINE = tl.constexpr(128)
 """Bytes of a cache line."""
@@ -44,10 +41,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 """Of x."""
 UNIT = 16
 """Columns are a multiple of this."""
-
-
-_VARY = ["outputs", "count", "own", "peers", "rank", "slots_at", "slots_quads"]
-"""What a compiled form does not depend on."""
 
 
 @triton.jit
@@ -77,16 +70,11 @@ def write_outputs(
     out,
     outputs,
     count,
-    call,
-    slots_at,
-    slots_quads,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     GATED: tl.constexpr,
-    WORLD: tl.constexpr,
 ):
-    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them; with WORLD ranks
-    at the peers too, for ``call``."""
+    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
     if scale is not None:
         sums = sums * tl.load(scale + rows)[None, :]
     if bias is not None:
@@ -102,13 +90,6 @@ def write_outputs(
         n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     rounded = round_float(sums, out.dtype.element_ty)
     tl.store(out + m * width + n[None, :], rounded, mask=(m < count) & (n < width)[None, :])
-    if WORLD > 0:
-        low, high = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
-        n = (tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2))[None, :]
-        mask = (m < count) & (n < outputs // 2)
-        words = pack(low, high, out.dtype.element_ty)
-        turn = tl.program_id(0)
-        push_words(call, words, m * (outputs // 2) + n, mask, count * outputs * 2, slots_at, slots_quads, turn, WORLD)
 
 
 @triton.jit
@@ -163,7 +144,7 @@ def products(
     return sums
 
 
-@triton.jit(do_not_specialize=_VARY)
+@triton.jit(do_not_specialize=["outputs", "count"])
 def stream_kernel(
     x,
     weight,
@@ -173,18 +154,12 @@ def stream_kernel(
     outputs,
     inputs,
     count,
-    own,
-    peers,
-    rank,
-    slots_at,
-    slots_quads,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
-    WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """COLUMNS columns of TILE rows are multiplied while as many are on their way, in 32-bit words: as floats, each
@@ -199,7 +174,6 @@ def stream_kernel(
     ask_for(weight, rows, inputs, COLUMNS, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
-    call = enter_early(own, peers, rank) if WORLD > 0 else None
     total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
     last = (width - 1) // WORDS * WORDS
     for start in range(0, last, WORDS):
@@ -208,25 +182,10 @@ def stream_kernel(
         total += products(x, words, start, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
         words = following
     total += products(x, words, last, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
-    write_outputs(
-        tl.sum(total, axis=2),
-        rows,
-        scale,
-        bias,
-        out,
-        outputs,
-        count,
-        call,
-        slots_at,
-        slots_quads,
-        M_TILE,
-        TILE,
-        GATED,
-        WORLD,
-    )
+    write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
-@triton.jit(do_not_specialize=_VARY)
+@triton.jit(do_not_specialize=["outputs", "count"])
 def stream_dot_kernel(
     x,
     weight,
@@ -236,11 +195,6 @@ def stream_dot_kernel(
     outputs,
     inputs,
     count,
-    own,
-    peers,
-    rank,
-    slots_at,
-    slots_quads,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -248,7 +202,6 @@ def stream_dot_kernel(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
-    WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each of WARPS parts of a step has COLUMNS columns of TILE rows; STAGES steps are on their way."""
@@ -256,7 +209,6 @@ def stream_dot_kernel(
     ask_for(weight, rows, inputs, 0, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
-    call = enter_early(own, peers, rank) if WORLD > 0 else None
     m = tl.arange(0, M_TILE)[None, None, :]
     part = tl.arange(0, WARPS)[:, None, None] * COLUMNS
     i = tl.arange(0, COLUMNS)
@@ -269,7 +221,7 @@ def stream_dot_kernel(
         values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0)
         total += dot(tile.to(values.dtype), values)
     sums = tl.trans(tl.sum(total, axis=0))
-    write_outputs(sums, rows, scale, bias, out, outputs, count, call, slots_at, slots_quads, M_TILE, TILE, GATED, WORLD)
+    write_outputs(sums, rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +320,6 @@ def linear(
     bias: torch.Tensor | None = None,
     gated: bool = False,
     stream: Stream | None = None,
-    push: Push | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
@@ -381,8 +332,6 @@ def linear(
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
         stream: how to launch it; None for what is known to be fast.
-        push: where the results go as well, for peers that await them in the communicator's next call
-            (:meth:`Communicator.push`); not if gated.
 
     Returns:
         [rows, outputs], or half as many columns if gated, of the dtype of x.
@@ -405,31 +354,19 @@ def linear(
         )
     if stream is None:
         stream = choose(outputs, rows, weight.element_size(), processors(x.device))
-    tile = max(2, stream.tile) if gated or push is not None else stream.tile
+    tile = max(2, stream.tile) if gated else stream.tile
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     options = launch_options(x.device, stream.warps)
     ahead = stream.ahead_bytes // weight.element_size()
     m_tile = triton.next_power_of_2(rows)
-    # without a push, addresses that are used for nothing
-    target = push or Push(0, 0, 0, 0, 0, 0)
-    places = target.own, target.peers, target.rank, target.slots_at, target.slots_quads
-    common = x, weight, scale, bias, out, outputs, inputs, rows, *places
+    common = x, weight, scale, bias, out, outputs, inputs, rows
     grid = (-(-outputs // tile),)
     pdl = options["launch_pdl"]
     if stream.kind == "fma":
         stream_kernel[grid](
-            *common,
-            m_tile,
-            tile,
-            stream.columns,
-            ahead,
-            gated,
-            converts_float8(x.device),
-            target.world_size,
-            pdl,
-            **options,
+            *common, m_tile, tile, stream.columns, ahead, gated, converts_float8(x.device), pdl, **options
         )
     else:
         shape = max(8, m_tile), tile, stream.columns, stream.warps, stream.stages
-        stream_dot_kernel[grid](*common, *shape, ahead, gated, target.world_size, pdl, **options)
+        stream_dot_kernel[grid](*common, *shape, ahead, gated, pdl, **options)
     return out

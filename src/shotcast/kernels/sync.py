@@ -92,20 +92,6 @@ def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl
 
 
 @triton.jit
-def enter_early(own_address, peers_address, rank):
-    """The next call, as a kernel sees it that pushes for it and leaves all else to the call's own kernel.
-
-    Precondition: the call before is complete, and no other comes between.
-    """
-    own = tl.multiple_of(own_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
-    peers = tl.multiple_of(peers_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
-    generation = tl.load(own + GENERATION, volatile=True)
-    live = (tl.load(own + ABORT, volatile=True) == 0).to(tl.int32)
-    nothing = generation * 0
-    return Call(own, peers, rank, nothing, nothing, generation.to(tl.int32), live, nothing)
-
-
-@triton.jit
 def tell_host(own, fault):
     status = tl.load(own + STATUS).to(tl.pointer_type(tl.int64))
     tl.store(status, fault)

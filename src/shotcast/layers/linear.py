@@ -12,7 +12,6 @@ from shotcast.errors import ConfigError
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.weights import Weights
-from shotcast.memory.operands import Push
 
 _TURNED_FROM = 16
 """Rows of x from which, on a CPU in float32, ``weight @ x.T`` takes less time than ``x @ weight.T`` (MKL)."""
@@ -54,16 +53,8 @@ class Linear:
 
         return rows > matvec.MOST_ROWS
 
-    def can_push(self, x: torch.Tensor | Float8Rows) -> bool:
-        """Whether :meth:`__call__` takes a push for such rows."""
-        if isinstance(x, Float8Rows) or not x.is_cuda:
-            return False
-        from shotcast.kernels import matvec
-
-        return matvec.serves(x, self.weight)
-
-    def __call__(self, x: torch.Tensor | Float8Rows, push: Push | None = None) -> torch.Tensor:
-        """[rows, inputs] to [rows, outputs]; also to the peers by ``push``, if :meth:`can_push` says so."""
+    def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
+        """[rows, inputs] to [rows, outputs]."""
         if isinstance(x, Float8Rows):
             assert self._scale is not None
             return float8.product(x, Float8Rows(self.weight, self._scale), self.bias)
@@ -72,7 +63,7 @@ class Linear:
         from shotcast.kernels import activations, matvec
 
         if matvec.serves(x, self.weight):
-            return matvec.linear(x, self.weight, self._scale, self.bias, push=push)
+            return matvec.linear(x, self.weight, self._scale, self.bias)
         if self._scale is not None:
             return self(Float8Rows(*activations.quantize(x)))
         return F.linear(x, self.weight, self.bias)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,20 +11,6 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.layers.clock import Clock, HostClock
 from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.linear import Linear
-from shotcast.memory.operands import Push
-
-
-class Partial(NamedTuple):
-    """This rank's part of sums over the ranks of a stage.
-
-    Attributes:
-        values: [tokens, hidden].
-        pushed: they are on their way to the other ranks: see :meth:`Communicator.push`.
-    """
-
-    values: torch.Tensor
-    pushed: Push | None = None
 
 
 class Parallel:
@@ -97,20 +82,12 @@ class Parallel:
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
-    def product(self, layer: Linear, x: torch.Tensor | Float8Rows, residual: torch.Tensor) -> Partial:
-        """The product of a row-parallel layer, to be summed by the next :meth:`reduce_norm`, with this residual."""
-        rows = x.values.shape[0] if isinstance(x, Float8Rows) else x.shape[0]
-        push = None
-        if self.size > 1 and residual.shape[0] == rows and layer.can_push(x) and self.algorithm in ("auto", "one_shot"):
-            push = self.comm.push(residual, self._algorithm("all_reduce_rms_norm", residual))
-        return Partial(layer(x, push), push)
-
     def reduce_norm_float8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """As :meth:`reduce_norm`, with the norm in FP8 where that takes no kernel more; ``x`` is left as it is."""
         if self.algorithm == "ring":
-            return self.reduce_norm(Partial(x), residual, weight, eps)
+            return self.reduce_norm(x, residual, weight, eps)
         with self._timed():
             if residual.shape[0] == x.shape[0]:
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
@@ -122,26 +99,22 @@ class Parallel:
         return Float8Rows(found.quantized, found.scale), found.new_residual
 
     def reduce_norm(
-        self, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the ranks, add the residual, norm: ``(normed, new residual)``, the latter in ``residual``.
+        """Sum ``x`` over the ranks, add the residual, norm: ``(normed, new residual)``, the latter in ``residual``.
 
         Args:
-            partial: [tokens, hidden], this rank's sums; overwritten with the norm.
+            x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
             residual: [tokens, hidden], or this rank's :meth:`part` of them.
             weight: [hidden].
         """
-        x = partial.values
         with self._timed():
             if residual.shape[0] == x.shape[0] and self.algorithm == "ring":  # there is no fused form of it
                 residual += self.comm.all_reduce(x, out=x, algorithm="ring")
                 normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
             elif residual.shape[0] == x.shape[0]:
                 algorithm = self._algorithm("all_reduce_rms_norm", x)
-                out = x, residual
-                normed, residual = self.comm.all_reduce_rms_norm(
-                    x, residual, weight, eps, algorithm, out, partial.pushed
-                )
+                normed, residual = self.comm.all_reduce_rms_norm(x, residual, weight, eps, algorithm, out=(x, residual))
             else:
                 normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
         return normed, residual

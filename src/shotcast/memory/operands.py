@@ -1,4 +1,4 @@
-"""Tensors of a fused call beside its input, and where its input can be sent as it is computed."""
+"""Tensors of a fused call beside its input."""
 
 from __future__ import annotations
 
@@ -30,20 +30,3 @@ class NormTensors(NamedTuple):
     normed: torch.Tensor | None = None
     quantized: torch.Tensor | None = None
     scale: torch.Tensor | None = None
-
-
-class Push(NamedTuple):
-    """Where the kernel that computes the addend of the next call can store it for the peers.
-
-    Attributes:
-        own, peers: addresses of this rank's region of symmetric memory and of the table of all regions.
-        rank, world_size: of the communicator.
-        slots_at, slots_quads: of the regions' layout.
-    """
-
-    own: int
-    peers: int
-    rank: int
-    world_size: int
-    slots_at: int
-    slots_quads: int

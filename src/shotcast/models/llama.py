@@ -14,7 +14,7 @@ from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.embedding import Vocabulary
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
-from shotcast.layers.parallel import Parallel, Partial
+from shotcast.layers.parallel import Parallel
 from shotcast.layers.split import FFN_UNIT, heads_of, shares
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
@@ -88,28 +88,22 @@ class Block:
         self.down = row_parallel(weights, f"{prefix}.mlp.down_proj", columns, config.mlp_bias, rank)
 
     def __call__(
-        self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KeyValueCache, batch: Batch, ends: bool
-    ) -> tuple[Partial, torch.Tensor]:
-        """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to.
-
-        ``ends``: no norm follows them on this rank.
-        """
-        partial = self._parallel.product(self.output, self.attention(self.qkv(normed), cache, batch), residual)
+        self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KeyValueCache, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to."""
+        partial = self.output(self.attention(self.qkv(normed), cache, batch))
         normed, residual = self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
-        gated = self.gate_up.gated(normed)
-        if ends:
-            return Partial(self.down(gated)), residual
-        return self._parallel.product(self.down, gated, residual), residual
+        return self.down(self.gate_up.gated(normed)), residual
 
-    def enter(self, partial: Partial, residual: torch.Tensor) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+    def enter(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """The block's normed input and the residual, from the partial sums before it; as the block is to be called."""
         return self._reduce_norm(partial, residual, self.attention_norm, self.qkv)
 
     def _reduce_norm(
-        self, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, following: Linear
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, following: Linear
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        if following.takes_float8(partial.values.shape[0]):
-            return self._parallel.reduce_norm_float8(partial.values, residual, weight, self._eps)
+        if following.takes_float8(partial.shape[0]):
+            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps)
         return self._parallel.reduce_norm(partial, residual, weight, self._eps)
 
 
@@ -187,8 +181,8 @@ class Llama:
         tokens = batch.tokens.shape[0]
         normed: torch.Tensor | Float8Rows
         if self.embeddings is not None:
-            partial = Partial(self.embeddings.embed(batch.tokens))
-            residual = torch.zeros_like(partial.values[parallel.part(tokens)])
+            partial = self.embeddings.embed(batch.tokens)
+            residual = torch.zeros_like(partial[parallel.part(tokens)])
             normed, residual = self.blocks[0].enter(partial, residual)
         else:
             hidden = torch.empty(tokens, self.config.hidden, dtype=self.dtype, device=batch.tokens.device)
@@ -197,12 +191,11 @@ class Llama:
             normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self.dtype)
             residual = hidden[parallel.part(tokens)].contiguous()
         for place, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
-            more = place + 1 < len(self.blocks)
-            partial, residual = block(normed, residual, cache, batch, ends=self.head is None and not more)
-            if more:
+            partial, residual = block(normed, residual, cache, batch)
+            if place + 1 < len(self.blocks):
                 normed, residual = self.blocks[place + 1].enter(partial, residual)
         if self.head is None:
-            hidden = parallel.all_reduce(partial.values)
+            hidden = parallel.all_reduce(partial)
             if parallel.divides_residual(tokens):
                 residual = parallel.gather_rows(residual)
             parallel.send(hidden + residual)
