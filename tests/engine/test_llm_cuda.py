@@ -46,7 +46,7 @@ def reference() -> Any:
         tie_word_embeddings=False,
         eos_token_id=list(range(40)),
     )
-    model = transformers.LlamaForCausalLM(config).float().eval()
+    model = transformers.LlamaForCausalLM(config).float().eval().cuda()
     model.model.embed_tokens.weight.data[BAD] = float("nan")
     model.lm_head.weight.data[BAD] = 0  # and it is hardly drawn
     return model
@@ -70,10 +70,16 @@ def greedy(length: int, **options: Any) -> SamplingParams:
 
 
 @torch.inference_mode()
+def logits_of(reference: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """[tokens - 1, vocab], after each but the last. On a GPU, in full float32: a busy CPU takes seconds for each."""
+    return reference(tokens[None, :-1].to(reference.device)).logits[0].cpu()
+
+
+@torch.inference_mode()
 def below_the_likeliest(reference: Any, output: RequestOutput) -> torch.Tensor:
     """By how much the logit of each token is below the largest, as a part of the row's largest magnitude."""
     known = torch.tensor([*output.prompt_tokens, *output.tokens])
-    logits = reference(known[None, :-1]).logits[0, len(output.prompt_tokens) - 1 :]
+    logits = logits_of(reference, known)[len(output.prompt_tokens) - 1 :]
     taken = logits.gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
     return (logits.amax(1) - taken) / logits.abs().amax(1)
 
@@ -83,7 +89,7 @@ def assert_greedy(reference: Any, outputs: list[RequestOutput], close: float) ->
     """Every token is the likeliest, or as likely but for ``close`` of the largest logit; logprobs are the model's."""
     for output in outputs:
         known = torch.tensor([*output.prompt_tokens, *output.tokens])
-        logits = reference(known[None, :-1]).logits[0, len(output.prompt_tokens) - 1 :]
+        logits = logits_of(reference, known)[len(output.prompt_tokens) - 1 :]
         assert below_the_likeliest(reference, output).max() <= close, output.request_id
         for row, entry in zip(logits.log_softmax(-1), output.logprobs or (), strict=False):
             assert entry.logprob == pytest.approx(row[entry.token].item(), abs=30 * close)
@@ -172,7 +178,7 @@ def test_windows_and_heads_of_any_kind(tmp_path: Path, window: int, heads: int, 
         initializer_range=0.1,
         eos_token_id=list(range(40)),
     )
-    model = transformers.MistralForCausalLM(config).float().eval()
+    model = transformers.MistralForCausalLM(config).float().eval().cuda()
     model.save_pretrained(tmp_path)
     ranks = [tensor for tensor in (1, 2) if tensor <= GPUS]
     for tensor, (dtype, close) in itertools.product(ranks, {"float32": 1e-4, "bfloat16": 4e-2}.items()):

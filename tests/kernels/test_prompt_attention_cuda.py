@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def test_any_step_is_attended_to() -> None:
-    targets.any_step_is_attended_to(100, "cuda")
+    targets.any_step_is_attended_to(15, "cuda")
 
 
 @pytest.mark.parametrize("dtype", list(targets.CLOSE))

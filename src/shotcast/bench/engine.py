@@ -230,16 +230,18 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
         outputs = llm.generate(prompts, params)
         return outputs, time.perf_counter() - started
 
-    round_of()
+    on_gpu = plan.device == "cuda"
+    # The first round warms up. On CUDA it has the stamps besides, which take time, so that no timed one has them.
+    llm.stamp_every(int(on_gpu))
     before = llm.stats()
-    rounds = [round_of() for _ in range(plan.rounds)]
+    round_of()
     after = llm.stats()
-    if plan.device == "cuda":  # stamps take time: rounds of their own have them
-        llm.stamp_every(1)
-        before = llm.stats()
-        round_of()
+    llm.stamp_every(0)
+    if not on_gpu:
+        before = after
+    rounds = [round_of() for _ in range(plan.rounds)]
+    if not on_gpu:
         after = llm.stats()
-        llm.stamp_every(0)
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     return _row(

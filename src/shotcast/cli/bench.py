@@ -264,14 +264,17 @@ def _engine_command(
         quantization,
     )
     screen = new_console()
+    environment, command = detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     with Console(stderr=True).status("") as status:
         for row in engine.measure(plan, status.update):
             rows.append(row)
+            if json_file is not None:  # after each, as one may take minutes and the next may fail
+                json_file.write_text(engine_report.document(rows, environment, command))
     screen.print(engine_report.table(rows))
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(engine_report.document(rows, detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])))
         screen.print(f"wrote {json_file}")
     if plot_file is not None:
         engine_report.plot(rows, plot_file)
