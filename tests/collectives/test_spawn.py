@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import spawn_targets as targets
@@ -16,6 +18,7 @@ import torch
 
 import shotcast
 from shotcast import CollectiveTimeout, ConfigError, RankFailed
+from shotcast.collectives import rank_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -228,6 +231,32 @@ class TestParent:
         assert wait_until_gone(rank, 5)
         stderr = (tmp_path / "stderr").read_text()
         assert stderr.count("KeyboardInterrupt") == 1, stderr
+
+    @pytest.mark.parametrize("started", [False, True])
+    def test_interrupt_of_a_start(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: bool) -> None:
+        """The process may run already, known to nobody but this call."""
+        begun: list[Any] = []
+        launch, start = rank_process._Popen._launch, rank_process.RankProcess.start
+
+        def launched(popen: Any, process: Any) -> None:
+            launch(popen, process)
+            begun.append(popen.pid)
+            if len(begun) == 2 and not started:
+                raise KeyboardInterrupt
+
+        def start_then_fail(process: Any) -> None:
+            start(process)
+            if len(begun) == 2 and started:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(rank_process._Popen, "_launch", launched)
+        monkeypatch.setattr(rank_process.RankProcess, "start", start_then_fail)
+        with pytest.raises(KeyboardInterrupt) as kept:  # as an interpreter keeps what ends it, and all it refers to
+            shotcast.spawn(targets.one_hangs, 2, 1, True, str(tmp_path / "pid"))
+        assert kept.traceback
+        assert len(begun) == 2
+        assert all(wait_until_gone(pid, 10) for pid in begun)
+        assert multiprocessing.active_children() == []
 
     def test_interrupt_is_the_parents_to_handle(self) -> None:
         assert shotcast.spawn(targets.interrupted, 2) == ["went on", "went on"]

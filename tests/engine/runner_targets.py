@@ -49,11 +49,12 @@ def answered(
         model = Llama(checkpoint.config, weights, Parallel(comm, clock=clock), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
         runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
-        runner.capture(stamped=False)
         config = SchedulerConfig(
             sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos
         )
         with counted(Runner, "_batch") as eager, counted(StaticPrompts, "_compute_head") as heads:
+            runner.capture(stamped=False)
+            heads.reset_mock()
             found, counts = played(runner, Scheduler(config), requests, sizes, static, comm, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
         if device == "cuda":  # all is compiled now

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import shotcast
 from shotcast.engine import steps
+from shotcast.engine.capture import Graphs
 from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
 from shotcast.engine.requests import Progress, Request, SamplingParams
 from shotcast.engine.runner import Drawn, Runner
@@ -260,3 +261,14 @@ def test_a_step_is_packed_with_padding_that_is_nobodys() -> None:
     plan = StepPlan(0, (SequenceStep(6, 8, (41,), (3,), False, True), SequenceStep(2, 5, (PENDING,), (), False, True)))
     steps.packed(plan, 4, 9, out)
     assert out.tolist() == [[6, 8, 41, 3], [2, 5, PENDING, -1], [9, 0, 0, -1], [9, 0, 0, -1]]
+
+
+def test_what_was_not_captured_is_not_replayed() -> None:
+    """It would be computed on what memory holds by then, the step before."""
+    graphs = Graphs(torch.device("cpu"), HostClock())
+    calls: list[int] = []
+    graphs.ready("step", lambda: calls.append(1))
+    graphs.made("step")()
+    assert calls == [1]
+    with pytest.raises(KeyError):
+        graphs.made("another")

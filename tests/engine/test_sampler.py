@@ -498,6 +498,14 @@ def test_a_salt_of_64_bits_signed() -> None:
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
+
+def test_a_vocabulary_too_large_for_the_kernels_is_refused() -> None:
+    Sampler(1, module.MOST_VOCAB, "cpu", salt=0, kernels=True)
+    with pytest.raises(ConfigError, match="up to 262144, and this vocabulary has 262145"):
+        Sampler(1, module.MOST_VOCAB + 1, "cpu", salt=0, kernels=True)
+    Sampler(1, module.MOST_VOCAB + 1, "cpu", salt=0)
+
+
 GPU_VOCAB = 128_256
 
 

@@ -190,3 +190,32 @@ def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
     file = folder / f"{kernel.hash}.cubin"
     file.write_bytes(kernel.asm["cubin"])
     return subprocess.run([_tool(tool), *options, str(file)], capture_output=True, text=True, check=True).stdout
+
+
+def touched(ptx: str, signature: dict[str, str]) -> list[tuple[str, str]]:
+    """What each access to global memory goes to: (instruction, argument).
+
+    By following registers from the parameters they come from; what was loaded from memory comes from none.
+    """
+    arguments = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
+    origins: dict[str, frozenset[str]] = {}
+    found = []
+    for line in ptx.splitlines():
+        text = line.strip().rstrip(";")
+        text = text.partition(" ")[2].strip() if text.startswith("@") else text
+        name, _, operands = text.partition(" ")
+        registers = re.findall(r"%\w+", operands)
+        if name.startswith("ld.param") and (parameter := re.search(r"_param_(\d+)\]", operands)):
+            of = [name for name, kind in arguments[int(parameter[1]) :][:1] if kind.startswith("*")]
+            origins[registers[0]] = frozenset(of)
+        elif re.match(r"(ld|st|atom|red|cp)\..*global", name):
+            address = re.search(r"\[\s*(%\w+)", operands)
+            assert address is not None, line
+            (target,) = origins[address[1]]
+            found.append((name, target))
+            if name.startswith("ld"):
+                origins.update(dict.fromkeys(re.findall(r"%\w+", operands.partition("[")[0]), frozenset()))
+        elif registers and not name.startswith("//"):
+            sources = [origins.get(register, frozenset()) for register in registers[1:]]
+            origins[registers[0]] = frozenset().union(*sources)
+    return found

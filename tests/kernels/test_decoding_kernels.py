@@ -18,6 +18,12 @@ from shotcast.kernels.steps import FIELDS, unpack_kernel, unpack_prompts_kernel
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
+def test_what_begins_a_step_is_not_overtaken() -> None:
+    """Kernels that others may overtake say so by PDL; attention reads tables and lengths before it waits."""
+    for kernel in (unpack_kernel, unpack_prompts_kernel, embed_kernel):
+        assert "PDL" not in kernel.arg_names
+
+
 def test_a_step_is_unpacked() -> None:
     tables = torch.tensor([[3, 9], [5, 8], [1, 0], [6, 6]], dtype=torch.int32)  # the last is nobody's
     drawn = torch.tensor([70, 71, 72, 73])

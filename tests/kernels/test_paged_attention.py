@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cross
 import pytest
 from paged_targets import both_ways
 from triton.backends.compiler import GPUTarget
@@ -87,3 +88,41 @@ def test_kernels_compile(capability: int) -> None:
         constexprs={"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": capability >= 90},
     )
     assert "ex2" in triton_compile(join, target=target, options={"num_warps": 1}).asm["ptx"]
+
+
+KINDS = {
+    **dict.fromkeys(("x", "norms", "keys", "values", "result", "out"), "*bf16"),
+    **dict.fromkeys(("cosines", "sines", "parts", "weights"), "*fp32"),
+    **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
+    "rows": "*i64",
+    **dict.fromkeys(("scale", "eps"), "fp32"),
+    **dict.fromkeys(("blocks", "window"), "i32"),
+}
+SHAPE = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16, "TILE": SMALL_TILE}
+
+
+@pytest.mark.parametrize("splits", [1, 32])
+def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int) -> None:
+    """Nothing that this step's kernels write; but the first keys and values, of steps before."""
+    constants = SHAPE | {"SPLITS": splits, "PDL": True}
+    signature = {name: "constexpr" if name in constants else KINDS[name] for name in decode_kernel.arg_names}
+    vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
+    kernel = cross.build(decode_kernel, signature, constants, 4, 90, {}, aligned=vectors)
+    early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    accesses = cross.touched(early, signature)
+    assert {name.partition(".")[0] for name, _ in accesses} == {"ld"}
+    known = {"cosines", "sines", "tables", "first_heads", "lengths", "rows"}
+    assert {argument for _, argument in accesses} == known | {"keys", "values"}
+    assert {name for name, argument in accesses if argument in ("keys", "values")} == {"ld.global.v4.b32"}
+    assert "griddepcontrol.wait" not in late
+    assert cross.instructions(early)["griddepcontrol.launch_dependents"] == 1
+
+
+def test_parts_are_joined_after_the_wait() -> None:
+    constants = {"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": True}
+    signature = {name: "constexpr" if name in constants else KINDS[name] for name in join_kernel.arg_names}
+    early, _, late = (
+        cross.build(join_kernel, signature, constants, 4, 90, {}).asm["ptx"].partition("griddepcontrol.wait")
+    )
+    assert cross.touched(early, signature) == []
+    assert "griddepcontrol.wait" not in late

@@ -92,6 +92,10 @@ def test_hopper_multiplies_from_shared_memory_and_spills_nothing(
 ) -> None:
     """Each loop has its products; keys and values are asked for before it and in it, and a tile is left on its way."""
     kernel = compiled(rows, KEYS, head_dim, dtype, windowed, group)
+    early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    signature = {name: kernel.src.signature[name] for name in prompt_kernel.arg_names}
+    assert cross.touched(early, signature) == [], "this step's kernels write queries, keys and values"
+    assert "griddepcontrol.wait" not in late
     counts = cross.instructions(kernel.asm["ptx"])
     loops, threads = 3 if windowed else 2, 256 if rows == ROWS else 128
     products = sum(count for name, count in counts.items() if name.startswith("wgmma.mma_async"))

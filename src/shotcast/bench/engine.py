@@ -121,6 +121,8 @@ def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None
                     max_sequences=max(plan.batches),
                     prefix_caching=False,
                     algorithm=ALGORITHMS[algorithm],
+                    # what stamps take is captured when the model is loaded, not in the round that has them
+                    stamp_every=int(plan.device == "cuda"),
                 ) as llm,
             ):
                 for batch in plan.batches:
@@ -230,18 +232,15 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
         outputs = llm.generate(prompts, params)
         return outputs, time.perf_counter() - started
 
-    on_gpu = plan.device == "cuda"
     # The first round warms up. On CUDA it has the stamps besides, which take time, so that no timed one has them.
-    llm.stamp_every(int(on_gpu))
-    before = llm.stats()
+    llm.stamp_every(int(plan.device == "cuda"))
+    stats = [llm.stats()]
     round_of()
-    after = llm.stats()
+    stats.append(llm.stats())
     llm.stamp_every(0)
-    if not on_gpu:
-        before = after
     rounds = [round_of() for _ in range(plan.rounds)]
-    if not on_gpu:
-        after = llm.stats()
+    stats.append(llm.stats())
+    before, after = stats[:2] if plan.device == "cuda" else stats[1:]
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     return _row(

@@ -149,7 +149,9 @@ class Ranks:
         atexit.register(self.kill)
         try:
             for number, environment in environments.items():
-                self.ranks.append(_Rank.start(number, environment, payload))
+                # known before it runs: an interrupt may come at any moment
+                self.ranks.append(_Rank.made(number, environment, payload))
+                self.ranks[-1].start()
                 self.pids.append(self.ranks[-1].process.pid or 0)
         except BaseException:
             self.end()
@@ -271,12 +273,14 @@ class _Rank:
     results: Connection
     stacks: Connection
     alive: Connection
+    ends: tuple[Connection, ...]
     reported: bool = False
     value: Any = None
     failure: _Failure | None = None
 
     @classmethod
-    def start(cls, rank: int, env: dict[str, str], payload: bytes) -> _Rank:
+    def made(cls, rank: int, env: dict[str, str], payload: bytes) -> _Rank:
+        """Not started yet."""
         context = multiprocessing.get_context("forkserver")
         results, results_w = context.Pipe(duplex=False)
         stacks, stacks_w = context.Pipe(duplex=False)
@@ -284,12 +288,14 @@ class _Rank:
         ends = (results_w, stacks_w, alive_r)
         process = RankProcess(target=run_rank, args=(env, main_of_caller(), payload, *ends))
         process.name = f"shotcast rank {rank}"
+        return cls(rank, process, results, stacks, alive, ends)
+
+    def start(self) -> None:
         try:
-            process.start()
+            self.process.start()
         finally:
-            for end in ends:
+            for end in self.ends:
                 end.close()
-        return cls(rank, process, results, stacks, alive)
 
     @property
     def finished(self) -> bool:
@@ -344,9 +350,9 @@ class _Rank:
         return text.getvalue().decode(errors="replace").strip()
 
     def close(self) -> None:
-        self.results.close()
-        self.stacks.close()
-        self.alive.close()
+        """Of an ended process, or one whose start was interrupted: it ends as ``alive`` is closed."""
+        for connection in (self.results, self.stacks, self.alive, *self.ends):
+            connection.close()
         self.process.close()
 
 
@@ -379,7 +385,7 @@ def _join(ranks: list[_Rank]) -> None:
 
 def _end(ranks: list[_Rank]) -> None:
     """End what still runs: SIGTERM, then SIGKILL."""
-    running = [rank for rank in ranks if rank.process.exitcode is None]
+    running = [rank for rank in ranks if rank.process.pid is not None and rank.process.exitcode is None]
     for stop, grace_s in (("terminate", _TERM_GRACE_S), ("kill", None)):
         for rank in running:
             getattr(rank.process, stop)()

@@ -28,9 +28,14 @@ class Graphs:
         self._pool: Any = None
 
     def ready(self, name: Hashable, compute: Callable[[], None], stamped: bool = False) -> Replay:
-        """What replays ``compute``. The first time it is computed, or captured ``stamped``, which is collective."""
+        """What replays ``compute``. The first time it is captured, which is collective; unless ``stamped``, it is also
+        computed, on what memory holds: that must do no harm."""
         if name not in self._replays:
             self._replays[name] = self._captured(compute, stamped) if self._device.type == "cuda" else compute
+        return self._replays[name]
+
+    def made(self, name: Hashable) -> Replay:
+        """What :meth:`ready` made before. KeyError if it did not: it would compute what memory holds now."""
         return self._replays[name]
 
     def __len__(self) -> int:
@@ -46,7 +51,7 @@ class Graphs:
         clock = self._clock
         assert isinstance(clock, DeviceClock)
         if not stamped:
-            # On what memory holds at first, which is padding: kernels are compiled, libraries set up, ranks together.
+            # Kernels are compiled, libraries set up, and ranks brought together.
             compute()
         else:
             clock.calibrate()

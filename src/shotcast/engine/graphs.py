@@ -58,7 +58,7 @@ class StaticDecoding:
         self._results: dict[tuple[int, bool], Logits | None] = {}
 
     def capture(self, stamped: bool) -> None:
-        """Have the graphs of all sizes ready."""
+        """Have the graphs of all sizes ready, before the first step: memory holds padding."""
         for size in reversed(self.sizes):
             self._ready(size, stamped)
 
@@ -71,7 +71,7 @@ class StaticDecoding:
         host = pinned((size, FIELDS), torch.int32, self._packed.device)
         steps.packed(plan, size, self._spare, host.numpy())
         key = size, plan.stamped and isinstance(self._model.parallel.clock, DeviceClock)
-        replay = self._ready(*key)
+        replay = self._ready(*key) if key[1] else self._graphs.made(("decoding", *key))
         self._packed[:size].copy_(host, non_blocking=True)
         replay()
         if key[1]:

@@ -8,11 +8,12 @@ are wanted. These are few, and any number, and the head is as large as several l
 from __future__ import annotations
 
 import bisect
+from functools import partial
 
 import torch
 
 from shotcast.engine import steps
-from shotcast.engine.capture import Graphs, Replay
+from shotcast.engine.capture import Graphs
 from shotcast.engine.transfer import pinned
 from shotcast.kernels.prompt_attention import TILE_FIELDS
 from shotcast.kernels.steps import unpack_prompts
@@ -56,7 +57,8 @@ class StaticPrompts:
             size: steps.prompt_layout(size, sequences, steps.tile_room(size, sequences, most))
             for size, most in self._most.items()
         }
-        room = self._layouts[sizes[-1]].filled.start + 2 * tables.numel()
+        # a smaller size may have smaller tiles, and so more of them
+        room = max(layout.filled.start for layout in self._layouts.values()) + 2 * tables.numel()
         # As it stands now, a step of any size is padding alone, all of whose tiles are of no tokens.
         self._packed = torch.zeros(room, dtype=torch.int32, device=device)
         self._tokens, self._positions, self._slots = (
@@ -67,12 +69,12 @@ class StaticPrompts:
         self._results: dict[int, Logits] = {}
 
     def capture(self) -> None:
-        """Have the graphs of all sizes ready."""
+        """Have the graphs of all sizes ready, before the first step: memory holds padding."""
         for size in reversed(self._sizes):
-            self._ready(size)
+            self._graphs.ready(("prompts", size), partial(self._compute, size))
         if self._model.parallel.last:
             for size in reversed(self._heads):
-                self._head_ready(size)
+                self._graphs.ready(("head", size), partial(self._compute_head, size))
 
     def serves(self, of: steps.Places) -> bool:
         """Whether the step is not too long."""
@@ -88,22 +90,16 @@ class StaticPrompts:
         layout = self._layouts[size]
         host = pinned([layout.filled.start + cells.size], torch.int32, self._packed.device)
         steps.pack_prompts(of, cells, self._most[size], self._spare, self._spare_slot, layout, host.numpy())
-        replay = self._ready(size)
+        replay = self._graphs.made(("prompts", size))
         self._packed[: host.numel()].copy_(host, non_blocking=True)
         replay()
         count = int(of.drawing.sum())
         if not count or not self._model.parallel.last:
             return None
         head = self._heads[bisect.bisect_left(self._heads, count)]
-        self._head_ready(head)()
+        self._graphs.made(("head", head))()
         logits = self._results[head]
         return Logits(logits.values[:count], logits.best[:count])
-
-    def _ready(self, size: int) -> Replay:
-        return self._graphs.ready(("prompts", size), lambda: self._compute(size))
-
-    def _head_ready(self, size: int) -> Replay:
-        return self._graphs.ready(("head", size), lambda: self._compute_head(size))
 
     def _compute(self, size: int) -> None:
         packed, layout = self._packed, self._layouts[size]

@@ -32,6 +32,9 @@ LEAST_TEMPERATURE = 1e-30
 CACHED = 2**16
 """Logits that are worked on at once: no more than a CPU's caches hold."""
 
+MOST_VOCAB = 2**18
+"""Tokens among which a GPU draws: sums of their weights, in integers, go no further."""
+
 Draw = Callable[[torch.Tensor, torch.Tensor, list[SamplingParams]], torch.Tensor]
 
 
@@ -172,6 +175,9 @@ class Sampler:
         device: of the logits.
         salt: of 64 bits, signed; with it, requests without a seed draw. The same on ranks that are to draw the same.
         kernels: draw as on a GPU elsewhere too, by Triton's interpreter.
+
+    Raises:
+        ConfigError: more than MOST_VOCAB columns on a GPU.
     """
 
     def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int, kernels: bool = False):
@@ -183,6 +189,8 @@ class Sampler:
         self._positions = [0] * max_slots
         self._counts: torch.Tensor | None = None  # int32 [max_slots, vocab], once a request has penalties
         self._kernels = kernels or self.device.type == "cuda"
+        if self._kernels and vocab > MOST_VOCAB:
+            raise ConfigError(f"on a GPU, tokens are drawn from up to {MOST_VOCAB}, and this vocabulary has {vocab}")
         if self._kernels:
             # What ``kernels.sampling.Rows`` has of each slot.
             self._integers = np.zeros((max_slots, 4), np.int32)

@@ -20,7 +20,13 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.kernels import layout
 from shotcast.kernels.float8 import E4M3_MAX, to_e4m3
-from shotcast.kernels.target import INTERPRETED, await_prior_kernel, kernel, launch_options
+from shotcast.kernels.target import (
+    INTERPRETED,
+    await_prior_kernel,
+    kernel,
+    launch_options,
+    release_next_kernel,
+)
 from shotcast.kernels.words import load_words, nan_unless, pack, store_words, unpack
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm
@@ -172,6 +178,7 @@ def add_rms_norm(
     PDL: tl.constexpr,
 ):
     """One row a program, of up to ROW_BLOCK words; UNIT as in ``words.load_words``."""
+    release_next_kernel(PDL)
     await_prior_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     row = tl.program_id(0).to(tl.int64)

@@ -1,6 +1,9 @@
 """A step as the device takes it: one small copy from the host, from which it derives all else itself.
 
 So a captured graph can begin with it, and a token that is still being drawn never passes through the host.
+
+These kernels are launched in the ordinary way, after all before them and before all after them: attention reads the
+tables and lengths that they write before it waits for the kernel before it.
 """
 
 from __future__ import annotations
