@@ -200,10 +200,12 @@ class TestParent:
         script = tmp_path / "script.py"
         script.write_text(
             textwrap.dedent(f"""
-                import sys
+                import signal, sys
                 sys.path.insert(0, {str(Path(__file__).parent)!r})
                 import shotcast, spawn_targets
                 if __name__ == "__main__":
+                    # tests that run in the background are started with SIGINT ignored
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     shotcast.spawn(spawn_targets.one_hangs, 2, 0, True, {str(pid_file)!r})
             """)
         )
