@@ -19,6 +19,7 @@ import shotcast
 from shotcast.engine import steps
 from shotcast.engine.capture import Graphs
 from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
+from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import Progress, Request, SamplingParams
 from shotcast.engine.runner import Drawn, Runner
 from shotcast.engine.sampler import Sampler
@@ -272,3 +273,19 @@ def test_what_was_not_captured_is_not_replayed() -> None:
     assert calls == [1]
     with pytest.raises(KeyError):
         graphs.made("another")
+
+
+def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
+    """Smaller sizes may have smaller tiles, of which there is more to say than of the largest size's tokens."""
+    cache, tables = SimpleNamespace(block_size=4), torch.zeros(65, 2, dtype=torch.int32)
+    model: Any = SimpleNamespace(
+        tile=lambda size: 32 if size > 512 else 8,
+        config=SimpleNamespace(hidden=8),
+        dtype=torch.float32,
+        parallel=SimpleNamespace(last=True),
+    )
+    graphs, drawn = Graphs(torch.device("cpu"), HostClock()), torch.zeros(65, dtype=torch.int64)
+    made = StaticPrompts(model, [cache], tables, drawn, (512, 513), (64,), 9, graphs, None)  # type: ignore[list-item]
+    before = {size: layout.filled.start for size, layout in made._layouts.items()}
+    assert before[512] > before[513]
+    assert made._packed.numel() >= before[512] + 2 * tables.numel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import decoding_targets as targets
 import pytest
 import torch
@@ -10,6 +12,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 import shotcast
+from shotcast.kernels import embedding, steps
 from shotcast.kernels.embedding import embed_kernel
 from shotcast.kernels.logits import TILE, best_kernel, join_kernel
 from shotcast.kernels.stamps import begin_kernel, end_kernel
@@ -22,6 +25,8 @@ def test_what_begins_a_step_is_not_overtaken() -> None:
     """Kernels that others may overtake say so by PDL; attention reads tables and lengths before it waits."""
     for kernel in (unpack_kernel, unpack_prompts_kernel, embed_kernel):
         assert "PDL" not in kernel.arg_names
+    for module in (embedding, steps):
+        assert "launch_" not in inspect.getsource(module), "nor is any of their launches asked to overtake"
 
 
 def test_a_step_is_unpacked() -> None:

@@ -5,7 +5,8 @@
 
 For decoding, where a weight serves few tokens. Both kernels give a program some outputs and all of their columns, so
 sums need no other program, and their order is fixed. Weights depend on no kernel before: the first of them are loaded
-before the wait for it, and more are asked into the L2 cache, which hides that kernel's end and this one's beginning.
+before the wait for it, which hides that kernel's end and this one's beginning. Some launches ask for more, into the L2
+cache: those that were faster so by themselves (among other kernels, asking for much more was slower: docs/engine.md).
 
 - :func:`stream_kernel` multiplies in registers, where one or a few rows of x wait in the L1 cache.
 - :func:`stream_dot_kernel` lets tensor cores multiply: each warp takes a part of the columns, and their sums meet.
