@@ -28,6 +28,8 @@ LAYOUTS = [
     pytest.param(tensor, stages, marks=pytest.mark.skipif(tensor * stages > GPUS, reason="too few GPUs"))
     for tensor, stages in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 ]
+HALF = 0.1
+"""How far roundings to half precision may put a token below the likeliest; unrelated tokens are about 1 below."""
 TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
@@ -113,7 +115,7 @@ def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stage
     """Prompts in chunks, beside sequences that decode."""
     options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16, "max_batch_tokens": 100}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
-        assert_greedy(reference, llm.generate(prompts(12), greedy(16)), 4e-2)
+        assert_greedy(reference, llm.generate(prompts(12), greedy(16)), HALF)
 
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
@@ -146,20 +148,23 @@ def test_sequence_parallel(folder: str, reference: Any) -> None:
         assert_greedy(reference, llm.generate(prompts(70), greedy(12)), 1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", HALF)])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
-def test_steps_of_any_length_are_close(folder: str, reference: Any, tensor: int, stages: int) -> None:
+def test_steps_of_any_length_are_close(
+    folder: str, reference: Any, tensor: int, stages: int, dtype: str, close: float
+) -> None:
     """A prompt of each length around the sizes of graphs, alone; then all, in chunks, from blocks that hold them."""
-    options = {"max_model_len": 400, "max_sequences": 8, "max_batch_tokens": 300}
+    options = {"dtype": dtype, "max_model_len": 400, "max_sequences": 8, "max_batch_tokens": 300}
     drawn = torch.Generator().manual_seed(8)
     lengths = 1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 192, 193, 256, 257, 299, 300, 301, 390
     asked = [torch.randint(50, BAD, (length,), generator=drawn).tolist() for length in lengths]
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         alone = [llm.generate(prompt, greedy(4))[0] for prompt in asked]
-        assert_greedy(reference, alone, 4e-2)
+        assert_greedy(reference, alone, close)
         cached = llm.stats().cached_tokens
         together = llm.generate([[*prompt[:200], 60] for prompt in asked], greedy(9))
         assert llm.stats().cached_tokens > cached
-        assert_greedy(reference, together, 4e-2)
+        assert_greedy(reference, together, close)
 
 
 @pytest.mark.parametrize(("window", "heads", "kv_heads", "head_dim"), [(40, 8, 8, 32), (0, 9, 3, 80), (100, 6, 1, 128)])
@@ -181,7 +186,7 @@ def test_windows_and_heads_of_any_kind(tmp_path: Path, window: int, heads: int, 
     model = transformers.MistralForCausalLM(config).float().eval().cuda()
     model.save_pretrained(tmp_path)
     ranks = [tensor for tensor in (1, 2) if tensor <= GPUS]
-    for tensor, (dtype, close) in itertools.product(ranks, {"float32": 1e-4, "bfloat16": 4e-2}.items()):
+    for tensor, (dtype, close) in itertools.product(ranks, {"float32": 1e-4, "bfloat16": HALF}.items()):
         options = {"dtype": dtype, "max_model_len": 300, "max_sequences": 6, "max_batch_tokens": 120}
         with LLM(str(tmp_path), tensor_parallel=tensor, device="cuda", **options) as llm:
             long = [torch.randint(50, BAD, (250,), generator=torch.Generator().manual_seed(2)).tolist()]
