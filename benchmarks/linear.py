@@ -1,5 +1,6 @@
-"""Products of a decode step on one GPU: kernels of ``shotcast.kernels.matvec`` beside PyTorch's, for the shapes of
-Llama 3.1 (8B and 70B in bfloat16, 405B in FP8) on four ranks.
+"""Products of a decode step on one GPU: kernels of ``shotcast.kernels.matvec`` (1 and 2 rows) and
+``shotcast.kernels.skinny`` beside PyTorch's, for the shapes of Llama 3.1 (8B and 70B in bfloat16, 405B in FP8) on four
+ranks.
 
     python benchmarks/linear.py [--models 8b,70b,405b] [--rows 1,2,...] [--quick] [--json FILE]
 
@@ -28,8 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shotcast.hardware.detect import detect
-from shotcast.kernels import activations, matvec
+from shotcast.kernels import activations, matvec, skinny
 from shotcast.kernels.matvec import Stream
+from shotcast.kernels.skinny import Tiles
+from shotcast.kernels.target import processors, shared_memory
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 
@@ -98,18 +101,28 @@ class Product:
         if self.fp8:
             first, self.scale = float8.quantize(first)
         self.weights = [first] + [first.clone() for _ in range(self.count - 1)]
+        self.counts = skinny.arrivals(first)
 
     def contenders(self, rows: int, quick: bool) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
         yield LIBRARY, self.by_library
-        if rows > matvec.MOST_ROWS:
+        if rows > skinny.MOST_ROWS:
             return
-        yield CHOSEN, self.by_stream(None)
+        yield CHOSEN, self.by_own(rows, None)
         if not quick:
-            for stream in matvec.candidates(rows, self.weights[0].element_size()):
-                yield str(stream), self.by_stream(stream)
+            for launch in launches(rows, *self.weights[0].shape, self.fp8):
+                yield str(launch), self.by_own(rows, launch)
 
-    def by_stream(self, stream: Stream | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        return lambda x, turn: matvec.linear(x, self.weights[turn], self.scale, None, self.gated, stream)
+    def by_own(self, rows: int, launch: Stream | Tiles | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        if rows <= matvec.MOST_ROWS:
+            assert not isinstance(launch, Tiles)
+            return lambda x, turn: matvec.linear(x, self.weights[turn], self.scale, None, self.gated, launch)
+        assert not isinstance(launch, Stream)
+
+        def call(x: torch.Tensor, turn: int) -> torch.Tensor:
+            values, x_scale = activations.quantize(x) if self.fp8 else (x, None)
+            return skinny.linear(values, self.weights[turn], self.counts, x_scale, self.scale, None, self.gated, launch)
+
+        return call
 
     def by_library(self, x: torch.Tensor, turn: int) -> torch.Tensor:
         if self.scale is not None:
@@ -134,7 +147,8 @@ class Product:
             row |= {"contender": contender}
             try:
                 # x in FP8 is off by up to 1/16; sums in float32, by far less than 2^-12
-                off = off_by(call(x, 0), exact, size, 2**-4 if self.fp8 and contender == LIBRARY else 2**-12)
+                rounded = self.fp8 and (contender == LIBRARY or rows > matvec.MOST_ROWS)
+                off = off_by(call(x, 0), exact, size, 2**-4 if rounded else 2**-12)
                 if not off <= 1:
                     raise ArithmeticError(f"off by {off:.3g} times what is allowed")
                 taken = seconds_each(lambda turn, call=call: call(x, turn), self.count)
@@ -144,24 +158,41 @@ class Product:
             yield row
 
 
-def compile_one(rows: int, fp8: bool, gated: bool, stream: Stream) -> None:
+def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[Stream | Tiles]:
+    item = 1 if fp8 else 2
+    if rows <= matvec.MOST_ROWS:
+        return list(matvec.candidates(item))
+    device = torch.device("cuda", 0)
+    return list(skinny.candidates(outputs, inputs, item, rows, processors(device), shared_memory(device)))
+
+
+def compile_one(rows: int, fp8: bool, gated: bool, launch: Stream | Tiles) -> None:
     """Into Triton's cache on disk: the compiled form depends on the launch, not on the shape."""
-    x = torch.zeros(rows, 64, device="cuda", dtype=torch.bfloat16)
-    weight = torch.zeros(64, 64, device="cuda", dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    weight = torch.zeros(64, 4096, device="cuda", dtype=dtype)
+    scale = torch.ones(64, device="cuda") if fp8 else None
     try:
-        matvec.linear(x, weight, torch.ones(64, device="cuda") if fp8 else None, None, gated, stream)
+        if isinstance(launch, Stream):
+            x = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
+            matvec.linear(x, weight, scale, None, gated, launch)
+        else:
+            x = torch.zeros(rows, 4096, device="cuda", dtype=dtype)
+            x_scale = torch.ones(rows, 1, device="cuda") if fp8 else None
+            skinny.linear(x, weight, skinny.arrivals(weight), x_scale, scale, None, gated, launch)
         torch.cuda.synchronize()
     except Exception as error:  # it will be said where it is measured
-        print(f"{stream}: {type(error).__name__}", file=sys.stderr)
+        print(f"{launch}: {type(error).__name__}", file=sys.stderr)
 
 
 def compile_all(models: list[str], rows: list[int]) -> None:
     forms = {
-        (number, model in FP8_MODELS, gated, stream)
+        (number, model in FP8_MODELS, gated, launch)
         for model in models
         for number in rows
+        if number <= skinny.MOST_ROWS
         for gated in (False, True)
-        for stream in matvec.candidates(number, 1 if model in FP8_MODELS else 2)
+        for outputs, inputs in SHAPES[model].values()
+        for launch in launches(number, outputs, inputs, model in FP8_MODELS)
     }
     workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -178,7 +209,7 @@ def copy_gbps() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--rows", default="1,2,4,8,16")
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
     parser.add_argument("--quick", action="store_true", help="what is chosen and the library, no other launches")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

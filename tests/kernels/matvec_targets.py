@@ -1,12 +1,13 @@
-"""What a rank of test_matvec.py runs: products by the kernels under the interpreter, beside float64."""
+"""What a rank of test_matvec.py and test_skinny.py runs: products by the interpreted kernels, beside float64."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shotcast.kernels import matvec
+from shotcast.kernels import matvec, skinny
 from shotcast.kernels.matvec import Stream
+from shotcast.kernels.skinny import Tiles
 
 Case = tuple[int, int, int, str, bool, bool, bool, Stream | None]
 """rows, inputs, outputs, dtype, FP8 weights, bias, gated, launch."""
@@ -32,22 +33,26 @@ def excess(
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     gated: bool,
+    x_scale: torch.Tensor | None = None,
+    summed_in: float = 2**-24,
 ) -> float:
-    """The largest error over what float32 sums, rounded once, may be off by."""
+    """The largest error over what sums that are rounded by ``summed_in`` at each step, then once, may be off by."""
     exact, size = (multiply(x.double(), weight.double()) for multiply in (_product, _size))
     if scale is not None:
         exact, size = exact * scale.double(), size * scale.double()
+    if x_scale is not None:
+        exact, size = exact * x_scale.double(), size * x_scale.double()
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
-    bound = size * x.shape[1] * 2**-24
+    bound = size * x.shape[1] * summed_in
     if gated:
         (gate, other), (gate_off, other_off) = exact.chunk(2, 1), bound.chunk(2, 1)
         exact = F.silu(gate) * other
         # the slope of silu is at most 1.1; exponential and division are good to a few parts in 2^22
         bound = 1.1 * gate_off * (other.abs() + other_off) + gate.abs() * other_off + exact.abs() * 2**-20
-    bound = bound + exact.abs() * torch.finfo(x.dtype).eps / 2 + 1e-7
+    bound = bound + exact.abs() * torch.finfo(out.dtype).eps / 2 + 1e-7
     assert out.shape == exact.shape
-    assert out.dtype == x.dtype
+    assert out.dtype == (x.dtype if x_scale is None else torch.bfloat16)
     return float(((out.double() - exact).abs() / bound).max())
 
 
@@ -66,3 +71,27 @@ def products(cases: list[Case]) -> list[float]:
         given = operands(rows, inputs, outputs, getattr(torch, dtype), fp8, biased, "cpu")
         found.append(excess(matvec.linear(*given, gated, stream), *given, gated))
     return found
+
+
+SkinnyCase = tuple[int, int, int, str, bool, bool, Tiles | None]
+"""rows, inputs, outputs, dtype ("float8": of x and weights, with scales), bias, gated, launch."""
+
+
+def skinny_excess(case: SkinnyCase, device: str, summed_in: float = 2**-24) -> float:
+    """:func:`excess` of two products that count by the same."""
+    rows, inputs, outputs, name, biased, gated, tiles = case
+    dtype = torch.bfloat16 if name == "float8" else getattr(torch, name)
+    x, weight, scale, bias = operands(rows, inputs, outputs, dtype, name == "float8", biased, device)
+    x_scale = None
+    if name == "float8":
+        x = x.to(torch.float8_e4m3fn)
+        x_scale = (torch.rand(rows, 1, generator=torch.Generator().manual_seed(rows)) + 0.5).to(device)
+    counts = skinny.arrivals(weight)
+    made = [skinny.linear(x, weight, counts, x_scale, scale, bias, gated, tiles) for _ in range(2)]
+    assert torch.equal(*made)
+    assert not counts.any()
+    return excess(made[0], x, weight, scale, bias, gated, x_scale, summed_in)
+
+
+def skinny_products(cases: list[SkinnyCase]) -> list[float]:
+    return [skinny_excess(case, "cpu") for case in cases]

@@ -1,22 +1,19 @@
-"""Products of few rows with a matrix of weights: each weight is read once, at the speed of memory.
+"""Products of a row or two with a matrix of weights: each weight is read once, at the speed of memory.
 
     out = x @ weight.T * scale + bias;   GATED: the first half of the outputs are gates, the other half what they gate,
                                          out = silu(gates) * others
 
-For decoding, where a weight serves few tokens. Both kernels give a program some outputs and all of their columns, so
-sums need no other program, and their order is fixed. Weights depend on no kernel before: the first of them are loaded
-before the wait for it, which hides that kernel's end and this one's beginning. Some launches ask for more, into the L2
-cache: those that were faster so by themselves (among other kernels, asking for much more was slower: docs/engine.md).
-
-- :func:`stream_kernel` multiplies in registers, where one or a few rows of x wait in the L1 cache.
-- :func:`stream_dot_kernel` lets tensor cores multiply: each warp takes a part of the columns, and their sums meet.
+For decoding, where a weight serves few tokens (for more: :mod:`shotcast.kernels.skinny`). A program has some outputs
+and all of their columns, so sums need no other program, and their order is fixed. Weights depend on no kernel before:
+the first of them are loaded before the wait for it, which hides that kernel's end and this one's beginning. Some
+launches ask for more, into the L2 cache: those that were faster so by themselves (among other kernels, asking for much
+more was slower: docs/engine.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import triton
@@ -28,7 +25,6 @@ from shotcast.kernels.float8 import from_words
 from shotcast.kernels.target import (
     await_prior_kernel,
     converts_float8,
-    dot,
     launch_options,
     prefetch,
     processors,
@@ -66,6 +62,7 @@ def ask_for(weight, rows, inputs, FIRST: tl.constexpr, AHEAD: tl.constexpr, TILE
 def write_outputs(
     sums,
     rows,
+    x_scale,
     scale,
     bias,
     out,
@@ -75,12 +72,14 @@ def write_outputs(
     TILE: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Scale, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
+    """Scales, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
+    m = tl.arange(0, M_TILE)[:, None]
     if scale is not None:
         sums = sums * tl.load(scale + rows)[None, :]
+    if x_scale is not None:
+        sums = sums * tl.load(x_scale + m, mask=m < count, other=0.0)
     if bias is not None:
         sums = sums + tl.load(bias + rows)[None, :].to(tl.float32)
-    m = tl.arange(0, M_TILE)[:, None]
     if GATED:
         gate, other = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
         sums = silu(gate) * other
@@ -183,135 +182,91 @@ def stream_kernel(
         total += products(x, words, start, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
         words = following
     total += products(x, words, last, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
-    write_outputs(tl.sum(total, axis=2), rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
-
-
-@triton.jit(do_not_specialize=["outputs", "count"])
-def stream_dot_kernel(
-    x,
-    weight,
-    scale,
-    bias,
-    out,
-    outputs,
-    inputs,
-    count,
-    M_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Each of WARPS parts of a step has COLUMNS columns of TILE rows; STAGES steps are on their way."""
-    rows = weight_rows(outputs, TILE, GATED)
-    ask_for(weight, rows, inputs, 0, AHEAD, TILE)
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
-    m = tl.arange(0, M_TILE)[None, None, :]
-    part = tl.arange(0, WARPS)[:, None, None] * COLUMNS
-    i = tl.arange(0, COLUMNS)
-    total = tl.zeros([WARPS, TILE, M_TILE], tl.float32)
-    for start in tl.range(0, inputs, WARPS * COLUMNS, num_stages=STAGES):
-        k = start + part + i[None, None, :]
-        base = weight + rows[None, :, None] * inputs
-        tile = tl.load(base + k, mask=k < inputs, other=0.0, eviction_policy="evict_first")
-        k = start + part + i[None, :, None]
-        values = tl.load(x + m * inputs + k, mask=(m < count) & (k < inputs), other=0.0)
-        total += dot(tile.to(values.dtype), values)
-    sums = tl.trans(tl.sum(total, axis=0))
-    write_outputs(sums, rows, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+    write_outputs(tl.sum(total, axis=2), rows, None, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How a product is launched.
+    """How :func:`stream_kernel` is launched.
 
     Attributes:
-        kind: ``fma`` is :func:`stream_kernel`, ``dot`` :func:`stream_dot_kernel`.
         tile: outputs of a program.
-        columns: of the weight at a time, 16 bytes or more for each thread; of each warp for ``dot``.
+        columns: of the weight at a time, 16 bytes or more for each thread.
         warps: of a program.
-        stages: steps on their way (``dot``).
         ahead_bytes: of each row, asked into L2 before the wait for the kernel before.
     """
 
-    kind: Literal["fma", "dot"]
     tile: int
     columns: int
     warps: int
-    stages: int = 1
     ahead_bytes: int = 4096
 
     def __str__(self) -> str:
-        stages = f"/{self.stages}" if self.kind == "dot" else ""
-        return f"{self.kind} {self.tile}x{self.columns} w{self.warps}{stages} +{self.ahead_bytes}"
+        return f"{self.tile}x{self.columns} w{self.warps} +{self.ahead_bytes}"
 
 
-MOST_ROWS = 16
-"""Rows of x at most, which is up to where this is mostly faster than PyTorch (benchmarks/data/h200/linear.json): at 1
-row by 1.04 (the head of 8B) to 1.9 (small products), in FP8 by 1.5 to 3; at 16 by 0.9 to 1.26."""
-_MOST_BYTES, _MOST_BYTES_ROWS = 48 << 20, 8
-"""Weights of 16-bit floats of more bytes are PyTorch's from more rows than this: there it is faster by 1.1."""
+MOST_ROWS = 2
+"""Rows of x at most, up to where this is the fastest (benchmarks/data/h200/linear.json)."""
 _FEW_OUTPUTS = 24
-"""Outputs a processor, of the products for which a program takes more columns at a time."""
-_CHOICES: tuple[tuple[int, int, Stream, Stream], ...] = (
-    (2, 2, Stream("fma", 4, 2048, 4), Stream("fma", 4, 1024, 4, ahead_bytes=0)),
-    (2, 4, Stream("fma", 4, 2048, 4), Stream("dot", 32, 128, 4, 3)),
-    (2, MOST_ROWS, Stream("dot", 32, 64, 4, 6), Stream("dot", 32, 64, 4, 6)),
-    (1, 2, Stream("fma", 4, 2048, 4, ahead_bytes=0), Stream("fma", 4, 2048, 4, ahead_bytes=0)),
-    (1, 4, Stream("fma", 4, 2048, 4), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
-    (1, MOST_ROWS, Stream("dot", 16, 64, 4, 5, ahead_bytes=0), Stream("dot", 16, 64, 4, 5, ahead_bytes=0)),
-)
-"""(bytes of a weight, rows of x at most, launch for few outputs, launch for others): the fastest over the shapes of
-benchmarks/data/h200/linear.json, at 1, 4 and 16 rows."""
+"""Outputs a processor, of the products for which a program asks for columns ahead."""
 
 
-def choose(outputs: int, rows: int, itemsize: int, programs: int) -> Stream:
-    """The launch for ``rows`` rows of x on a GPU of ``programs`` processors; each gets two programs if it can."""
-    few, many = next(pair for item, most, *pair in _CHOICES if item == itemsize and rows <= most)
-    stream = few if outputs < _FEW_OUTPUTS * programs else many
+def choose(outputs: int, itemsize: int, programs: int) -> Stream:
+    """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
+
+    The fastest over the shapes of benchmarks/data/h200/linear.json.
+    """
+    few = outputs < _FEW_OUTPUTS * programs
+    if itemsize == 2:
+        stream = Stream(4, 2048, 4) if few else Stream(4, 1024, 4, ahead_bytes=0)
+    else:
+        stream = Stream(4, 2048, 4, ahead_bytes=0)
     tile = stream.tile
-    while stream.kind == "fma" and tile > 1 and -(-outputs // tile) < 2 * programs:
+    while tile > 1 and -(-outputs // tile) < 2 * programs:
         tile //= 2
     return replace(stream, tile=tile)
 
 
-def candidates(rows: int, itemsize: int) -> Iterator[Stream]:
-    """Launches worth measuring for ``rows`` rows of x."""
+def candidates(itemsize: int) -> Iterator[Stream]:
+    """Launches worth measuring."""
     wide = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
-    if rows <= 4:
-        for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
-            yield Stream("fma", tile, wide * warps * steps, warps)
-        yield Stream("fma", 4, wide * 4, 4, ahead_bytes=0)
-        yield Stream("fma", 4, wide * 4, 4, ahead_bytes=16384)
-    for tile, columns, warps, stages in (
-        (16, 64, 4, 5),
-        (16, 128, 4, 3),
-        (32, 64, 4, 4),
-        (32, 64, 4, 6),
-        (16, 64, 8, 4),
-        (32, 128, 4, 3),
-        (32, 64, 8, 3),
-    ):
-        yield Stream("dot", tile, columns, warps, stages)
-    yield Stream("dot", 16, 64, 4, 5, ahead_bytes=0)
+    for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
+        yield Stream(tile, wide * warps * steps, warps)
+    yield Stream(4, wide * 4, 4, ahead_bytes=0)
+    yield Stream(4, wide * 4, 4, ahead_bytes=16384)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` is the faster way."""
+    """Whether :func:`linear` is the fastest way."""
     return (
         x.device.type == "cuda"
         and x.dtype in DTYPES
         and weight.dtype in (x.dtype, torch.float8_e4m3fn)
         and 0 < x.shape[0] <= MOST_ROWS
-        and (weight.element_size() == 1 or x.shape[0] <= _MOST_BYTES_ROWS or weight.nbytes <= _MOST_BYTES)
         and weight.shape[1] % UNIT == 0
         and x.is_contiguous()
         and weight.is_contiguous()
     )
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, most_rows: int, fit: bool, accepted: str) -> None:
+    """Refuse what no kernel here multiplies: dtypes that do not ``fit``, shapes, and more than ``most_rows`` rows.
+
+    Raises:
+        UnsupportedError: for dtypes or rows.
+        ConfigError: for shapes.
+    """
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    if not fit or not 0 < rows <= most_rows:
+        raise UnsupportedError(
+            f"1 to {most_rows} rows of {accepted} are multiplied, not {rows} of {x.dtype} with {weight.dtype}"
+        )
+    whole = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
+    if not whole or not x.is_contiguous() or not weight.is_contiguous():
+        raise ConfigError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns, a "
+            f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
+        )
 
 
 def linear(
@@ -327,7 +282,7 @@ def linear(
     The weight is complete before kernels that may still run when this one begins: it is read meanwhile.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16 or float16, at most MOST_ROWS rows.
+        x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.
         weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype, or float8_e4m3fn with a scale.
         scale: float32 [outputs].
         bias: [outputs].
@@ -341,33 +296,30 @@ def linear(
         UnsupportedError: for other dtypes or more rows.
         ConfigError: for other shapes.
     """
+    fit = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+    check(x, weight, gated, MOST_ROWS, fit, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float8_e4m3fn) or not 0 < rows <= MOST_ROWS:
-        raise UnsupportedError(
-            f"1 to {MOST_ROWS} rows of bfloat16 or float16 are multiplied with weights of their dtype or "
-            f"float8_e4m3fn, not {rows} of {x.dtype} with {weight.dtype}"
-        )
-    fit = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
-    if not fit or not x.is_contiguous() or not weight.is_contiguous():
-        raise ConfigError(
-            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns, a "
-            f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
-        )
     if stream is None:
-        stream = choose(outputs, rows, weight.element_size(), processors(x.device))
+        stream = choose(outputs, weight.element_size(), processors(x.device))
     tile = max(2, stream.tile) if gated else stream.tile
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     options = launch_options(x.device, stream.warps)
-    ahead = stream.ahead_bytes // weight.element_size()
-    m_tile = triton.next_power_of_2(rows)
-    common = x, weight, scale, bias, out, outputs, inputs, rows
-    grid = (-(-outputs // tile),)
-    pdl = options["launch_pdl"]
-    if stream.kind == "fma":
-        stream_kernel[grid](
-            *common, m_tile, tile, stream.columns, ahead, gated, converts_float8(x.device), pdl, **options
-        )
-    else:
-        shape = max(8, m_tile), tile, stream.columns, stream.warps, stream.stages
-        stream_dot_kernel[grid](*common, *shape, ahead, gated, pdl, **options)
+    stream_kernel[(-(-outputs // tile),)](
+        x,
+        weight,
+        scale,
+        bias,
+        out,
+        outputs,
+        inputs,
+        rows,
+        rows,
+        tile,
+        stream.columns,
+        stream.ahead_bytes // weight.element_size(),
+        gated,
+        converts_float8(x.device),
+        options["launch_pdl"],
+        **options,
+    )
     return out

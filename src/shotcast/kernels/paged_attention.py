@@ -22,6 +22,7 @@ TILE, SMALL_TILE = 64, 32
 """Keys that a program multiplies while as many are on their way; the small tile where a context is in more than
 _MANY_SPLITS parts."""
 _MANY_SPLITS = 16
+WARPS = 4
 
 
 @triton.jit
@@ -347,7 +348,7 @@ class Decoding:
         """
         sequences = x.shape[0]
         splits, half = self.splits(sequences), self._head_dim // 2
-        options = launch_options(x.device, warps=4)
+        options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,

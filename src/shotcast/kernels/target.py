@@ -86,6 +86,14 @@ def processors(device: torch.device) -> int:
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that the programs of a multiprocessor have; the interpreter counts none."""
+    if INTERPRETED:
+        return 1 << 18
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
 def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
     """Of launching a kernel that has ``await_prior_kernel`` in every program."""
     return {"num_warps": warps, "launch_pdl": launches_early(device)}
@@ -137,6 +145,10 @@ if INTERPRETED:
     def dot(left: Any, right: Any) -> Any:
         """Matrix product in float32 of two tiles of one dtype, each product exact or as float32 rounds it."""
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+
+    def add_dot(sums: Any, left: Any, right: Any) -> Any:
+        """``sums`` and :func:`dot`; of float8 too."""
+        return sums + dot(left, right)
 
     def round_to(value: Any, DTYPE: Any) -> Any:
         """float32 to bits of a 16-bit float in an int32, to nearest even; NaN stays NaN."""
@@ -285,6 +297,15 @@ else:
     @triton.jit
     def dot(left, right):
         return tl.dot(left, right, input_precision="ieee")
+
+    @triton.jit
+    def add_dot(sums, left, right):
+        # Compute capability 9 sums products of float8 in few bits: here those of one step, which meet in float32.
+        if left.dtype == tl.float8e4nv:
+            sums = tl.dot(left, right, sums, max_num_imprecise_acc=left.shape[1])
+        else:
+            sums = tl.dot(left, right, sums, input_precision="ieee")
+        return sums
 
     @triton.jit
     def round_to(value, DTYPE: tl.constexpr):

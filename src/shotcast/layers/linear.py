@@ -39,6 +39,11 @@ class Linear:
         if isinstance(weight, Float8Rows):
             weight, self._scale = weight
         self.weight, self.bias = weight, bias
+        self._counts: torch.Tensor | None = None
+        if weight.device.type == "cuda":
+            from shotcast.kernels import skinny
+
+            self._counts = skinny.arrivals(weight)
         if self._scale is not None and any(size % float8.UNIT for size in self.weight.shape):
             raise ConfigError(
                 f"FP8 takes matrices whose sides are multiples of {float8.UNIT}; a rank's part of one is "
@@ -55,32 +60,51 @@ class Linear:
 
     def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
         """[rows, inputs] to [rows, outputs]."""
-        if isinstance(x, Float8Rows):
-            assert self._scale is not None
-            return float8.product(x, Float8Rows(self.weight, self._scale), self.bias)
-        if x.device.type == "cpu":
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu":
             return self._on_cpu(x)
-        from shotcast.kernels import activations, matvec
-
-        if matvec.serves(x, self.weight):
-            return matvec.linear(x, self.weight, self._scale, self.bias)
-        if self._scale is not None:
-            return self(Float8Rows(*activations.quantize(x)))
-        return F.linear(x, self.weight, self.bias)
+        x = self._as_taken(x)
+        out = self._by_own_kernel(x, gated=False)
+        return self._by_library(x) if out is None else out
 
     def gated(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
         """``silu(first half of the outputs) * second half``, in FP8 where a layer like this takes it so."""
         if self.weight.device.type == "cpu":
             gate, up = self(x).chunk(2, dim=-1)
             return F.silu(gate) * up
-        from shotcast.kernels import activations, matvec
+        from shotcast.kernels import activations
 
-        if not isinstance(x, Float8Rows) and matvec.serves(x, self.weight):
-            return matvec.linear(x, self.weight, self._scale, self.bias, gated=True)
-        both = self(x)
-        if self._scale is not None:
-            return Float8Rows(*activations.quantize(both, gated=True))
-        return activations.gate(both)
+        x = self._as_taken(x)
+        out = self._by_own_kernel(x, gated=True)
+        if out is None:
+            both = self._by_library(x)
+            if self.takes_float8(both.shape[0]):
+                return Float8Rows(*activations.quantize(both, gated=True))
+            return activations.gate(both)
+        return Float8Rows(*activations.quantize(out)) if self.takes_float8(out.shape[0]) else out
+
+    def _as_taken(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
+        if isinstance(x, Float8Rows) or not self.takes_float8(x.shape[0]):
+            return x
+        from shotcast.kernels import activations
+
+        return Float8Rows(*activations.quantize(x))
+
+    def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
+        """None where the library is faster."""
+        from shotcast.kernels import matvec, skinny
+
+        values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
+        if matvec.serves(values, self.weight):
+            return matvec.linear(values, self.weight, self._scale, self.bias, gated)
+        if self._counts is not None and skinny.serves(values, self.weight):
+            return skinny.linear(values, self.weight, self._counts, x_scale, self._scale, self.bias, gated)
+        return None
+
+    def _by_library(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
+        if isinstance(x, Float8Rows):
+            assert self._scale is not None
+            return float8.product(x, Float8Rows(self.weight, self._scale), self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
         from shotcast.cpu import matvec

@@ -1,0 +1,171 @@
+"""Products of a batch of rows: the kernel under Triton's interpreter against float64, and compiled for GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import cross
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matvec_targets import SkinnyCase, skinny_products
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import shotcast
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels import skinny
+from shotcast.kernels.skinny import Tiles, skinny_kernel
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+DTYPES = ("bfloat16", "float16", "float8")
+MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
+"""KiB of shared memory of a processor, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+
+
+def cases() -> list[SkinnyCase]:
+    """Columns of part of a step, of whole steps and of both; odd outputs; uneven parts, and one without any."""
+    made: list[SkinnyCase] = []
+    launches = itertools.cycle((None, Tiles(2, 3), Tiles(3, 2), Tiles(2, 1)))
+    shapes = itertools.cycle(((48, 6), (512, 130), (528, 70), (2064, 38), (1024, 64)))
+    for rows, dtype in itertools.product((1, 3, 8, 16, 17, 33, 64), DTYPES):
+        inputs, outputs = next(shapes)
+        made.append((rows, inputs, outputs, dtype, rows % 2 == 0, outputs in (38, 70, 130), next(launches)))
+    made.append((5, 640, 66, "bfloat16", True, False, Tiles(2, 4)))
+    return made
+
+
+def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
+    given = cases()
+    (found,) = shotcast.spawn(skinny_products, 1, given, env=INTERPRETED, timeout_s=100)
+    wrong = [(case, excess) for case, excess in zip(given, found, strict=True) if not excess <= 1]
+    assert not wrong
+
+
+@given(
+    st.integers(1, 300_000),
+    st.integers(1, 2000).map(lambda units: 16 * units),
+    st.sampled_from([1, 2]),
+    st.integers(1, skinny.MOST_ROWS),
+    st.integers(1, 200),
+    st.sampled_from(list(MEMORY.values())),
+)
+def test_launches_fit_and_no_processor_is_promised_more_than_its_share(
+    outputs: int, inputs: int, item: int, rows: int, processors: int, kib: int
+) -> None:
+    tiles = skinny.choose(outputs, inputs, item, rows, processors, kib << 10)
+    assert tiles.stages == 2 or tiles.stages * (skinny.TILE + skinny.row_tile(rows)) * skinny.STEP_BYTES < kib << 10
+    if tiles.parts > 1:
+        assert tiles.parts * -(-outputs // skinny.TILE) <= 2 * processors
+        assert tiles.parts * 2 * skinny.STEP_BYTES <= inputs * item + skinny.STEP_BYTES
+    known = list(skinny.candidates(outputs, inputs, item, rows, processors, kib << 10))
+    assert tiles in known
+
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "x", "weight", "device", "ours"),
+    [
+        (3, 4096, BF16, BF16, "cuda", True),
+        (skinny.MOST_ROWS, 4096, FP16, FP16, "cuda", True),
+        (skinny.MOST_ROWS, 4096, FP8, FP8, "cuda", True),
+        (skinny.MOST_ROWS + 1, 4096, FP8, FP8, "cuda", False),
+        (0, 4096, BF16, BF16, "cuda", False),
+        (3, 4104, BF16, BF16, "cuda", False),
+        (3, 4096, torch.float32, torch.float32, "cuda", False),
+        (3, 4096, BF16, FP8, "cuda", False),
+        (3, 4096, BF16, BF16, "cpu", False),
+    ],
+)
+def test_which_products_are_ours(
+    rows: int, inputs: int, x: torch.dtype, weight: torch.dtype, device: str, ours: bool
+) -> None:
+    with FakeTensorMode():
+        left = torch.empty(rows, inputs, dtype=x, device=device)
+        right = torch.empty(1536, inputs, dtype=weight, device=device)
+        assert skinny.serves(left, right) == ours
+        if rows:
+            assert not skinny.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
+
+
+def test_what_is_not_served_is_refused() -> None:
+    weight = torch.zeros(6, 32, dtype=torch.bfloat16)
+    counts = skinny.arrivals(weight)
+    x = torch.zeros(3, 32, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="not 65 of"):
+        skinny.linear(x[:1].repeat(65, 1), weight, counts)
+    with pytest.raises(UnsupportedError, match=r"not 3 of torch\.bfloat16 with torch\.float8"):
+        skinny.linear(x, weight.to(torch.float8_e4m3fn), counts)
+    with pytest.raises(ConfigError, match="equally many columns"):
+        skinny.linear(x[:, :16].contiguous(), weight, counts)
+    with pytest.raises(ConfigError, match="even number"):
+        skinny.linear(x, weight[:5], counts, gated=True)
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(
+    outputs: int, inputs: int, rows: int, fp8: bool, gated: bool = False, capability: int = 90, whole: bool = True
+) -> Any:
+    item = 1 if fp8 else 2
+    tiles = skinny.choose(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
+    constants: dict[str, Any] = {
+        "M_TILE": skinny.row_tile(rows),
+        "TILE": skinny.TILE,
+        "COLUMNS": skinny.STEP_BYTES // item,
+        "STAGES": tiles.stages,
+        "PARTS": tiles.parts,
+        "WHOLE": whole,
+        "GATED": gated,
+        "PDL": capability >= 90,
+        "bias": None,
+    }
+    if not fp8:
+        constants |= {"scale": None, "x_scale": None}
+    kinds = {
+        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
+        **dict.fromkeys(("scale", "x_scale", "partial"), "*fp32"),
+        **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
+        "arrivals": "*i32",
+    }
+    names = skinny_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in names}
+    aligned = ("x", "weight", "inputs", "out", "partial")
+    return cross.build(skinny_kernel, signature, constants, skinny.WARPS, capability, {}, aligned)
+
+
+SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624, 16384, True)]
+
+
+@pytest.mark.parametrize("rows", [3, 32, 64])
+@pytest.mark.parametrize(("outputs", "inputs", "fp8"), SHAPES)
+def test_tensor_cores_take_tiles_of_shared_memory(
+    outputs: int, inputs: int, fp8: bool, rows: int, tmp_path: Path
+) -> None:
+    """By the instructions of the ninth generation, whose copies are of 16 bytes; nothing is spilt."""
+    kernel = compiled(outputs, inputs, rows, fp8)
+    found = cross.instructions(kernel.asm["ptx"])
+    kind = "f32.e4m3.e4m3" if fp8 else "f32.bf16.bf16"
+    assert [name for name in found if name.startswith("wgmma.mma_async") and name.endswith(kind)]
+    assert found["cp.async.cg.shared.global"] > 0
+    assert not [name for name in found if name.startswith("cp.async.ca")]
+    assert found["griddepcontrol.launch_dependents"] == 1
+    used = cross.resources(kernel, tmp_path)
+    assert used["LOCAL"] == used["STACK"] == 0
+    assert kernel.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8"), [(80, False), (89, True), (90, False), (90, True), (100, False), (100, True), (120, True)]
+)
+def test_compiles_for(capability: int, fp8: bool, tmp_path: Path) -> None:
+    for rows, gated, whole in ((3, True, False), (64, True, True), (32, False, True)):
+        kernel = compiled(1536, 4096, rows, fp8, gated, capability, whole)
+        assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
+        assert ("ex2" in kernel.asm["ptx"]) == gated
+        assert kernel.metadata.shared <= (MEMORY[capability] - 1) << 10
