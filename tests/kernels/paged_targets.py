@@ -13,13 +13,21 @@ LENGTHS = (1, 5, 130, 64, 65)
 
 
 def both_ways(
-    kv_of: tuple[int, ...], head_dim: int, block_size: int, window: int, dtype_name: str, normed: bool, processors: int
+    kv_of: tuple[int, ...],
+    head_dim: int,
+    block_size: int,
+    window: int,
+    dtype_name: str,
+    normed: bool,
+    processors: int,
+    lengths_of: tuple[int, ...] = LENGTHS,
+    device: str = "cpu",
 ) -> float:
     """Largest difference between the kernels and the host's attention, relative to the largest value."""
     dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(head_dim)
-    heads, kv_heads, sequences = len(kv_of), max(kv_of) + 1, len(LENGTHS)
-    blocks_of = [-(-length // block_size) for length in LENGTHS]
+    heads, kv_heads, sequences = len(kv_of), max(kv_of) + 1, len(lengths_of)
+    blocks_of = [-(-length // block_size) for length in lengths_of]
     blocks = torch.randperm(sum(blocks_of), generator=generator)
     slots_in_all = sum(blocks_of) * block_size
     keys, values = (torch.randn(slots_in_all, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
@@ -28,11 +36,11 @@ def both_ways(
     for sequence, count in enumerate(blocks_of):
         tables[sequence, :count] = blocks[taken : taken + count]
         taken += count
-    last = torch.tensor(LENGTHS) - 1
+    last = torch.tensor(lengths_of) - 1
     slots = tables[torch.arange(sequences), last // block_size].long() * block_size + last % block_size
     x = torch.randn(sequences, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
-    angles = torch.rand(200, head_dim // 2, generator=generator) * 6
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    angles = torch.rand(max(lengths_of), head_dim // 2, generator=generator) * 6
+    lengths = torch.tensor(lengths_of, dtype=torch.int32)
     # The sequences' rows, in another order than theirs, in a larger table.
     rows = torch.arange(sequences).flip(0) + 1
     spread = torch.full((sequences + 2, tables.shape[1]), 1 << 20, dtype=torch.int32)
@@ -40,22 +48,26 @@ def both_ways(
     norms = (torch.rand(heads + kv_heads, head_dim, generator=generator) + 0.5).to(dtype) if normed else None
 
     def run(kernels: bool, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mine = keys.to(kind, copy=True), values.to(kind, copy=True)
-        queries = torch.empty(sequences, heads, head_dim, dtype=kind)
-        out = torch.full_like(queries, float("nan"))
-        turned = angles.cos(), angles.sin(), last, slots, *mine, queries
+        def there(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(tensor.to(device if kernels else "cpu", copy=True) for tensor in tensors)
+
+        mine = there(keys.to(kind), values.to(kind))
+        queries, out = there(*[torch.full((sequences, heads, head_dim), float("nan"), dtype=kind)] * 2)
+        turns, places = there(angles.cos(), angles.sin()), there(last, slots)
+        paged = there(spread, rows, lengths)
         if kernels:
+            given = there(x.to(kind))[0]
+            gains = None if norms is None else there(norms)[0]
             rotated = tuple(tensor.clone() for tensor in mine)
-            paged_attention.rotate_into_cache(x.to(kind), *turned[:4], *rotated, queries, norms, EPS)
-            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, torch.device("cpu"))
-            turns, paged = (angles.cos(), angles.sin()), (spread, rows, lengths, block_size, window)
-            decoding(x.to(kind), *turns, *mine, *paged, out, norms, EPS)
+            paged_attention.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
+            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)
+            decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
             assert all(torch.equal(kept, alone) for kept, alone in zip(mine, rotated, strict=True))
         else:
             given = x if norms is None else norm_heads(x, norms, EPS)
-            attention.rotate_into_cache(given.to(kind), *turned)
-            attention.decode(queries, *mine, spread, rows, lengths, torch.tensor(kv_of), block_size, window, out)
-        return out.float(), mine[0].float(), mine[1].float()
+            attention.rotate_into_cache(given.to(kind), *turns, *places, *mine, queries)
+            attention.decode(queries, *mine, *paged, torch.tensor(kv_of), block_size, window, out)
+        return out.float().cpu(), mine[0].float().cpu(), mine[1].float().cpu()
 
     worst = 0.0
     for found, wanted in zip(run(True, dtype), run(False, torch.float32), strict=True):

@@ -10,7 +10,16 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 import shotcast
-from shotcast.kernels.paged_attention import SMALL_TILE, decode_kernel, join_kernel, rotate_kernel
+from shotcast.kernels.paged_attention import (
+    SMALL_TILE,
+    STAGES,
+    TILE,
+    WARPS,
+    decode_kernel,
+    join_kernel,
+    rotate_kernel,
+    tile_of,
+)
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
@@ -64,7 +73,9 @@ def test_kernels_compile(capability: int) -> None:
             "GROUP": 16,
             "BLOCK_SIZE": 16,
             "SPLITS": 32,
-            "TILE": SMALL_TILE,
+            "FIRST": SMALL_TILE,
+            "TILE": TILE,
+            "STAGES": STAGES,
             "PDL": capability >= 90,
         },
     )
@@ -98,13 +109,14 @@ KINDS = {
     **dict.fromkeys(("scale", "eps"), "fp32"),
     **dict.fromkeys(("blocks", "window"), "i32"),
 }
-SHAPE = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16, "TILE": SMALL_TILE}
+SHAPE = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
+TILES = {"FIRST": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
 
 
 @pytest.mark.parametrize("splits", [1, 32])
 def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int) -> None:
     """Nothing that this step's kernels write; but the first keys and values, of steps before."""
-    constants = SHAPE | {"SPLITS": splits, "PDL": True}
+    constants = SHAPE | TILES | {"SPLITS": splits, "PDL": True}
     signature = {name: "constexpr" if name in constants else KINDS[name] for name in decode_kernel.arg_names}
     vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
     kernel = cross.build(decode_kernel, signature, constants, 4, 90, {}, aligned=vectors)
@@ -126,3 +138,19 @@ def test_parts_are_joined_after_the_wait() -> None:
     )
     assert cross.touched(early, signature) == []
     assert "griddepcontrol.wait" not in late
+
+
+@pytest.mark.parametrize(
+    ("kind", "item", "head_dim"), [("bf16", 2, 128), ("bf16", 2, 256), ("fp32", 4, 128), ("fp32", 4, 256)]
+)
+@pytest.mark.parametrize(("capability", "kib"), [(89, 99), (90, 227)])
+def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item: int, head_dim: int) -> None:
+    tile, stages = tile_of(head_dim, item, kib << 10)
+    shape = SHAPE | {"HALF": head_dim // 2, "HALF_TILE": head_dim // 2, "SPLITS": 2, "PDL": capability >= 90}
+    constants = shape | {"FIRST": tile, "TILE": tile, "STAGES": stages, "norms": None}
+    kinds = KINDS | dict.fromkeys(("x", "keys", "values", "result"), f"*{kind}")
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in decode_kernel.arg_names}
+    vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
+    kernel = cross.build(decode_kernel, signature, constants, WARPS, capability, {}, aligned=vectors)
+    assert kernel.metadata.shared <= kib << 10
+    assert cross.instructions(kernel.asm["ptx"])["cp.async.cg.shared.global"] > 0

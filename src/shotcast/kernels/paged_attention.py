@@ -15,14 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel
+from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel, shared_memory
 from shotcast.kernels.words import round_float
 
 TILE, SMALL_TILE = 64, 32
-"""Keys that a program multiplies while as many are on their way; the small tile where a context is in more than
-_MANY_SPLITS parts."""
+"""Keys that a program multiplies at a time. Of the first it has the small number where a context is in more than
+_MANY_SPLITS parts, so that a short one is divided among more programs."""
 _MANY_SPLITS = 16
+LEAST_TILE = 16
 WARPS = 4
+STAGES, FEW_STAGES = 5, 2
+"""Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies."""
+
+
+def tile_of(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
+    """Keys at a time, and stages, for which ``memory`` bytes of shared memory have room.
+
+    That is of two tiles of keys and values, and of them in the form that tensor cores take.
+    """
+    each = 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
+    tile = TILE
+    while tile > LEAST_TILE and tile * each > memory:
+        tile //= 2
+    return tile, STAGES if tile * each <= memory else FEW_STAGES
 
 
 @triton.jit
@@ -123,6 +138,22 @@ def load_kept(
 
 
 @triton.jit
+def attend(q1, q2, kept, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """Largest scores, sums of weights and halves of weighted values with TILE more keys and values."""
+    k1, k2, v1, v2 = kept
+    scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
+    scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
+    higher = tl.maximum(largest, tl.max(scores, axis=1))
+    weight = tl.exp(scores - higher[:, None])
+    share = tl.exp(largest - higher)
+    total = total * share + tl.sum(weight, axis=1)
+    weight = weight.to(DTYPE)
+    low = low * share[:, None] + dot(weight, v1)
+    high = high * share[:, None] + dot(weight, v2)
+    return higher, total, low, high
+
+
+@triton.jit
 def decode_kernel(
     x,
     norms,
@@ -148,7 +179,9 @@ def decode_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
+    FIRST: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (sequence, key-value head, split); ``parts``: float32 [sequences, heads, splits, head_dim], sums of
@@ -170,10 +203,10 @@ def decode_kernel(
     last = tl.load(lengths + sequence) - 1
     table = tables + tl.load(rows + sequence).to(tl.int64) * blocks
     begin = tl.maximum(last + 1 - window, 0) if window > 0 else 0
-    each = ((last - begin + SPLITS - 1) // SPLITS + TILE - 1) // TILE * TILE
+    each = ((last - begin + SPLITS - 1) // SPLITS + FIRST - 1) // FIRST * FIRST
     start = begin + split * each
     stop = tl.minimum(start + each, last)
-    k1, k2, v1, v2 = load_kept(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+    early = load_kept(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST)
     cosine = tl.load(cosines + last * HALF + i, mask=wide)
     sine = tl.load(sines + last * HALF + i, mask=wide)
     await_prior_kernel(PDL)
@@ -202,20 +235,12 @@ def decode_kernel(
         total = total + 1.0
         low = low + new_low.to(tl.float32)
         high = high + new_high.to(tl.float32)
-    for tile in tl.range(start, stop, TILE, num_stages=1):
-        there = tile + tl.arange(0, TILE) < stop
-        following = load_kept(keys, values, table, kv, tile + TILE, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
-        scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, axis=1))
-        weight = tl.exp(scores - higher[:, None])
-        kept = tl.exp(largest - higher)
-        total = total * kept + tl.sum(weight, axis=1)
-        weight = weight.to(DTYPE)
-        low = low * kept[:, None] + dot(weight, v1)
-        high = high * kept[:, None] + dot(weight, v2)
-        largest = higher
-        k1, k2, v1, v2 = following
+    if start + FIRST < stop:  # else not even the loop's first loads, which would be of nothing, but waited for
+        for tile in tl.range(start + FIRST, stop, TILE, num_stages=STAGES):
+            kept = load_kept(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+            largest, total, low, high = attend(q1, q2, kept, tile, stop, scale, largest, total, low, high, TILE, DTYPE)
+    if start < stop:
+        largest, total, low, high = attend(q1, q2, early, start, stop, scale, largest, total, low, high, FIRST, DTYPE)
     place = (sequence * HEADS + head) * SPLITS + split
     address = place * (2 * HALF) + i
     if SPLITS == 1:
@@ -350,6 +375,7 @@ class Decoding:
         splits, half = self.splits(sequences), self._head_dim // 2
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
+        tile, stages = tile_of(self._head_dim, x.element_size(), shared_memory(x.device))
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
             norms,
@@ -375,7 +401,9 @@ class Decoding:
             self._group,
             block_size,
             splits,
-            TILE if splits <= _MANY_SPLITS else SMALL_TILE,
+            min(tile, TILE if splits <= _MANY_SPLITS else SMALL_TILE),
+            tile,
+            stages,
             pdl,
             **options,
         )
