@@ -668,10 +668,11 @@ class Communicator:
         finally:
             self._lock.release()
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(self, color: int | None, key: int = 0, max_bytes: int | None = None) -> Communicator | None:
         """A communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
 
         None for a rank whose ``color`` is None. With one color for all, an independent workspace for the same ranks.
+        ``max_bytes`` is as of a new communicator, the same on ranks of one color; None for what this one has.
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
@@ -689,7 +690,8 @@ class Communicator:
         )
         child = object.__new__(Communicator)
         order = [sorted(job_ranks).index(job_rank) for job_rank in job_ranks]
-        child._start(group, self.device, self.max_bytes, self._timeout_s, order, self._allow_fp8)
+        room = self.max_bytes if max_bytes is None else max_bytes
+        child._start(group, self.device, room, self._timeout_s, order, self._allow_fp8)
         return child
 
     def close(self) -> None:
