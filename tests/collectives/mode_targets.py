@@ -10,7 +10,7 @@ import torch
 from workers import check, inputs
 
 import shotcast
-from shotcast.collectives import communicator, reference
+from shotcast.collectives import agreement, reference
 from shotcast.collectives.table import Row, parse, render
 from shotcast.errors import ConfigError
 from shotcast.wire import CallPlan, LaunchShape, Op
@@ -143,7 +143,7 @@ def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:
     def stale(part: str, world_size: int) -> None:
         raise ConfigError("table x.json was made for revision 0 of the kernels")
 
-    communicator.packaged = stale  # type: ignore[assignment]
+    agreement.packaged = stale  # type: ignore[assignment]
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]

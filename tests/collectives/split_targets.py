@@ -112,6 +112,21 @@ def alternating(calls: int) -> None:
         comm.check()
 
 
+def of_another_size(small: int, large: int) -> None:
+    """A part with a workspace of its own size, and its part, which has as much unless told."""
+    with shotcast.Communicator(device="cpu", max_bytes=small, timeout_s=20) as comm:
+        with comm.split(comm.rank % 2, max_bytes=large) as part, part.split(0) as like_it:
+            assert [one.max_bytes for one in (comm, part, like_it)] == [small, large, large]
+            least, taken, same = (one._executor._buffer.nbytes for one in (comm, part, like_it))
+            assert 0 < least < taken == same
+            for one in (comm, part, like_it):
+                assert one.all_reduce(torch.ones(small)).tolist() == [one.world_size] * small
+        with pytest.raises(shotcast.ConfigError, match="max_bytes is a whole number"):
+            comm.split(0, max_bytes=0)
+        with pytest.raises(shotcast.ConfigError, match=f"do not agree on max_bytes: rank 0: {small}, rank 1: {large}"):
+            comm.split(comm.rank // 2, max_bytes=large if comm.rank % 2 else None)
+
+
 def independent() -> None:
     """A copy of the whole has its own workspace, epoch, faults and end."""
     with shotcast.Communicator(device="cpu", timeout_s=0.5) as comm:

@@ -24,5 +24,9 @@ def test_used_in_turn(world_size: int) -> None:
     shotcast.spawn(targets.alternating, world_size, 150, timeout_s=50)
 
 
+def test_another_workspace() -> None:
+    shotcast.spawn(targets.of_another_size, 4, 1 << 18, 1 << 20, timeout_s=50)
+
+
 def test_independent_of_each_other() -> None:
     shotcast.spawn(targets.independent, 3, timeout_s=50)

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device import resolved
-from shotcast.engine.rank import _workspace_bytes
 from shotcast.errors import ConfigError
-from shotcast.models.presets import preset
 
 
 @pytest.mark.parametrize(
@@ -62,21 +59,3 @@ def there(monkeypatch: pytest.MonkeyPatch, gpus: int, local: str | None) -> None
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-
-
-@pytest.mark.parametrize(
-    ("device", "tokens", "sequences", "expected"),
-    [
-        ("cpu", 64, 64, 1 << 20),
-        ("cpu", 4096, 64, 4096 * 4096 * 2),
-        ("cuda", 128, 64, 64 * 128256 * 2),
-        ("cuda", 4096, 4096, MAX_WORKSPACE_MESSAGE),
-    ],
-)
-def test_a_workspace_holds_the_longest_message_that_it_can(
-    device: str, tokens: int, sequences: int, expected: int
-) -> None:
-    config = EngineConfig("m", device=device, max_batch_tokens=tokens, max_sequences=sequences)
-    model = preset("llama-3.1-8b")
-    assert (model.hidden, model.vocab) == (4096, 128256)
-    assert _workspace_bytes(config, model, torch.bfloat16) == expected

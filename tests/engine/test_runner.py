@@ -23,6 +23,7 @@ from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import Progress, Request, SamplingParams
 from shotcast.engine.runner import Drawn, Runner
 from shotcast.engine.sampler import Sampler
+from shotcast.engine.state import State
 from shotcast.kernels.prompt_attention import TILE_FIELDS
 from shotcast.kernels.steps import FIELDS
 from shotcast.layers.batch import Logits
@@ -89,7 +90,7 @@ class FixedModel:
     parallel = SimpleNamespace(clock=HostClock(), last=True)
 
     def caches(self, blocks: int, block_size: int) -> list[Any]:
-        return [SimpleNamespace(keys=torch.empty(blocks, block_size))]
+        return [SimpleNamespace(keys=torch.empty(blocks, block_size), block_size=block_size)]
 
     def __call__(self, batch: Any, caches: Any) -> Logits:
         return Logits(torch.eye(5)[3:4], torch.tensor([[3, 1]]))
@@ -277,15 +278,15 @@ def test_what_was_not_captured_is_not_replayed() -> None:
 
 def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
     """Smaller sizes may have smaller tiles, of which there is more to say than of the largest size's tokens."""
-    cache, tables = SimpleNamespace(block_size=4), torch.zeros(65, 2, dtype=torch.int32)
+    tables, drawn = torch.zeros(65, 2, dtype=torch.int32), torch.zeros(65, dtype=torch.int64)
     model: Any = SimpleNamespace(
         tile=lambda size: 32 if size > 512 else 8,
         config=SimpleNamespace(hidden=8),
         dtype=torch.float32,
         parallel=SimpleNamespace(last=True),
     )
-    graphs, drawn = Graphs(torch.device("cpu"), HostClock()), torch.zeros(65, dtype=torch.int64)
-    made = StaticPrompts(model, [cache], tables, drawn, (512, 513), (64,), 9, graphs, None)  # type: ignore[list-item]
+    state = State(model, [], tables, drawn, None)
+    made = StaticPrompts(state, (512, 513), (64,), Graphs(torch.device("cpu"), HostClock()))
     before = {size: layout.filled.start for size, layout in made._layouts.items()}
     assert before[512] > before[513]
     assert made._packed.numel() >= before[512] + 2 * tables.numel()

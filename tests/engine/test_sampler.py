@@ -18,18 +18,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shotcast
-from shotcast.engine import sampler as module
+from shotcast.engine import draw
+from shotcast.engine.draw import exponential, likeliest, nucleus, scramble
 from shotcast.engine.requests import SamplingParams
-from shotcast.engine.sampler import (
-    Sampled,
-    Sampler,
-    exponential,
-    likeliest,
-    logprobs_of,
-    nucleus,
-    row_key,
-    scramble,
-)
+from shotcast.engine.sampler import MOST_VOCAB, Sampled, Sampler, logprobs_of, row_key
 from shotcast.errors import ConfigError
 
 VOCAB = 32
@@ -284,8 +276,8 @@ def test_a_nucleus_beyond_the_few_that_are_looked_at_first(
     row = logits(1, scale=scale)[0]
     p = params(top_p=0.8)
     before = draws(row, p, 500)
-    monkeypatch.setattr(module, "FEW", 4)
-    monkeypatch.setattr(module, "CACHED", cached)
+    monkeypatch.setattr(draw, "FEW", 4)
+    monkeypatch.setattr(draw, "CACHED", cached)
     assert draws(row, p, 500).equal(before)
     assert len(before.unique()) > (4 if scale == 0.01 else 1)
 
@@ -500,10 +492,10 @@ def test_a_salt_of_64_bits_signed() -> None:
 
 
 def test_a_vocabulary_too_large_for_the_kernels_is_refused() -> None:
-    Sampler(1, module.MOST_VOCAB, "cpu", salt=0, kernels=True)
+    Sampler(1, MOST_VOCAB, "cpu", salt=0, kernels=True)
     with pytest.raises(ConfigError, match="up to 262144, and this vocabulary has 262145"):
-        Sampler(1, module.MOST_VOCAB + 1, "cpu", salt=0, kernels=True)
-    Sampler(1, module.MOST_VOCAB + 1, "cpu", salt=0)
+        Sampler(1, MOST_VOCAB + 1, "cpu", salt=0, kernels=True)
+    Sampler(1, MOST_VOCAB + 1, "cpu", salt=0)
 
 
 GPU_VOCAB = 128_256

@@ -12,8 +12,9 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shotcast.engine.draw import LEAST_TEMPERATURE, exponential, scramble
 from shotcast.engine.requests import SamplingParams
-from shotcast.engine.sampler import LEAST_TEMPERATURE, Sampler, exponential, row_key, scramble
+from shotcast.engine.sampler import Sampler, row_key
 from shotcast.kernels import sampling
 
 CLOSE = 1e-5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from torch.compiler import is_compiling
 
 from shotcast import env
 from shotcast.collectives import autograd, ops, rms_norm
+from shotcast.collectives.agreement import agree, find_tables
 from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
@@ -25,18 +24,14 @@ from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_
 from shotcast.collectives.problem import Explanation, Topology
 from shotcast.collectives.registry import register
 from shotcast.collectives.repeats import Repeats
-from shotcast.collectives.resolver import Call, Resolver, Tables
+from shotcast.collectives.resolver import Call, Resolver
 from shotcast.collectives.streams import StreamChain
-from shotcast.collectives.table import fit_for, load, packaged
 from shotcast.collectives.trouble import error_of
 from shotcast.collectives.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
-from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Fault, LaunchShape, Norm, Op
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
 MAX_WORKSPACE_MESSAGE = 512 << 20
@@ -125,41 +120,8 @@ class Communicator:
         self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
         environment = env.algorithm()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        tables, stale = self._agree(part, environment)
-        self._executor, kernels, obstacle, multicast = executor_for(
-            self._group, self._host, self.device, self.max_bytes, self._timeout_s
-        )
-        has = part, kernels, obstacle, multicast, self.max_bytes, self._allow_fp8
-        topology = Topology(self.world_size, self.device.type, *has)
-        self._resolver = Resolver(topology, environment, tables, stale, self._executor, self._chain is not None)
-        self._repeats: Repeats | None = None
-        if self._executor is not None and self._chain is not None and self.world_size > 1 and not self._nvtx:
-            self._repeats = Repeats(self._executor, self._chain, self._lock, self.device)
-        register(self)
-
-    # -- construction -------------------------------------------------------------------------------------------------
-
-    def _agree(self, part: str, environment: str) -> tuple[Tables, str]:
-        """The tables to ask, once it is certain that they and all else a choice depends on is the same on all ranks;
-        and why a packaged one is not among them."""
-        tables, trouble, stale = [], "", ""
-        on_cpu = self.device.type == "cpu"
-        kernels = env.cpu_kernels() if on_cpu else "triton"
-        if path := env.table_path():
-            try:
-                table = load(path, cpu_model() if on_cpu else part, self.world_size, self.device.type)
-                tables.append(("user table", fit_for(table, kernels)))
-            except ConfigError as error:
-                trouble = str(error)
-        try:
-            if found := packaged(part, self.world_size):
-                tables.append(("packaged table", fit_for(found, kernels)))
-        except ConfigError as error:
-            # nobody asked for it by name, and without it calls are right and may be slower
-            stale = str(error)
-            logger.warning("%s", error)
-        texts = "\0".join(table.text for _, table in tables)
-        mine = {
+        found = find_tables(part, self.world_size, self.device.type)
+        settings = {
             "device": self.device.type,
             "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),
             "GPU": part,
@@ -167,17 +129,20 @@ class Communicator:
             "SHOTCAST_ALGORITHM": environment,
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
-            "tables (SHOTCAST_TABLE)": hashlib.sha256(texts.encode()).hexdigest()[:12],
+            "tables (SHOTCAST_TABLE)": found.digest,
         }
-        everybody = self._host.all_gather((trouble, mine), what="construction")
-        if told := "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(everybody) if text):
-            raise ConfigError(told)
-        for name, value in mine.items():
-            values = [theirs.get(name) for _, theirs in everybody]
-            if any(theirs != value for theirs in values):
-                said = ", ".join(f"rank {r}: {theirs}" for r, theirs in enumerate(values))
-                raise ConfigError(f"the ranks do not agree on {name}: {said}")
-        return tuple(tables), stale
+        agree(self._host, settings, found.trouble)
+        self._executor, kernels, obstacle, multicast = executor_for(
+            self._group, self._host, self.device, self.max_bytes, self._timeout_s
+        )
+        has = part, kernels, obstacle, multicast, self.max_bytes, self._allow_fp8
+        topology = Topology(self.world_size, self.device.type, *has)
+        graphs = self._chain is not None
+        self._resolver = Resolver(topology, environment, found.tables, found.stale, self._executor, graphs)
+        self._repeats: Repeats | None = None
+        if self._executor is not None and self._chain is not None and self.world_size > 1 and not self._nvtx:
+            self._repeats = Repeats(self._executor, self._chain, self._lock, self.device)
+        register(self)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -668,10 +633,11 @@ class Communicator:
         finally:
             self._lock.release()
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(self, color: int | None, key: int = 0, max_bytes: int | None = None) -> Communicator | None:
         """A communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
 
         None for a rank whose ``color`` is None. With one color for all, an independent workspace for the same ranks.
+        ``max_bytes`` is as of a new communicator, the same on ranks of one color; None for what this one has.
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
@@ -689,7 +655,8 @@ class Communicator:
         )
         child = object.__new__(Communicator)
         order = [sorted(job_ranks).index(job_rank) for job_rank in job_ranks]
-        child._start(group, self.device, self.max_bytes, self._timeout_s, order, self._allow_fp8)
+        room = self.max_bytes if max_bytes is None else max_bytes
+        child._start(group, self.device, room, self._timeout_s, order, self._allow_fp8)
         return child
 
     def close(self) -> None:

@@ -111,3 +111,8 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def reporter(self) -> int:
+        """The rank that tells rank 0 what was drawn: the first of the last stage."""
+        return self.ranks - self.tensor_parallel

@@ -12,49 +12,33 @@ import torch
 from shotcast.engine import steps
 from shotcast.engine.capture import Graphs, Replay
 from shotcast.engine.plan import StepPlan
+from shotcast.engine.state import State
 from shotcast.engine.transfer import pinned
 from shotcast.kernels.steps import FIELDS, unpack
-from shotcast.layers.attention import KeyValueCache
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.clock import DeviceClock
-from shotcast.models.llama import Llama
 
 
 class StaticDecoding:
     """Runs steps in which every sequence decodes; without CUDA each is computed anew, on the same static memory.
 
     Args:
-        model, caches: this rank's; the caches have a block more than is given out, the last.
-        tables: int32 [slots + 1, blocks]; the last row holds that block.
-        drawn: int64 [slots + 1], of each slot the token drawn last; kept up to date with the likeliest.
-        sizes: numbers of sequences, ascending.
+        state: of this rank; ``drawn`` is kept up to date with the likeliest tokens.
+        sizes: numbers of sequences, ascending; the last is that of all slots.
         graphs: where these are kept.
-        logits: of the last of ``sizes``, where logits go; None for new tensors.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        caches: list[KeyValueCache],
-        tables: torch.Tensor,
-        drawn: torch.Tensor,
-        sizes: tuple[int, ...],
-        graphs: Graphs,
-        logits: Logits | None,
-    ):
-        self._model, self._caches, self._tables, self._drawn = model, caches, tables, drawn
-        self.sizes = sizes
-        self._spare = tables.shape[0] - 1
-        device, most = tables.device, sizes[-1]
+    def __init__(self, state: State, sizes: tuple[int, ...], graphs: Graphs):
+        self._state, self.sizes, self._graphs = state, sizes, graphs
+        device, most = state.device, sizes[-1]
 
         def longs() -> torch.Tensor:
             return torch.zeros(most, dtype=torch.int64, device=device)
 
         self._packed = torch.zeros(most, FIELDS, dtype=torch.int32, device=device)
-        self._packed[:, 0], self._packed[:, 3] = self._spare, -1
+        self._packed[:, 0], self._packed[:, 3] = state.spare_row, -1
         self._tokens, self._positions, self._slots, self._rows = longs(), longs(), longs(), longs()
         self._lengths = torch.zeros(most, dtype=torch.int32, device=device)
-        self._graphs, self._logits = graphs, logits
         self._results: dict[tuple[int, bool], Logits | None] = {}
 
     def capture(self, stamped: bool) -> None:
@@ -69,31 +53,30 @@ class StaticDecoding:
         """
         count = len(plan.sequences)
         host = pinned((size, FIELDS), torch.int32, self._packed.device)
-        steps.packed(plan, size, self._spare, host.numpy())
-        key = size, plan.stamped and isinstance(self._model.parallel.clock, DeviceClock)
+        steps.packed(plan, size, self._state.spare_row, host.numpy())
+        clock = self._state.model.parallel.clock
+        key = size, plan.stamped and isinstance(clock, DeviceClock)
         replay = self._ready(*key) if key[1] else self._graphs.made(("decoding", *key))
         self._packed[:size].copy_(host, non_blocking=True)
         replay()
         if key[1]:
-            clock = self._model.parallel.clock
             assert isinstance(clock, DeviceClock)
             clock.fetch()
         logits = self._results[key]
-        return None if logits is None else Logits(logits.values[:count], logits.best[:count])
+        return None if logits is None else logits.rows(slice(0, count))
 
     def _ready(self, size: int, stamped: bool) -> Replay:
         return self._graphs.ready(("decoding", size, stamped), lambda: self._compute(size, stamped), stamped)
 
     def _compute(self, size: int, stamped: bool) -> None:
-        of = slice(0, size)
-        tables = self._tables
+        state, of = self._state, slice(0, size)
         places = self._tokens[of], self._positions[of], self._slots[of], self._lengths[of], self._rows[of]
         tokens, positions, slots, lengths, rows = places
-        logits = None if self._logits is None else Logits(self._logits.values[of], self._logits.best[of])
-        with self._model.parallel.clock.step():
-            unpack(self._packed[of], self._drawn, tables, self._caches[0].block_size, *places)
-            batch = Batch(tokens, positions, slots, size, rows, lengths, None, None, tables, None, logits)
-            result = self._model(batch, self._caches)
+        logits = None if state.logits is None else state.logits.rows(of)
+        with state.model.parallel.clock.step():
+            unpack(self._packed[of], state.drawn, state.tables, state.block_size, *places)
+            batch = Batch(tokens, positions, slots, size, rows, lengths, None, None, state.tables, None, logits)
+            result = state.model(batch, state.caches)
             if result is not None:
-                self._drawn.index_copy_(0, rows, result.best[:, 0])
+                state.drawn.index_copy_(0, rows, result.best[:, 0])
         self._results[size, stamped] = result

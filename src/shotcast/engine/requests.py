@@ -81,6 +81,20 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether what is drawn depends on the order of the tokens."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def floor(self) -> float:
+        """p >= min_p p_max, as logits whose largest is 0."""
+        return math.log(self.min_p) if self.min_p else -math.inf
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

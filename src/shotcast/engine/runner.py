@@ -16,6 +16,7 @@ from shotcast.engine.plan import NO_TOKEN, StepPlan
 from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import TokenLogprob
 from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
+from shotcast.engine.state import State
 from shotcast.engine.transfer import Download, uploaded
 from shotcast.layers.batch import Batch, Logits, Prefills, Tiles
 from shotcast.models.llama import Llama
@@ -85,41 +86,39 @@ class Runner:
         prompts: tuple[int, ...] = (),
         reports: bool = True,
     ) -> None:
-        self._model = model
         self._reports = reports
-        self._block_size = block_size
-        self._caches = model.caches(blocks + bool(static), block_size)
-        self._device = self._caches[0].keys.device
+        caches = model.caches(blocks + bool(static), block_size)
+        device, last = caches[0].keys.device, model.parallel.last
         # The last row is nobody's; on the device, and as the host knows it.
         self._host_tables = np.zeros((max_sequences + 1, -(-max_model_len // block_size)), np.int32)
         if static:
             self._host_tables[-1] = blocks
-        self._tables = torch.from_numpy(self._host_tables).to(self._device, copy=True)
+        tables = torch.from_numpy(self._host_tables).to(device, copy=True)
         self._filled = [0] * max_sequences
-        self._drawn = torch.zeros(max_sequences + 1, dtype=torch.int64, device=self._device)
-        draws = model.parallel.last and (reports or bool(static))
-        self._sampler = Sampler(max_sequences, model.config.vocab, self._device, salt) if draws else None
+        drawn = torch.zeros(max_sequences + 1, dtype=torch.int64, device=device)
+        draws = last and (reports or bool(static))
+        self._sampler = Sampler(max_sequences, model.config.vocab, device, salt) if draws else None
+        logits = None
+        if last and static and device.type == "cuda":
+            values = torch.empty(max_sequences, model.config.vocab, device=device)
+            logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
+        self._state = State(model, caches, tables, drawn, logits)
         self._static = self._prompts = None
         if static:
-            self._graphs = Graphs(self._device, model.parallel.clock)
-            shared = model, self._caches, self._tables, self._drawn
-            logits = None
-            if model.parallel.last and self._device.type == "cuda":
-                values = torch.empty(max_sequences, model.config.vocab, device=self._device)
-                logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=self._device))
-            self._static = StaticDecoding(*shared, static, self._graphs, logits)
+            self._graphs = Graphs(device, model.parallel.clock)
+            self._static = StaticDecoding(self._state, static, self._graphs)
             if prompts:
-                self._prompts = StaticPrompts(*shared, prompts, static, blocks, self._graphs, logits)
+                self._prompts = StaticPrompts(self._state, prompts, static, self._graphs)
 
     @property
     def step_s(self) -> float:
         """Seconds in steps since the start, as the model's clock tells it."""
-        return self._model.parallel.clock.step_s
+        return self._state.model.parallel.clock.step_s
 
     @property
     def communication_s(self) -> float:
         """Seconds of these in collectives."""
-        return self._model.parallel.clock.communication_s
+        return self._state.model.parallel.clock.communication_s
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
@@ -153,12 +152,12 @@ class Runner:
         if self._static is not None and bucket is not None:
             logits = self._static.run(plan, bucket)
             return None if self._sampler is None else self._draw(plan, self._that_draw(plan, logits), True)
-        of = steps.places(plan, self._host_tables, self._block_size)
+        of = steps.places(plan, self._host_tables, self._state.block_size)
         if self._prompts is not None and self._prompts.serves(of):
             logits = self._prompts.run(of, cells)
             return None if self._sampler is None else self._draw(plan, logits, True)
-        with self._model.parallel.clock.step():
-            logits = self._model(self._batch(of, cells), self._caches)
+        with self._state.model.parallel.clock.step():
+            logits = self._state.model(self._batch(of, cells), self._state.caches)
             return None if self._sampler is None else self._draw(plan, logits, False)
 
     def _that_draw(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
@@ -166,8 +165,8 @@ class Runner:
         places = [place for place, sequence in enumerate(plan.sequences) if sequence.draws]
         if logits is None or len(places) == len(plan.sequences):
             return logits
-        (index,) = uploaded([np.array(places, np.int64)], self._device)
-        return Logits(logits.values[index], logits.best[index]) if places else None
+        (index,) = uploaded([np.array(places, np.int64)], self._state.device)
+        return logits.rows(index) if places else None
 
     def _draw(self, plan: StepPlan, logits: Logits | None, best_is_entered: bool) -> Drawing:
         """``best_is_entered``: the likeliest tokens stand in ``drawn`` already."""
@@ -179,7 +178,7 @@ class Runner:
                 self._sampler.assign(sequence.slot, sequence.params, sequence.request_id, sequence.output)
         if logits is None:
             return Drawing(plan.number)
-        sampled = self._sampler.sample(logits.values, slots, logits.best, self._drawn, best_is_entered)
+        sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.drawn, best_is_entered)
         return Drawing(plan.number, sampled if self._reports else None)
 
     def _enter_blocks(self, plan: StepPlan) -> steps.Ints:
@@ -200,28 +199,29 @@ class Runner:
 
     def _batch(self, of: steps.Places, cells: steps.Ints) -> Batch:
         """The tensors of a step that is not on static memory; enters ``cells`` into the device's tables."""
+        state = self._state
         pending = np.flatnonzero(of.tokens < 0)
         several = int(of.counts.max()) > 1
-        most = self._model.tile(len(of.tokens)) if several and self._device.type == "cuda" else 0
+        most = state.model.tile(len(of.tokens)) if several and state.device.type == "cuda" else 0
         decodes = 0 if most else int((of.counts == 1).sum())
         longs = of.tokens, of.positions, of.slots, of.rows[:decodes], of.drawn, pending, -1 - of.tokens[pending]
         ints = (of.starts + of.counts)[:decodes], steps.tiles(of, most) if most else of.rows[:0], cells[:, 1].copy()
         ids, positions, slots, rows, drawn, pending_there, owners, places, lengths, table, blocks = uploaded(
-            [*(array.astype(np.int64) for array in (*longs, cells[:, 0])), *ints], self._device
+            [*(array.astype(np.int64) for array in (*longs, cells[:, 0])), *ints], state.device
         )
         if len(pending):
-            ids[pending_there] = self._drawn[owners]
+            ids[pending_there] = state.drawn[owners]
         if len(cells):
-            self._tables.view(-1)[places] = blocks
+            state.tables.view(-1)[places] = blocks
         tiles = Tiles(table, most) if most else None
         prefills = self._prefills(of, decodes) if several and not most else None
         wanted = None if len(of.drawn) == len(of.tokens) else drawn
-        return Batch(ids, positions, slots, decodes, rows, lengths, prefills, tiles, self._tables, wanted)
+        return Batch(ids, positions, slots, decodes, rows, lengths, prefills, tiles, state.tables, wanted)
 
     def _prefills(self, of: steps.Places, decodes: int) -> Prefills:
         """Of a step on a CPU, in which the first ``decodes`` sequences have one token."""
         rows, counts, lengths = of.rows[decodes:], of.counts[decodes:], (of.starts + of.counts)[decodes:]
         positions = np.concatenate([np.arange(length) for length in lengths])
-        slots = steps.slots_of(self._host_tables, np.repeat(rows, lengths), positions, self._block_size)
+        slots = steps.slots_of(self._host_tables, np.repeat(rows, lengths), positions, self._state.block_size)
         queries, keys = ((0, *np.cumsum(each).tolist()) for each in (counts, lengths))
         return Prefills(queries, keys, torch.from_numpy(slots.astype(np.int64)))

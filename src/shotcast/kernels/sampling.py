@@ -126,7 +126,7 @@ def reach_of(total, top_p):
 
 @triton.jit
 def scramble(x, first, second):
-    """``engine.sampler.scramble`` of uint32."""
+    """``engine.draw.scramble`` of uint32."""
     x ^= first
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -138,7 +138,7 @@ def scramble(x, first, second):
 
 @triton.jit
 def race(distance, token, keys):
-    """Entries of scores; the time is ``engine.sampler.exponential``'s."""
+    """Entries of scores; the time is ``engine.draw.exponential``'s."""
     first, second = keys
     bits = scramble(scramble(token.to(tl.uint32, bitcast=True), 0, 0), first, second)
     uniform = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31)

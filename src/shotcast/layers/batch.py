@@ -45,6 +45,10 @@ class Logits(NamedTuple):
     values: torch.Tensor
     best: torch.Tensor
 
+    def rows(self, of: slice | torch.Tensor) -> Logits:
+        """Of some of the next tokens: views for a slice, copies for an index."""
+        return Logits(self.values[of], self.best[of])
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

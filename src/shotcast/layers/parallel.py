@@ -24,7 +24,7 @@ class Parallel:
         job: all ranks, stage by stage, for what passes from stage to stage.
         stages: how many stages there are.
         algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it; ``auto`` where it cannot serve a
-            step, which may be too long for it.
+            step, which may be too long for it, and where a stage is one rank.
         sequence_parallel: the residual is divided between the ranks of a stage where a step has as many tokens as
             ``sequence_parallel``; 0 for never.
         clock: of this rank.
@@ -42,14 +42,14 @@ class Parallel:
         self.comm, self.job, self.stages = comm, job, stages
         self.rank, self.size = comm.rank, comm.world_size
         self.stage = 0 if job is None else job.rank // self.size
-        self.algorithm = algorithm
+        self.algorithm = algorithm if self.size > 1 else "auto"
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.clock = HostClock() if clock is None else clock
         self._algorithms: dict[tuple[str, int], str] = {}
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
         """That of an all-reduce of ``x``, which differs in its number of rows alone."""
-        if self.algorithm in ("auto", "vendor") or self.size == 1:
+        if self.algorithm in ("auto", "vendor"):
             return self.algorithm
         key = op, x.shape[0]
         if key not in self._algorithms:

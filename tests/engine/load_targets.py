@@ -1,0 +1,54 @@
+"""What ranks run for test_load.py."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.load import communicators
+from shotcast.layers.parallel import Parallel
+
+
+def workspaces(tensor: int, stages: int, max_bytes: int) -> tuple[int, int]:
+    """Bytes that the communicators of all ranks, and of a stage, share of this rank's memory."""
+    with contextlib.ExitStack() as stack:
+        config = EngineConfig("m", tensor_parallel=tensor, pipeline_parallel=stages, device="cpu")
+        job, comm = communicators(config, max_bytes, stack)
+        assert (job.world_size, comm.world_size) == (tensor * stages, tensor)
+        assert (job is comm) == (stages == 1)
+        for one in (job, comm):  # what all ranks agree on goes by own kernels, as it must in a graph
+            assert (
+                one.world_size == 1
+                or one.explain(torch.empty(512, dtype=torch.uint8), "broadcast").algorithm != "vendor"
+            )
+        return job._executor._buffer.nbytes, comm._executor._buffer.nbytes
+
+
+def alone(algorithm: str) -> None:
+    """A rank without peers norms more than its workspace holds."""
+    with contextlib.ExitStack() as stack:
+        config = EngineConfig("m", device="cpu", algorithm=algorithm)
+        _, comm = communicators(config, 4 << 20, stack)
+        x, residual, weight = torch.ones(9, 32768), torch.full((9, 32768), 2.0), torch.ones(32768)
+        assert comm.max_bytes < x.nbytes
+        assert algorithm not in comm.candidates(x)
+        normed, residual = Parallel(comm, algorithm=algorithm).reduce_norm(x, residual, weight, 0.0)
+        assert torch.equal(residual, torch.full((9, 32768), 3.0))
+        assert torch.equal(normed, torch.ones(9, 32768))
+
+
+def passed_on(tensor: int, stages: int, nbytes: int) -> None:
+    """Each rank gives so many bytes to its place in the next stage."""
+    with contextlib.ExitStack() as stack:
+        config = EngineConfig("m", tensor_parallel=tensor, pipeline_parallel=stages, device="cpu")
+        job, comm = communicators(config, nbytes, stack)
+        assert job.max_bytes < nbytes == comm.max_bytes
+        sent = torch.arange(nbytes // 4) + comm.rank
+        if job.rank < tensor:
+            job.send(sent.int(), job.rank + tensor)
+        else:
+            received = job.recv(torch.zeros(nbytes // 4, dtype=torch.int32), job.rank - tensor)
+            assert torch.equal(received, sent.int())
+        job.check()

@@ -1,0 +1,56 @@
+"""What a rank takes before it computes."""
+
+from __future__ import annotations
+
+import load_targets as targets
+import pytest
+import torch
+
+import shotcast
+from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.load import _LEAST_WORKSPACE as LEAST
+from shotcast.engine.load import _workspace_bytes
+from shotcast.kernels.layout import Layout
+from shotcast.models.presets import preset
+
+GPU_KERNELS = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
+LARGE = 4 << 20
+"""The longest message within a stage, in these tests."""
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "sequences", "expected"),
+    [
+        ("cpu", 64, 64, 1 << 20),
+        ("cpu", 4096, 64, 4096 * 4096 * 2),
+        ("cuda", 128, 64, 64 * 128256 * 2),
+        ("cuda", 4096, 4096, MAX_WORKSPACE_MESSAGE),
+    ],
+)
+def test_a_workspace_holds_the_longest_message_that_it_can(
+    device: str, tokens: int, sequences: int, expected: int
+) -> None:
+    config = EngineConfig("m", device=device, max_batch_tokens=tokens, max_sequences=sequences)
+    model = preset("llama-3.1-8b")
+    assert (model.hidden, model.vocab) == (4096, 128256)
+    assert _workspace_bytes(config, model, torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "expected"), [(2, 1, (LARGE, LARGE)), (2, 2, (LEAST, LARGE)), (1, 2, (LEAST, LEAST))]
+)
+def test_only_ranks_that_share_layers_take_a_large_workspace(
+    tensor: int, stages: int, expected: tuple[int, int]
+) -> None:
+    """By the layout of GPUs, whose workspaces are in proportion; those of compiled ranks end at some 4 MiB."""
+    found = shotcast.spawn(targets.workspaces, tensor * stages, tensor, stages, LARGE, env=GPU_KERNELS, timeout_s=60)
+    assert found == [tuple(Layout.of(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
+
+
+def test_a_rank_alone_has_no_algorithm_that_a_workspace_could_bound() -> None:
+    shotcast.spawn(targets.alone, 1, "ring", env=GPU_KERNELS, timeout_s=60)
+
+
+def test_what_goes_between_stages_may_be_longer_than_their_workspace() -> None:
+    shotcast.spawn(targets.passed_on, 4, 2, 2, 3 * LEAST, timeout_s=60)
