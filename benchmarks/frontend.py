@@ -126,7 +126,9 @@ def serve(telling: Connection) -> None:
     sys.exit(run(engine, ServerConfig(port=0), telling.send))
 
 
-def over_http(pid: int, port: int, prompt: list[int], streams: int, tokens: int, step_us: int, expected: str) -> Carried:
+def over_http(
+    pid: int, port: int, prompt: list[int], streams: int, tokens: int, step_us: int, expected: str
+) -> Carried:
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "seed": step_us, "stream": True}
     body = json.dumps(asked | {"ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

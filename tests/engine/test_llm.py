@@ -295,12 +295,12 @@ def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Pa
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
         os.kill(llm.pids[0], signal.SIGSTOP)
         started = time.monotonic()
-        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
         for number in range(400):  # far more than a pipe holds
-            llm._client.submit(str(number), (1,) * 2000, greedy(2), news.put)
+            llm._client.submit(str(number), (1,) * 2000, greedy(2), steps.put)
         assert time.monotonic() - started < 2
         for _ in range(400):
-            error, _ = news.get(timeout=15)
+            ((_, error, _),) = steps.get(timeout=15)
             assert isinstance(error, EngineDead)
             assert "no sign of life" in str(error)
 

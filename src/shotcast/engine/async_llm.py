@@ -1,10 +1,9 @@
-"""The engine for servers: requests of one event loop, each a stream of outputs."""
+"""The engine for servers: requests of one event loop, which is told of outputs as they grow."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shotcast.engine.client import EngineClient, News
@@ -14,9 +13,15 @@ from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import EngineDead
 
+ListenToOutput = Callable[[RequestOutput | Exception], None]
+"""Told the output each time that it has grown, always the same object, or the error that ended it."""
+
 
 class AsyncLLM:
     """As :class:`shotcast.engine.llm.LLM`; construction waits until the model is loaded.
+
+    Listeners are called one after another, without a task for each: switching between tasks takes longer than what
+    there is to do for a token.
 
     Args:
         model, options: of :class:`EngineConfig`.
@@ -24,7 +29,8 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any):
         self._client = EngineClient(EngineConfig(model, **options))
-        self._inbox: _Inbox | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[str, tuple[OutputBuilder, ListenToOutput]] = {}
         self.model_name = model
 
     @property
@@ -53,38 +59,47 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         return self._client.stats
 
-    async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt; yields the output, always the same, each time that it has grown.
-
-        What came between two looks at it is one ``delta``. Closing the iterator aborts the request.
+    def start(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, listen: ListenToOutput
+    ) -> None:
+        """Complete a prompt. ``listen`` is told in this event loop, until the output is finished or an error ends it.
 
         Raises:
-            ConfigError: the prompt cannot be served.
+            ConfigError: the prompt cannot be served, or there is a request of this name.
             EngineDead: a rank ended.
         """
         client = self._client
-        name = client.new_id() if request_id is None else request_id
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
-        builder = OutputBuilder(name, tokens, params, tokenizer, client.ready.model.eos)
-        inbox = self._inbox_of(asyncio.get_running_loop())
-        client.submit(name, tokens, params, inbox.listen)
-        try:
-            finished = False
-            with inbox.stream(name) as stream:
-                while not finished:
-                    output = _taken(builder, await stream.news())
-                    finished = output.finished
-                    yield output
-        finally:
-            client.abort(name)
+        builder = OutputBuilder(request_id, tokens, params, tokenizer, client.ready.model.eos)
+        self._loop = asyncio.get_running_loop()
+        client.submit(request_id, tokens, params, self._hear)
+        self._running[request_id] = builder, listen
 
-    def _inbox_of(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
-        if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox = _Inbox(loop)
-        return self._inbox
+    def abort(self, request_id: str) -> None:
+        """End a request, of which nothing more is told. Nothing happens if it has ended."""
+        if self._running.pop(request_id, None) is not None:
+            self._client.abort(request_id)
+
+    def _hear(self, news: list[News]) -> None:
+        """On a thread of the engine's: wake up the loop, once a step."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._sort, news)
+
+    def _sort(self, news: list[News]) -> None:
+        """Of a step, each to its own. What goes wrong with one is told to that one."""
+        for name, latest, arrived in news:
+            if (running := self._running.get(name)) is None:
+                continue
+            builder, listen = running
+            told: RequestOutput | Exception
+            try:
+                told = latest if isinstance(latest, Exception) else builder.take(latest, arrived)
+            except Exception as error:
+                told = error
+            if isinstance(told, Exception) or told.finished:
+                self.abort(name)  # a stop string is nothing that the ranks know
+            listen(told)
 
     async def wait_dead(self) -> EngineDead:
         """Return when the engine is gone by itself."""
@@ -104,63 +119,3 @@ class AsyncLLM:
     async def close(self) -> None:
         """End the ranks."""
         await asyncio.to_thread(self._client.close)
-
-
-class _Inbox:
-    """Where news of an event loop's requests come in: it is woken up once a step, whatever the number of requests."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self._streams: dict[str, _Stream] = {}
-
-    def listen(self, news: list[News]) -> None:
-        """On a thread of the engine's."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._sort, news)
-
-    @contextmanager
-    def stream(self, request_id: str) -> Iterator[_Stream]:
-        """The news of a request that this loop has just submitted."""
-        stream = self._streams[request_id] = _Stream()
-        try:
-            yield stream
-        finally:
-            del self._streams[request_id]
-
-    def _sort(self, news: list[News]) -> None:
-        for one in news:
-            if (stream := self._streams.get(one.request_id)) is not None:
-                stream.put(one)
-
-
-class _Stream:
-    """News of one request that nobody has read yet."""
-
-    def __init__(self) -> None:
-        self._unread: list[News] = []
-        self._some = asyncio.Event()
-
-    def put(self, news: News) -> None:
-        self._unread.append(news)
-        self._some.set()
-
-    async def news(self) -> list[News]:
-        """All of it, at least one."""
-        await self._some.wait()
-        self._some.clear()
-        news, self._unread = self._unread, []
-        return news
-
-
-def _taken(builder: OutputBuilder, news: list[News]) -> RequestOutput:
-    """The output, grown by all news, or what ended the request."""
-    delta = ""
-    for _, latest, arrived in news:
-        if isinstance(latest, Exception):
-            raise latest
-        output = builder.take(latest, arrived)
-        delta += output.delta
-        if output.finished:  # by a stop string, maybe, of which the engine does not know yet
-            break
-    output.delta = delta
-    return output
