@@ -21,7 +21,7 @@ import transformers
 
 from shotcast.engine.client import News
 from shotcast.engine.llm import LLM
-from shotcast.engine.requests import RequestOutput, SamplingParams
+from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, UnsupportedError
 from shotcast.models.source import find_model
@@ -295,12 +295,12 @@ def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Pa
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
         os.kill(llm.pids[0], signal.SIGSTOP)
         started = time.monotonic()
-        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
         for number in range(400):  # far more than a pipe holds
-            llm._client.submit(str(number), (1,) * 2000, greedy(2), news.put)
+            llm._client.submit(str(number), (1,) * 2000, greedy(2), steps.put)
         assert time.monotonic() - started < 2
         for _ in range(400):
-            error, _ = news.get(timeout=15)
+            ((_, error, _),) = steps.get(timeout=15)
             assert isinstance(error, EngineDead)
             assert "no sign of life" in str(error)
 
@@ -317,6 +317,23 @@ def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert result.returncode == 7, result.stderr
     assert_gone([int(pid) for pid in result.stdout.split()])
+
+
+def test_a_listener_hears_once_a_step_of_all_its_requests(llm: LLM) -> None:
+    steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
+    for number in range(4):
+        llm._client.submit(f"heard-{number}", (number + 5,), greedy(12), steps.put)
+    tokens: dict[str, int] = dict.fromkeys((f"heard-{number}" for number in range(4)), 0)
+    together = 0
+    while set(tokens.values()) != {12}:
+        step = steps.get(timeout=30)
+        together = max(together, len(step))
+        assert len({news.request_id for news in step}) == len(step)
+        for name, latest, _ in step:
+            assert isinstance(latest, Progress)
+            tokens[name] += len(latest.tokens)
+            assert (latest.finish is not None) == (tokens[name] == 12)
+    assert together == 4
 
 
 def test_one_bad_prompt_ends_those_before_it(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,22 +18,26 @@ END = 0
 class Letters:
     """A tokenizer of letters, one a token; 0 is an end token and has none."""
 
+    byte_tokens = frozenset[int]()
+
     def __init__(self) -> None:
         self.asked = 0
 
-    def push(self, token: int) -> str:
-        self.asked += 1
-        return chr(ord("a") + token)
+    def continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return self.decode(ids)
 
-    def flush(self) -> str:
-        return "."
+    def alone(self, token: int, skip_special: bool = True) -> str:
+        return self.decode([token])
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        self.asked += 1
+        return "".join(chr(ord("a") + token) for token in ids)
 
 
 def built(late: bool, tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[Any, list[str], int]:
-    """The output, its text as it grew, and how many tokens had been read before the last."""
+    """The output, its text as it grew, and how often the tokenizer had been asked before the last."""
     letters = Letters()
-    builder = OutputBuilder("a", (1,), SamplingParams(stop=stop), None, (END,), late)
-    builder._decoder = letters  # type: ignore[assignment]
+    builder = OutputBuilder("a", (1,), SamplingParams(stop=stop), letters, (END,), late)  # type: ignore[arg-type]
     grown, read = [], 0
     for number, token in enumerate(tokens):
         last = number == len(tokens) - 1

@@ -135,7 +135,7 @@ def count_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
 
     counting = Tokenizer(Counting())
     for token in set(ids):
-        counting.leaves_text(token)
+        counting.alone(token)
     decoded = 0
     streamed(counting, ids)
     return decoded
@@ -150,6 +150,14 @@ def test_a_token_takes_constant_time(tokenizers: dict[str, Tokenizer], kind: str
     token = tokenizer._tokenizer.convert_tokens_to_ids(piece)
     few, many = (count_decoded(tokenizer, [token] * count) for count in (100, 1000))
     assert many < 12 * few
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_was_decoded_before_is_known(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """But for the beginning of a text, where some tokenizers leave out a space."""
+    tokenizer = tokenizers[kind]
+    few, many = (count_decoded(tokenizer, tokenizer.encode("ab a" * count)) for count in (1, 50))
+    assert few == many < 4
 
 
 def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
+from shotcast.engine.async_llm import ListenToOutput
 from shotcast.engine.requests import EngineStats, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from shotcast.errors import ConfigError, EngineDead
 
@@ -46,7 +47,6 @@ class ScriptedEngine:
         hold_after: outputs stop growing at this many tokens until ``let_go``.
         dies_at: the engine dies when an output gets to this many tokens.
         fault: raised by every request, at ``fault_at`` tokens.
-        leaves_at: outputs stop at this many tokens, unfinished.
         end_reason, end_error: the finish reason of an output that ends by itself, and what it says went wrong.
         started, aborted, finished: ids of requests.
     """
@@ -62,7 +62,6 @@ class ScriptedEngine:
         self.dies_at: int | None = None
         self.fault: Exception | None = None
         self.fault_at = 0
-        self.leaves_at: int | None = None
         self.end_reason: FinishReason = "stop"
         self.end_error = ""
         self.params: list[SamplingParams] = []
@@ -71,6 +70,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.finished: list[str] = []
         self.running = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self.most_running = 0
         self.closed = False
         self.dead: BaseException | None = None
@@ -85,26 +85,35 @@ class ScriptedEngine:
         self._died.set()
         self._let_go.set()
 
-    async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        assert request_id is not None
-        assert not isinstance(prompt, str)
+    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, listen: ListenToOutput) -> None:
         self.started.append(request_id)
         self.params.append(params)
         self.prompts.append(list(prompt))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        try:
-            async for output in self._letters(tuple(prompt), params, request_id):
-                yield output
-        except (asyncio.CancelledError, GeneratorExit):
+        self._tasks[request_id] = asyncio.create_task(self._run(tuple(prompt), params, request_id, listen))
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._tasks:
+            self._end(request_id).cancel()
             self.aborted.append(request_id)
-            raise
-        else:
-            self.finished.append(request_id)
-        finally:
-            self.running -= 1
+
+    def _end(self, request_id: str) -> asyncio.Task[None]:
+        self.running -= 1
+        return self._tasks.pop(request_id)
+
+    async def _run(
+        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, listen: ListenToOutput
+    ) -> None:
+        try:
+            async for output in self._letters(prompt, params, request_id):
+                if output.finished:
+                    self.finished.append(request_id)
+                    self._end(request_id)
+                listen(output)
+        except Exception as error:
+            self._end(request_id)
+            listen(error)
 
     async def _letters(
         self, prompt: tuple[int, ...], params: SamplingParams, request_id: str
@@ -118,8 +127,6 @@ class ScriptedEngine:
                 await self._let_go.wait()
             if self.fault is not None and self.fault_at == len(output.tokens):
                 raise self.fault
-            if self.leaves_at == len(output.tokens):
-                return
             if self.dies_at == len(output.tokens):
                 self.die()
             if self.dead is not None:

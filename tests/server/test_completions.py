@@ -6,16 +6,19 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from live_server import Live, live
-from scripted_engine import HALF, NEVER, ScriptedEngine, ScriptedTokenizer
+from scripted_engine import END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
 
-from shotcast.engine.requests import RequestOutput
-from shotcast.server.answers import CompletionAnswer
-from shotcast.server.body import CompletionBody
+from shotcast.engine.requests import FinishReason, RequestOutput, TokenLogprob
+from shotcast.server.answers import Answer, ChatAnswer, CompletionAnswer
+from shotcast.server.body import ChatBody, CompletionBody
 from shotcast.server.config import ServerConfig
 from shotcast.server.service import Service
 
@@ -307,3 +310,42 @@ def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
     first, second = asyncio.run(main())
     assert first == ["a", "abcde"]
     assert second == ["abcde"]
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=10), st.sampled_from(["stop", "length"]), st.booleans())
+def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReason, chat: bool) -> None:
+    """Whatever piles up between two chunks of a stream: text, log-probabilities, ending and usage are the same."""
+    options = {"model": "letters", "logprobs": True if chat else 1, "stream_options": {"include_usage": True}}
+    answer: Answer[Any]
+    if chat:
+        chat_body = ChatBody(**options, messages=HELLO, stream=True)
+        answer = ChatAnswer(chat_body, "letters", ScriptedTokenizer())
+    else:
+        answer = CompletionAnswer(CompletionBody(**options, prompt="x", stream=True), "letters", ScriptedTokenizer())
+    output = RequestOutput("", (1,), logprobs=[])
+    chunks = []
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        for one in range(size):
+            token = 97 + len(output.tokens) % 26
+            ends = last and one == size - 1 and finish == "stop"
+            output.tokens.append(END if ends else token)
+            output.text += "" if ends else chr(token)
+            output.logprobs.append(TokenLogprob(output.tokens[-1], -0.25 * len(output.tokens), 1, ()))
+        if last:
+            output.finish_reason = finish
+        chunks += answer.chunks(0, output)
+    whole = answer.whole({0: output})
+    choices = [chunk["choices"][0] for chunk in chunks]
+    (expected,) = whole["choices"]
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+    if chat:
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == expected["message"]["content"]
+        assert [one for said in logprobs for one in said["content"]] == expected["logprobs"]["content"]
+    else:
+        assert "".join(choice["text"] for choice in choices) == expected["text"]
+        for name, all_of_them in expected["logprobs"].items():
+            assert [one for said in logprobs for one in said[name]] == all_of_them
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [finish]
+    assert len(choices) <= len(sizes) + chat
+    assert answer.usage_chunk({0: output})["usage"] == whole["usage"]

@@ -147,17 +147,13 @@ def test_an_output_that_ends_with_an_error_is_one(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_breaks_its_word_is_an_error(stream: bool) -> None:
+def test_an_output_that_the_engine_aborts_is_an_error(stream: bool) -> None:
     engine = ScriptedEngine()
     engine.end_reason = "abort"
     with live(engine) as server:
         answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": stream})
         assert answer.status_code == (200 if stream else 503)
         assert '"code":"aborted"' in answer.text
-        assert "[DONE]" not in answer.text
-        engine.leaves_at = 2
-        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": stream})
-        assert "internal error" in answer.text
         assert "[DONE]" not in answer.text
 
 

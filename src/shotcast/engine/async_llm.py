@@ -1,9 +1,9 @@
-"""The engine for servers: requests of one event loop, each a stream of outputs."""
+"""The engine for servers: requests of one event loop, which is told of outputs as they grow."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shotcast.engine.client import EngineClient, News
@@ -13,9 +13,15 @@ from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import EngineDead
 
+ListenToOutput = Callable[[RequestOutput | Exception], None]
+"""Told the output each time that it has grown, always the same object, or the error that ended it."""
+
 
 class AsyncLLM:
     """As :class:`shotcast.engine.llm.LLM`; construction waits until the model is loaded.
+
+    Listeners are called one after another, without a task for each: switching between tasks takes longer than what
+    there is to do for a token.
 
     Args:
         model, options: of :class:`EngineConfig`.
@@ -23,6 +29,8 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any):
         self._client = EngineClient(EngineConfig(model, **options))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[str, tuple[OutputBuilder, ListenToOutput]] = {}
         self.model_name = model
 
     @property
@@ -51,48 +59,47 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         return self._client.stats
 
-    async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt; yields the output each time that it has grown. Closing the iterator aborts the request.
+    def start(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, listen: ListenToOutput
+    ) -> None:
+        """Complete a prompt. ``listen`` is told in this event loop, until the output is finished or an error ends it.
 
         Raises:
-            ConfigError: the prompt cannot be served.
+            ConfigError: the prompt cannot be served, or there is a request of this name.
             EngineDead: a rank ended.
         """
         client = self._client
-        name = client.new_id() if request_id is None else request_id
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
-        builder = OutputBuilder(name, tokens, params, tokenizer, client.ready.model.eos)
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[News] = asyncio.Queue()
+        builder = OutputBuilder(request_id, tokens, params, tokenizer, client.ready.model.eos)
+        self._loop = asyncio.get_running_loop()
+        client.submit(request_id, tokens, params, self._hear)
+        self._running[request_id] = builder, listen
 
-        def listen(item: News) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(news.put_nowait, item)
+    def abort(self, request_id: str) -> None:
+        """End a request, of which nothing more is told. Nothing happens if it has ended."""
+        if self._running.pop(request_id, None) is not None:
+            self._client.abort(request_id)
 
-        client.submit(name, tokens, params, listen)
-        try:
-            while True:
-                item, arrived = await news.get()
-                if isinstance(item, Exception):
-                    raise item
-                # outputs that nobody has read yet become one
-                output = builder.take(item, arrived)
-                delta = output.delta
-                while not output.finished and not news.empty():
-                    item, arrived = news.get_nowait()
-                    if isinstance(item, Exception):
-                        raise item
-                    output = builder.take(item, arrived)
-                    delta += output.delta
-                output.delta = delta
-                yield builder.copy()
-                if output.finished:
-                    return
-        finally:
-            client.abort(name)
+    def _hear(self, news: list[News]) -> None:
+        """On a thread of the engine's: wake up the loop, once a step."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._sort, news)
+
+    def _sort(self, news: list[News]) -> None:
+        """Of a step, each to its own. What goes wrong with one is told to that one."""
+        for name, latest, arrived in news:
+            if (running := self._running.get(name)) is None:
+                continue
+            builder, listen = running
+            told: RequestOutput | Exception
+            try:
+                told = latest if isinstance(latest, Exception) else builder.take(latest, arrived)
+            except Exception as error:
+                told = error
+            if isinstance(told, Exception) or told.finished:
+                self.abort(name)  # a stop string is nothing that the ranks know
+            listen(told)
 
     async def wait_dead(self) -> EngineDead:
         """Return when the engine is gone by itself."""

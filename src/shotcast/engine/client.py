@@ -13,9 +13,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
+from typing import NamedTuple
 
 from shotcast import env
 from shotcast.collectives.spawn import Ranks
@@ -32,11 +33,17 @@ logger = logging.getLogger(__name__)
 _STOP_GRACE_S = 10.0
 """From the word that it is the end to that of the processes."""
 
-News = tuple["Progress | Exception", float]
-"""What a request's listener is told: its progress or the error that ended it, and when that came (perf_counter)."""
 
-Listen = Callable[[News], None]
-"""Told on a thread of the engine's."""
+class News(NamedTuple):
+    """What became of a request: its progress or the error that ended it, and when that came (perf_counter)."""
+
+    request_id: str
+    latest: Progress | Exception
+    arrived: float
+
+
+Listen = Callable[[list[News]], None]
+"""Told on a thread of the engine's, once a step, of all requests that it listens to."""
 
 
 class EngineClient:
@@ -243,16 +250,23 @@ class EngineClient:
                 continue
             if isinstance(message, rank.Report):
                 self._stats = message.stats
-                for progress in map(Progress._make, message.progress):
-                    self._tell(progress.request_id, progress, progress.finish is not None)
+                self._tell(map(Progress._make, message.progress))
             else:
                 assert isinstance(message, rank.Refused)
-                self._tell(message.request_id, ConfigError(message.reason), True)
+                if (listen := self._listeners.pop(message.request_id, None)) is not None:
+                    listen([News(message.request_id, ConfigError(message.reason), time.perf_counter())])
 
-    def _tell(self, request_id: str, news: Progress | Exception, last: bool) -> None:
-        listen = self._listeners.pop(request_id, None) if last else self._listeners.get(request_id)
-        if listen is not None:
-            listen((news, time.perf_counter()))
+    def _tell(self, step: Iterable[Progress]) -> None:
+        """Each listener once: waking up a thread or an event loop takes longer than what it then does for a token."""
+        arrived = time.perf_counter()
+        told: dict[Listen, list[News]] = {}
+        for progress in step:
+            name = progress.request_id
+            listen = self._listeners.get(name) if progress.finish is None else self._listeners.pop(name, None)
+            if listen is not None:
+                told.setdefault(listen, []).append(News(name, progress, arrived))
+        for listen, news in told.items():
+            listen(news)
 
     def _watch(self) -> None:
         """Wait for the end of the ranks, and tell everybody."""
@@ -264,10 +278,10 @@ class EngineClient:
                 return
             self._dead = EngineDead(self._silent or _cause_of(failure))
             self._dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
-            listeners, self._listeners = list(self._listeners.values()), {}
+            listeners, self._listeners = self._listeners, {}
             death, self._death = self._death, []
-        for listen in listeners:
-            listen((self._dead, time.perf_counter()))
+        for name, listen in listeners.items():
+            listen([News(name, self._dead, time.perf_counter())])
         for listen_death in death:
             listen_death(self._dead)
         self._loaded.set()
@@ -293,8 +307,8 @@ class EngineClient:
         read.join()
         self._listener.close()
         self._folder.cleanup()
-        for listen in list(self._listeners.values()):
-            listen((EngineDead("it was closed"), time.perf_counter()))
+        for name, listen in list(self._listeners.items()):
+            listen([News(name, EngineDead("it was closed"), time.perf_counter())])
 
 
 def _cause_of(failure: RankFailed | None) -> str:

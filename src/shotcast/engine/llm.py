@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -90,21 +89,22 @@ class LLM:
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"there are {len(several)} prompts and {len(each)} params; give one for all, or one each")
-        news: queue.SimpleQueue[tuple[int, News]] = queue.SimpleQueue()
-        streams: list[_Stream] = []
-        outputs: dict[int, RequestOutput] = {}
+        steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
+        streams: dict[str, _Stream] = {}
+        outputs: dict[str, RequestOutput] = {}
         try:
-            for number, (prompt, one) in enumerate(zip(several, each, strict=True)):
-                listen = functools.partial(_put, news, number)
-                streams.append(_Stream(self._client, prompt, one, listen, late=True))
+            for prompt, one in zip(several, each, strict=True):
+                stream = _Stream(self._client, prompt, one, steps.put, late=True)
+                streams[stream.request_id] = stream
             while len(outputs) < len(streams):
-                number, latest = news.get()
-                if number not in outputs and (output := streams[number].take(latest)).finished:
-                    outputs[number] = output
+                for news in steps.get():
+                    name = news.request_id
+                    if name not in outputs and (output := streams[name].take(news)).finished:
+                        outputs[name] = output
         finally:
-            for stream in streams:
+            for stream in streams.values():
                 stream.close()
-        return [outputs[number] for number in range(len(streams))]
+        return [outputs[name] for name in streams]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation: messages of ``role`` and ``content``, by the model's own template."""
@@ -112,12 +112,13 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete a prompt; yields the output each time that it has grown."""
-        news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        stream = _Stream(self._client, prompt, params or SamplingParams(), news.put)
+        steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
+        stream = _Stream(self._client, prompt, params or SamplingParams(), steps.put)
         try:
             finished = False
             while not finished:
-                finished = stream.take(news.get()).finished
+                (news,) = steps.get()
+                finished = stream.take(news).finished
                 yield stream.copy()
         finally:
             stream.close()
@@ -141,10 +142,6 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _put(news: queue.SimpleQueue[tuple[int, News]], number: int, latest: News) -> None:
-    news.put((number, latest))
-
-
 class _Stream:
     """One request of a script."""
 
@@ -152,11 +149,11 @@ class _Stream:
         self, client: EngineClient, prompt: Prompt, params: SamplingParams, listen: Listen, late: bool = False
     ):
         """``late``: as :class:`OutputBuilder` has it."""
-        self._client, self._id = client, client.new_id()
+        self._client, self.request_id = client, client.new_id()
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
-        self._builder = OutputBuilder(self._id, tokens, params, tokenizer, client.ready.model.eos, late)
-        client.submit(self._id, tokens, params, listen)
+        self._builder = OutputBuilder(self.request_id, tokens, params, tokenizer, client.ready.model.eos, late)
+        client.submit(self.request_id, tokens, params, listen)
 
     def copy(self) -> RequestOutput:
         """The output as it is now."""
@@ -164,14 +161,13 @@ class _Stream:
 
     def take(self, news: News) -> RequestOutput:
         """The output with what has come; it grows on. Raises what ended the request."""
-        latest, arrived = news
-        if isinstance(latest, Exception):
-            raise latest
-        output = self._builder.take(latest, arrived)
+        if isinstance(news.latest, Exception):
+            raise news.latest
+        output = self._builder.take(news.latest, news.arrived)
         if output.finished:
             self.close()
         return output
 
     def close(self) -> None:
         """End the request, if it has not ended."""
-        self._client.abort(self._id)
+        self._client.abort(self.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
@@ -31,9 +32,10 @@ class OutputBuilder:
         self._output = RequestOutput(request_id, prompt)
         if params.logprobs is not None:
             self._output.logprobs = []
+        self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
         self._stops = StopStrings(params.stop)
-        self._unread: list[int] | None = [] if late and not params.stop else None
+        self._late = late and not params.stop
         self._end_tokens = frozenset(end_tokens)
         self._started = time.perf_counter()
 
@@ -69,17 +71,19 @@ class OutputBuilder:
 
     def _read(self, progress: Progress) -> str | None:
         """Turn new tokens into text; the stop string that they complete."""
-        if self._decoder is None:
+        if self._decoder is None or self._tokenizer is None:
             return None
         last = progress.finish is not None
-        tokens = [token for token in progress.tokens if token != progress.stop_token]
-        if self._unread is not None:
-            self._unread += tokens
-            if not last:
-                return None
-            tokens = self._unread
-        text = "".join(map(self._decoder.push, tokens))
-        if last:
-            text += self._decoder.flush()
+        if self._late and not last:
+            return None
+        tokens: Sequence[int] = self._output.tokens if self._late else progress.tokens
+        if progress.stop_token is not None:  # the last one
+            tokens = tokens[:-1]
+        if self._late:
+            text = self._tokenizer.decode(tokens)
+        else:
+            text = "".join(map(self._decoder.push, tokens))
+            if last:
+                text += self._decoder.flush()
         self._output.delta, found = self._stops.push(text, last)
         return found

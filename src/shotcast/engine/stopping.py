@@ -24,6 +24,8 @@ class StopStrings:
             What may be released now, and the stop string if it was found. Then all before it has been released, and
             later pieces release nothing.
         """
+        if not self._stops:
+            return delta, None
         if self._found is not None:
             return "", self._found
         text = self._held + delta

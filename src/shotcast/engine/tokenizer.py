@@ -30,7 +30,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._leaves_text: dict[tuple[int, bool], bool] = {}
+        self._alone: dict[tuple[int, bool], str] = {}
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor))
         self.byte_tokens = self._find_bytes()
@@ -107,12 +107,15 @@ class Tokenizer:
             raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
         return ids
 
-    def leaves_text(self, token: int, skip_special: bool = True) -> bool:
-        """Whether a token appears in decoded text; unknown ones do not, nor special ones that are skipped."""
+    def alone(self, token: int, skip_special: bool = True) -> str:
+        """:meth:`continuation` of one token, which is decoded once: afterwards it takes a tenth of the time.
+
+        Unknown tokens leave no text, nor special ones that are skipped.
+        """
         key = token, skip_special
-        if key not in self._leaves_text:
-            self._leaves_text[key] = self.continuation([token], skip_special) != ""
-        return self._leaves_text[key]
+        if (text := self._alone.get(key)) is None:
+            text = self._alone[key] = self.continuation([token], skip_special)
+        return text
 
     def continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of tokens that follow others. (At the start of a text, some tokenizers leave out a space.)"""
@@ -161,13 +164,14 @@ class IncrementalDecoder:
 
     def push(self, token: int) -> str:
         """What is known of the text now, beyond what was given out."""
-        if not self._tokenizer.leaves_text(token, self._skip_special):
+        alone = self._tokenizer.alone(token, self._skip_special)
+        if not alone:
             return ""
         self._held.append(token)
         byte_tokens = self._tokenizer.byte_tokens
         if token in byte_tokens:
             return ""
-        text = self._text(self._held)
+        text = alone if self._started and len(self._held) == 1 else self._text(self._held)
         if byte_tokens or not text.endswith(_UNDECODABLE):
             return self._give_out(len(self._held), text)
         if len(self._held) <= _HELD:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
+from shotcast.engine.async_llm import ListenToOutput
+from shotcast.engine.requests import EngineStats, SamplingParams
 
 
 class Tokenizer(Protocol):
@@ -43,15 +44,17 @@ class Engine(Protocol):
         """Why the engine stopped for good."""
         ...
 
-    def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """The output so far, each time it grew; the last is ``finished``. Cancelling the iteration aborts the request.
+    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, listen: ListenToOutput) -> None:
+        """``listen`` is told in this loop, until the output is finished or an error ends it. It does not raise.
 
         Raises:
             ConfigError: the prompt or its parameters cannot be served.
             EngineDead: the engine stopped.
         """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request, of which nothing more is told. Nothing happens if it has ended."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from shotcast.engine.requests import RequestOutput, SamplingParams, output_room
 from shotcast.errors import ConfigError, EngineDead
@@ -149,6 +150,7 @@ class _Sequences:
     def __init__(self, engine: Engine, metrics: Metrics):
         self._engine = engine
         self._metrics = metrics
+        self._names: dict[int, str] = {}  # of choices that run
         self._fresh: dict[int, RequestOutput] = {}
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -159,9 +161,15 @@ class _Sequences:
         self._changed.set()
 
     async def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[Update, None]:
-        tasks = [asyncio.create_task(self._follow(i, *job, f"{request_id}-{i}")) for i, job in enumerate(jobs)]
         unfinished = set(range(len(jobs)))
         try:
+            for number, (prompt, params) in enumerate(jobs):
+                name = self._names[number] = f"{request_id}-{number}"
+                try:
+                    self._engine.start(prompt, params, name, partial(self._take, number))
+                except (ConfigError, EngineDead) as error:
+                    self._take(number, error)
+                    break
             while unfinished:
                 await self._changed.wait()
                 self._changed.clear()
@@ -174,31 +182,27 @@ class _Sequences:
                 if unfinished and self._failure is not None:
                     raise self._failure
         finally:
-            for number in unfinished:
-                tasks[number].cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for name in self._names.values():
+                self._engine.abort(name)
+                self._metrics.ended("abort")
 
-    async def _follow(self, number: int, prompt: list[int], params: SamplingParams, request_id: str) -> None:
-        finished = False
-        try:
-            async for output in self._engine.generate(prompt, params, request_id):
-                if output.finish_reason == "abort":
-                    raise ApiError(503, "the engine aborted the request", code="aborted")
-                if output.finish_reason == "error":
-                    raise ApiError(500, output.error, code="generation_failed")
-                self._fresh[number] = output
-                self._changed.set()
-                if output.finished:
-                    finished = True
-                    self._metrics.finished(output)
-            if not finished:
-                raise RuntimeError(f"the engine left request {request_id} unfinished")
-        except asyncio.CancelledError:
-            self._metrics.ended("abort")
-            raise
-        except Exception as error:
+    def _take(self, number: int, told: RequestOutput | Exception) -> None:
+        """Of a choice: its output as it grows, or why there is no more of it."""
+        if isinstance(told, RequestOutput):
+            if told.finish_reason == "abort":
+                told = ApiError(503, "the engine aborted the request", code="aborted")
+            elif told.finish_reason == "error":
+                told = ApiError(500, told.error, code="generation_failed")
+        if isinstance(told, Exception):
+            del self._names[number]
             self._metrics.ended("error")
-            self.fail(error)
+            self.fail(told)
+            return
+        self._fresh[number] = told
+        self._changed.set()
+        if told.finished:
+            del self._names[number]
+            self._metrics.finished(told)
 
 
 def _dead(error: BaseException, status: int = 500) -> ApiError:

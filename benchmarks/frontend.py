@@ -1,0 +1,259 @@
+"""What the frontend carries: tokens a second through client, output and detokenising, and through the HTTP server.
+
+    python benchmarks/frontend.py [--streams 64] [--tokens 1024] [--steps 0,2.8] [--rounds 3] [--json FILE]
+
+No model runs. A process takes the place of rank 0 and says of every request, step by step, one token more: those of its
+prompt, which is a text, over and over. A request's seed is the time of a step in microseconds; 0 is as fast as the pipe
+takes them. Everything else is what users run: ``LLM.generate``, and ``shotcast serve`` with as many connections as
+streams, read by one process that only looks for ends of events. All texts are compared with what their tokens spell.
+
+tokens/s: of all streams, from the first request to the end of the last stream. us/token: time of processors (of the
+process that detokenises, and serves) for a token. tokens/event: how many an event of a stream has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import selectors
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from shotcast.engine import rank
+from shotcast.engine.async_llm import AsyncLLM
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.llm import LLM
+from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams
+from shotcast.hardware.detect import detect
+from shotcast.models.presets import preset
+from shotcast.server.config import ServerConfig
+from shotcast.server.main import run
+
+MODEL = "smollm2"
+TEXT = Path(__file__).parent.parent / "docs" / "engine.md"
+PROMPT_TOKENS = 600
+
+
+class Running:
+    """A request that gets a token in each step."""
+
+    def __init__(self, request: Request):
+        self.id, self.prompt, self.length = request.request_id, request.prompt, request.params.max_tokens
+        self.drawn = 0
+
+    def step(self) -> Progress:
+        token = self.prompt[self.drawn % len(self.prompt)]
+        self.drawn += 1
+        return Progress(self.id, (token,), None, "length" if self.drawn == self.length else None)
+
+
+def emit(config: EngineConfig, address: str, key: bytes) -> None:
+    """In place of :func:`shotcast.engine.rank.serve`."""
+    with Client(address, authkey=key) as connection:
+        asker = rank.Asker(connection)
+        asker.send(rank.Ready(preset("smollm2-135m"), 8192, 4096, 16, "cpu", "float32", 0.0, 0.0))
+        asker.start()
+        running: dict[str, Running] = {}
+        step_s, following = 0.0, 0.0
+        while True:
+            while not running or asker.poll():
+                message = asker.recv()
+                if message is None:
+                    asker.stop()
+                    return
+                if isinstance(message, rank.Abort):
+                    running.pop(message.request_id, None)
+                else:
+                    running[message.request_id] = Running(message)
+                    step_s = message.params.seed / 1e6
+            time.sleep(max(0.0, following - time.perf_counter()))
+            following = max(following, time.perf_counter() - step_s) + step_s
+            progress = [one.step() for one in running.values()]
+            asker.send(rank.Report.of(progress, EngineStats(running=len(running))))
+            for one in progress:
+                if one.finish is not None:
+                    del running[one.request_id]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a round took.
+
+    Attributes:
+        events: with text, over HTTP; 0 offline.
+        busy_s: time of processors.
+    """
+
+    tokens: int
+    seconds: float
+    busy_s: float
+    events: int = 0
+
+
+def offline(llm: LLM, prompt: list[int], streams: int, tokens: int, step_us: int) -> Carried:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=step_us)
+    started, busy = time.perf_counter(), time.process_time()
+    outputs = llm.generate([prompt] * streams, params)
+    seconds, busy_s = time.perf_counter() - started, time.process_time() - busy
+    expected = spelled(llm.tokenizer, prompt, tokens)
+    assert all(output.text == expected for output in outputs)
+    return Carried(streams * tokens, seconds, busy_s)
+
+
+def spelled(tokenizer: Any, prompt: list[int], tokens: int) -> str:
+    text: str = tokenizer.decode([prompt[number % len(prompt)] for number in range(tokens)])
+    return text
+
+
+def serve(telling: Connection) -> None:
+    """Be ``shotcast serve``."""
+    with patch.object(rank, "serve", emit):
+        engine = AsyncLLM(MODEL)
+    sys.exit(run(engine, ServerConfig(port=0), telling.send))
+
+
+def over_http(
+    pid: int, port: int, prompt: list[int], streams: int, tokens: int, step_us: int, expected: str
+) -> Carried:
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "seed": step_us, "stream": True}
+    body = json.dumps(asked | {"ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    request = head.encode() + b"\r\n\r\n" + body
+    selector = selectors.DefaultSelector()
+    said: dict[socket.socket, bytearray] = {}
+    busy = _busy_s(pid)
+    started = time.perf_counter()
+    for _ in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        said[connection] = bytearray()
+        selector.register(connection, selectors.EVENT_READ)
+    for connection in said:
+        connection.sendall(request)
+    open_still = streams
+    while open_still:
+        for key, _ in selector.select():
+            connection = key.fileobj  # type: ignore[assignment]
+            piece = connection.recv(1 << 16)
+            assert piece, said[connection][-500:].decode()
+            said[connection] += piece
+            if b"data: [DONE]" in said[connection][-len(piece) - 20 :]:
+                selector.unregister(connection)
+                open_still -= 1
+    seconds = time.perf_counter() - started
+    busy_s = _busy_s(pid) - busy
+    events = 0
+    for connection, bytes_said in said.items():
+        connection.close()
+        texts = [event["choices"][0]["text"] for event in _events(bytes(bytes_said))]
+        assert "".join(texts) == expected
+        events += len(texts)
+    return Carried(streams * tokens, seconds, busy_s, events)
+
+
+def _events(answer: bytes) -> list[Any]:
+    """Of a response in chunks; the last, empty one may be missing."""
+    _, _, rest = answer.partition(b"\r\n\r\n")
+    body = bytearray()
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    lines = (line.removeprefix("data: ") for line in body.decode().split("\n\n"))
+    return [json.loads(line) for line in lines if line and line != "[DONE]"]
+
+
+def _busy_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def middle(rounds: Sequence[Carried]) -> Carried:
+    """That of median speed."""
+    return sorted(rounds, key=lambda one: one.seconds)[(len(rounds) - 1) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each stream")
+    parser.add_argument("--steps", default="0,2.8", help="milliseconds of a step of all streams, several by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    steps = [round(1000 * float(step)) for step in options.steps.split(",")]
+    found: dict[tuple[str, int], list[Carried]] = {}
+    amount = options.streams, options.tokens
+    with patch.object(rank, "serve", emit):
+        llm = LLM(MODEL)
+    with llm:
+        prompt = llm.tokenizer.encode(TEXT.read_text())[:PROMPT_TOKENS]
+        expected = spelled(llm.tokenizer, prompt, options.tokens)
+        for step in steps:
+            offline(llm, prompt, options.streams, 64, step)
+            found["offline", step] = [offline(llm, prompt, *amount, step) for _ in range(options.rounds)]
+    context = multiprocessing.get_context("spawn")
+    hearing, telling = context.Pipe(duplex=False)
+    server = context.Process(target=serve, args=(telling,))
+    server.start()
+    try:
+        port = hearing.recv()
+        assert server.pid is not None
+        for step in steps:
+            over_http(server.pid, port, prompt, options.streams, 64, step, spelled(llm.tokenizer, prompt, 64))
+            found["HTTP", step] = [
+                over_http(server.pid, port, prompt, *amount, step, expected) for _ in range(options.rounds)
+            ]
+    finally:
+        server.terminate()
+        server.join()
+    table = Table(*("way", "step ms", "asked tokens/s", "tokens/s", "spread", "us/token", "tokens/event"))
+    rows = []
+    for (way, step), rounds in found.items():
+        one = middle(rounds)
+        speeds = [each.tokens / each.seconds for each in rounds]
+        row = {
+            "way": way,
+            "step_ms": step / 1000,
+            "asked_tokens_s": options.streams / step * 1e6 if step else None,
+            "tokens_s": one.tokens / one.seconds,
+            "tokens_s_all": speeds,
+            "us_token": statistics.median(each.busy_s / each.tokens * 1e6 for each in rounds),
+            "tokens_event": one.tokens / one.events if one.events else None,
+        }
+        rows.append(row)
+        table.add_row(
+            way,
+            f"{step / 1000:g}",
+            f"{row['asked_tokens_s']:,.0f}" if step else "all",
+            f"{row['tokens_s']:,.0f}",
+            f"{(max(speeds) - min(speeds)) / row['tokens_s']:.0%}",
+            f"{row['us_token']:.1f}",
+            f"{row['tokens_event']:.1f}" if one.events else "-",
+        )
+    Console().print(table)
+    if options.json:
+        document = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": "python " + " ".join(sys.argv),
+            "environment": detect().as_json(),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
