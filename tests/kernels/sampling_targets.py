@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shotcast.engine.draw import LEAST_TEMPERATURE, exponential, scramble
+from shotcast.engine.draw import exponential, inverse_temperature, scramble
 from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import Sampler, row_key
 from shotcast.kernels import sampling
@@ -140,7 +140,7 @@ def as_good(case: Case, row: Row, place: int, logits: torch.Tensor, tokens: tupl
     counts = torch.tensor([row.output.count(token) for token in range(case.vocab)])
     penalty = (counts > 0) * torch.tensor(params.presence_penalty) + counts * torch.tensor(params.frequency_penalty)
     x = logits - penalty
-    x = (x - x.max()) / max(params.temperature, LEAST_TEMPERATURE)
+    x = (x - x.max()) * inverse_temperature(params)
     key = torch.frombuffer(bytearray(row_key(seed, len(row.output))), dtype=torch.int32)[None]
     noise = scramble(torch.arange(case.vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
     scores = x - exponential(scramble(noise, key))[0].log()
@@ -262,21 +262,23 @@ def tail(count: int) -> list[int]:
 def race_kernel(keys, made, SIZE: tl.constexpr):  # noqa: N803
     i = tl.arange(0, SIZE)
     pair = tl.load(keys + 2 * i).to(tl.uint32, bitcast=True), tl.load(keys + 2 * i + 1).to(tl.uint32, bitcast=True)
-    tl.store(made + i, sampling.value_of(sampling.race(tl.zeros([SIZE], tl.float32), i * 0, pair)))
+    bits, distance = sampling.noise(i * 0, pair), tl.zeros([SIZE], tl.float32)
+    tl.store(made + i, sampling.value_of(sampling.race(distance, i * 0, bits)))
+    tl.store(made + SIZE + i, sampling.highest(distance, bits))
 
 
-def scores(bits: list[int]) -> tuple[list[float], list[float]]:
-    """Scores of a token at distance 0 whose noise has these bits, by the kernels and by PyTorch."""
+def scores(bits: list[int]) -> tuple[list[float], list[float], list[float]]:
+    """Scores of a token at distance 0 whose noise has these bits, by the kernels and by PyTorch; and their bounds."""
     keys = []
     for wanted in bits:  # token 0 is scrambled to 0 by no key; the rest is undone, last step first
         x = wanted ^ wanted >> 15 ^ wanted >> 30
         keys += [0, x * pow(0xD35A2D97, -1, 2**32) % 2**32]
-    made = torch.zeros(len(bits))
+    made = torch.zeros(2, len(bits))
     key = torch.tensor(keys, dtype=torch.int64).int()
     race_kernel[(1,)](key, made, len(bits))
     noise = scramble(torch.zeros(len(bits), 1, dtype=torch.int32), key.view(-1, 2))
     assert noise[:, 0].tolist() == torch.tensor(bits).int().tolist()
-    return made.tolist(), (-exponential(noise)[:, 0].log()).tolist()
+    return made[0].tolist(), (-exponential(noise)[:, 0].log()).tolist(), made[1].tolist()
 
 
 def zeros() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,18 @@ def test_weights_far_off_count() -> None:
 
 def test_noise_at_its_ends() -> None:
     bits = [0, 1, 0x40, 0x7FFFFFFF, 0x7FFFFF80, 0xFFFFFFFF, 0x80000000, 0x12345678]
-    ((found, wanted),) = shotcast.spawn(targets.scores, 1, bits, env=INTERPRETED, timeout_s=60)
+    ((found, wanted, _),) = shotcast.spawn(targets.scores, 1, bits, env=INTERPRETED, timeout_s=60)
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_no_score_is_above_its_bound_and_few_tokens_are_looked_at_closer() -> None:
+    drawn = random.Random(0)
+    bits = [drawn.getrandbits(31) >> drawn.randrange(31) for _ in range(4060)]
+    bits += [edge for power in range(1, 19) for edge in (2**power - 1, 2**power)]
+    ((scores, _, bounds),) = shotcast.spawn(targets.scores, 1, bits, env=INTERPRETED, timeout_s=60)
+    assert all(bound >= score for score, bound in zip(scores, bounds, strict=True))
+    small = [bound - score for score, bound, number in zip(scores, bounds, bits, strict=True) if 64 < number < 2**26]
+    assert max(small) < 0.1
 
 
 def test_zeros_of_either_sign_are_equal() -> None:

@@ -20,6 +20,11 @@ CACHED = 2**16
 """Logits that are worked on at once: no more than a CPU's caches hold."""
 
 
+def inverse_temperature(params: SamplingParams) -> float:
+    """What logits are multiplied with; 0 for greedy rows."""
+    return 0.0 if params.greedy else 1 / max(params.temperature, LEAST_TEMPERATURE)
+
+
 def scramble(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A hash of 32 bits to 32 bits, one to one for each key; in place.
 
@@ -134,8 +139,8 @@ def draw(
             index, of = torch.tensor(part), [params[row] for row in part]
             chosen = logits[index]
             # The largest becomes 0, so that no temperature, however low, makes infinities of it.
-            temperatures = torch.tensor([max(p.temperature, LEAST_TEMPERATURE) for p in of])
-            shifted = (chosen - chosen.amax(1, keepdim=True)).div_(temperatures[:, None])
+            inverse = torch.tensor([inverse_temperature(p) for p in of])
+            shifted = (chosen - chosen.amax(1, keepdim=True)).mul_(inverse[:, None])
             tokens.index_copy_(0, index, race(shifted, keys[index], of, noise))
     return tokens
 

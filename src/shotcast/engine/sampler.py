@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shotcast.engine.draw import LEAST_TEMPERATURE, draw, noise_of, penalise
+from shotcast.engine.draw import draw, inverse_temperature, noise_of, penalise
 from shotcast.engine.requests import SamplingParams, TokenLogprob
 from shotcast.engine.transfer import uploaded
 from shotcast.errors import ConfigError
@@ -123,9 +123,8 @@ class Sampler:
             self._top_p[slot] = top_p
             # Beyond, all weights together are less than 1 - top_p, even of as many tokens.
             beyond = math.log(self.vocab / (1 - top_p)) + 1 if top_p < 1 else math.inf
-            temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
             penalties = params.presence_penalty, params.frequency_penalty
-            self._reals[slot] = temperature, -params.floor, *penalties, beyond
+            self._reals[slot] = inverse_temperature(params), -params.floor, *penalties, beyond
 
     def sample(
         self,

@@ -1,7 +1,7 @@
 """Tokens drawn from rows of logits, whatever each row asks for: two launches, three if a row has cuts (top_k or top_p),
 and one more if a row has penalties.
 
-    distance = (largest logit - logit) / temperature
+    distance = (largest logit - logit) * (1 / temperature)
     weight   = exp(-distance)
     score    = -distance - log(time), the time a hash of key and token, exponentially distributed
     token    = argmax of the scores of what top_k, top_p and min_p keep
@@ -21,6 +21,7 @@ that. A row that holds NaN or plus infinity is given some token.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,9 @@ FAN = tl.constexpr(16)
 """Values of a digit of the cut."""
 UNIT = tl.constexpr(2.0**44)
 """Units of weight of the likeliest token."""
+STEEP = tl.constexpr(2.0**-23 * math.log(2.0))
+HIGHEST = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
+"""Of :func:`highest`; 0.01 is more than all that is rounded."""
 NOTHING = tl.constexpr(2**63 - 1)
 """An element after all others."""
 NOBODY = tl.constexpr(-(2**63) + 2**31 - 1)
@@ -46,7 +50,7 @@ INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(3)
 
 TILE = 1024
 """Tokens that a program has at once."""
-BLOCK = 1024
+BLOCK = 512
 """Elements of a list that a program has at once."""
 CAPACITY = 8192
 """Elements of a list; where there are more, the row itself is searched. Of normally distributed logits, 4% are in a bin
@@ -64,8 +68,8 @@ class Rows(NamedTuple):
 
     Attributes:
         integers: int32 [rows, 4]: slot; top_k, 0 for all; two words that key the noise.
-        reals: float32 [rows, 5]: temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence and
-            frequency penalty; the distance beyond which top_p keeps none.
+        reals: float32 [rows, 5]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence
+            and frequency penalty; the distance beyond which top_p keeps none.
         top_p: float64 [rows].
         state: int64 [rows, 3], START in each row: entries of the largest logit and of the winner, length of the list.
     """
@@ -137,11 +141,30 @@ def scramble(x, first, second):
 
 
 @triton.jit
-def race(distance, token, keys):
-    """Entries of scores; the time is ``engine.draw.exponential``'s."""
+def noise(token, keys):
+    """31 bits, uniform."""
     first, second = keys
-    bits = scramble(scramble(token.to(tl.uint32, bitcast=True), 0, 0), first, second)
-    uniform = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31)
+    return (scramble(scramble(token.to(tl.uint32, bitcast=True), 0, 0), first, second) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def uniform_of(bits):
+    """In units of 2^-31."""
+    return bits.to(tl.float32) + 0.5
+
+
+@triton.jit
+def highest(distance, bits):
+    """What scores are no higher than, for a third of the work: a time is not below its uniform number, nor the
+    logarithm of a number below the bits of its float read as a number."""
+    number = uniform_of(bits).to(tl.int32, bitcast=True).to(tl.float32)
+    return -distance + HIGHEST - number * STEEP
+
+
+@triton.jit
+def race(distance, token, bits):
+    """Entries of scores; the time is ``engine.draw.exponential``'s of ``bits``, which are the token's :func:`noise`."""
+    uniform = uniform_of(bits) * (2.0**-31)
     uniform = tl.minimum(uniform, 1 - 2.0**-24)
     # log1p: by what 1 - uniform is rounded, its logarithm is off in proportion
     left = 1.0 - uniform
@@ -156,7 +179,7 @@ def race(distance, token, keys):
 
 @triton.jit
 def source_of(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
-    """Where a row's logits and counts begin; its presence and frequency penalty, and its temperature."""
+    """Where a row's logits and counts begin; its presence and frequency penalty, and 1 / its temperature."""
     slot = tl.load(integers + row * INTEGERS).to(tl.int64)
     mine = reals + row * REALS
     return logits + row * VOCAB, counts + slot * VOCAB, tl.load(mine + 2), tl.load(mine + 3), tl.load(mine)
@@ -195,7 +218,7 @@ def largest_of(source, best, state, row):
 def distances(source, largest, token, inside):
     """Infinite where not ``inside``."""
     # abs, for the sign of a zero
-    return tl.abs(tl.div_rn(largest - penalised(source, token, inside), source[4]))
+    return tl.abs((largest - penalised(source, token, inside)) * source[4])
 
 
 @triton.jit
@@ -283,6 +306,17 @@ def weight_up_to(
 
 
 @triton.jit
+def amounts(distance, WEIGHS: tl.constexpr):
+    return weight_of(distance) if WEIGHS else tl.full(distance.shape, 1, tl.int64)
+
+
+@triton.jit
+def amount_before(made, each, bounds):
+    """What elements before each of the bounds amount to."""
+    return tl.sum(tl.where(made[:, None] < bounds[None, :], each[:, None], 0), axis=0)
+
+
+@triton.jit
 def find_cut(
     source,
     largest,
@@ -297,16 +331,29 @@ def find_cut(
 ):
     """The first element up to which the list has ``wanted`` elements, with WEIGHS that weight; at least 1."""
     DIGITS: tl.constexpr = (31 + BITS + 3) // 4
-    cut = tl.full([], 0, tl.int64)
-    for digit in range(DIGITS):
-        shift = (DIGITS - 1 - digit) * 4
-        bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
-        before = tl.zeros([FAN], tl.int64)
-        for start in range(0, end, BLOCK):
-            made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
-            each = weight_of(distance) if WEIGHS else tl.full([BLOCK], 1, tl.int64)
-            before += tl.sum(tl.where(made[:, None] < bounds[None, :], each[:, None], 0), axis=0)
-        cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
+    IN_BIN: tl.constexpr = (BIN_SHIFT + BITS + 3) // 4
+    _, _, first, last = listed
+    # Elements of one bin, but for those at the ends, which have no bounds, begin with its bits.
+    alike = (first == last) & (first > 0) & (first < BINS - 1)
+    cut = tl.where(alike, (first + BIN_FIRST).to(tl.int64) << (BIN_SHIFT + BITS), 0)
+    digits = tl.where(alike, IN_BIN, DIGITS)
+    if end <= BLOCK:  # it stays in registers
+        made, distance = elements(source, largest, listed, 0, VOCAB, BITS, CAPACITY, BLOCK)
+        each = amounts(distance, WEIGHS)
+        for digit in range(digits):
+            shift = (digits - 1 - digit) * 4
+            bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
+            before = amount_before(made, each, bounds)
+            cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
+    else:
+        for digit in range(digits):
+            shift = (digits - 1 - digit) * 4
+            bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
+            before = tl.zeros([FAN], tl.int64)
+            for start in range(0, end, BLOCK):
+                made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+                before += amount_before(made, amounts(distance, WEIGHS), bounds)
+            cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
     return cut
 
 
@@ -383,19 +430,24 @@ def race_kernel(
         first_bin, last_bin = tl.full([], BINS, tl.int32), tl.full([], BINS, tl.int32)
         if cuts:
             first_bin, last_bin, _, _, _, _ = bracket(bins, row, k, p)
-        largest, _ = largest_of(source, best, state, row)
+        largest, likeliest = largest_of(source, best, state, row)
         farthest = tl.load(reals + row * REALS + 1)
         keys = keys_of(integers, row)
-        winner = tl.full([TILE], NOBODY, tl.int64)
+        # Nothing cuts the likeliest, so no lower score wins.
+        likeliest = likeliest.to(tl.int32)
+        winner = race((likeliest * 0).to(tl.float32), likeliest, noise(likeliest, keys))
         first, end = span(VOCAB, TILE)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
             distance = distances(source, largest, token, token < end)
             there = distance < float("inf")
             bin = bin_of(distance)
-            races = there & (bin < first_bin) & (distance <= farthest)
+            bits = noise(token, keys)
+            may_win = highest(distance, bits) >= value_of(winner)
+            races = there & (bin < first_bin) & (distance <= farthest) & may_win
             if tl.max(races.to(tl.int32), axis=0) > 0:
-                winner = tl.maximum(winner, tl.where(races, race(distance, token, keys), NOBODY))
+                entries = tl.where(races, race(distance, token, bits), NOBODY)
+                winner = tl.maximum(winner, tl.max(entries, axis=0))
             between = (there & (bin >= first_bin) & (bin <= last_bin)).to(tl.int32)
             amount = tl.sum(between, axis=0)
             if amount > 0:
@@ -403,7 +455,7 @@ def race_kernel(
                 place += tl.cumsum(between, axis=0) - between
                 mask = (between > 0) & (place < CAPACITY)
                 tl.store(lists + row * CAPACITY + place, element(distance, token, BITS), mask=mask)
-        tl.atomic_max(state + row * STATE + 1, tl.max(winner, axis=0), sem="relaxed")
+        tl.atomic_max(state + row * STATE + 1, winner, sem="relaxed")
 
 
 @triton.jit
@@ -449,7 +501,8 @@ def finish_kernel(
             for start in range(0, end, BLOCK):
                 made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
                 races = (made <= cut) & (distance <= farthest)
-                one = race(distance, (made & ((1 << BITS) - 1)).to(tl.int32), keys)
+                listed_token = (made & ((1 << BITS) - 1)).to(tl.int32)
+                one = race(distance, listed_token, noise(listed_token, keys))
                 winner = tl.maximum(winner, tl.max(tl.where(races, one, NOBODY), axis=0))
         token = token_of(winner)
     tl.store(told + row * 2, token)
