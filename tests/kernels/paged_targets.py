@@ -62,7 +62,10 @@ def both_ways(
             paged_attention.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
-            assert all(torch.equal(kept, alone) for kept, alone in zip(mine, rotated, strict=True))
+            # Compilers join products and sums in float32 in one kernel and not in the other.
+            joined = 1e-6 if dtype == torch.float32 and device != "cpu" else 0.0
+            for kept, alone in zip(mine, rotated, strict=True):
+                torch.testing.assert_close(kept, alone, rtol=joined, atol=joined)
         else:
             given = x if norms is None else norm_heads(x, norms, EPS)
             attention.rotate_into_cache(given.to(kind), *turns, *places, *mine, queries)

@@ -48,14 +48,14 @@ NOBODY = tl.constexpr(-(2**63) + 2**31 - 1)
 INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(3)
 """Columns of :class:`Rows`."""
 
-TILE = 1024
+TILE = 512
 """Tokens that a program has at once."""
 BLOCK = 512
 """Elements of a list that a program has at once."""
 CAPACITY = 8192
 """Elements of a list; where there are more, the row itself is searched. Of normally distributed logits, 4% are in a bin
 at most: 5000 of 128K."""
-PROGRAMS = 4
+PROGRAMS = 8
 """Of a processor, if rows can be divided among so many."""
 WARPS, FINISH_WARPS = 4, 16
 """Of programs that have tiles, and of the one that finishes a row."""
