@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.hardware.detect import detect
 from shotcast.kernels.paged_attention import Decoding
 from shotcast.kernels.target import processors
 
@@ -34,24 +33,6 @@ STEPS = ((1, 576), (1, 8192), (1, 32768), (4, 576), (8, 2048), (16, 576), (16, 8
 LEAST_BYTES = 200_000_000
 """Of the caches of all layers: several times the L2 cache."""
 MOST_LAYERS = 48
-
-
-def seconds_each(call: Callable[[int], Any], layers: int) -> float:
-    """Median over replays of a graph that calls with each layer once."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            call(layer)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(10)]
-    graph.replay()
-    for event in events:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
-    return times[len(times) // 2] / 1e3 / layers
 
 
 class Step:
@@ -106,15 +87,9 @@ def measure(sequences: int, length: int, heads: int, kv_heads: int) -> dict[str,
     row: dict[str, Any] = {"sequences": sequences, "length": length, "heads": heads, "kv_heads": kv_heads}
     row |= {"splits": step.decoding.splits(sequences), "apart": apart}
     for contender, call in (("own", step.own), ("library", library)):
-        taken = seconds_each(call, step.layers)
+        taken = seconds_each(call, step.layers, step.layers)
         row |= {f"{contender}_us": taken * 1e6, f"{contender}_gbps": step.nbytes / taken / 1e9}
     return row
-
-
-def copy_gbps() -> float:
-    sources = [torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    target = torch.empty_like(sources[0])
-    return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2) / 1e9
 
 
 def main() -> None:
@@ -135,8 +110,7 @@ def main() -> None:
     screen.print(view)
     screen.print(f"copy {copied:.0f} GB/s")
     if options.json:
-        environment = detect().as_json() | {"copy_gbps": copied}
-        options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        write(options.json, rows, copy_gbps=copied)
 
 
 if __name__ == "__main__":

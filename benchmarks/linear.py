@@ -12,9 +12,6 @@ copying memory reaches, bytes read and bytes written.
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
-import json
 import multiprocessing
 import os
 import sys
@@ -25,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.hardware.detect import detect
 from shotcast.kernels import activations, matvec, skinny
 from shotcast.kernels.matvec import Stream
 from shotcast.kernels.skinny import Tiles
@@ -55,29 +52,6 @@ BYTES_BETWEEN = 200_000_000
 CALLS = 24
 LIBRARY = "library"
 CHOSEN = "chosen"
-
-
-def seconds_each(call: Callable[[int], Any], count: int) -> float:
-    """Median over replays of a graph that calls with 0, 1, ..., count - 1 in turn, CALLS times or more."""
-    calls = -(-CALLS // count) * count
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(0)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(calls):
-            call(number % count)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
-    graph.replay()
-    for event in events[:-1]:
-        event.record()
-        graph.replay()
-    events[-1].record()
-    events[-1].synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
-    return times[len(times) // 2] / 1e3 / calls
 
 
 def off_by(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, allowed: float) -> float:
@@ -151,7 +125,7 @@ class Product:
                 off = off_by(call(x, 0), exact, size, 2**-4 if rounded else 2**-12)
                 if not off <= 1:
                     raise ArithmeticError(f"off by {off:.3g} times what is allowed")
-                taken = seconds_each(lambda turn, call=call: call(x, turn), self.count)
+                taken = seconds_each(lambda turn, call=call: call(x, turn), self.count, CALLS)
                 row |= {"us": taken * 1e6, "gbps": self.nbytes / taken / 1e9}
             except Exception as error:  # a launch that does not fit, or is wrong, is a result too
                 row |= {"error": f"{type(error).__name__}: {str(error)[:200]}"}
@@ -200,12 +174,6 @@ def compile_all(models: list[str], rows: list[int]) -> None:
             done.result()
 
 
-def copy_gbps() -> float:
-    sources = [torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    target = torch.empty_like(sources[0])
-    return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2) / 1e9
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(SHAPES))
@@ -239,11 +207,7 @@ def main() -> None:
                 view.add_row(model, name, str(number), *times, str(best.get("contender", "-")))
     screen.print(view)
     if options.json is not None:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        environment = detect().as_json() | {"copy_gbps": copied}
-        said = {"date": now, "command": " ".join(sys.argv), "environment": environment, "rows": rows}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
+        write(options.json, rows, copy_gbps=copied)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ is given keys and values that are gathered from the cache already. TFLOP/s count
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_timing import seconds_each, write
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
@@ -40,24 +38,6 @@ STEPS = {
     "16K": ((0, 16384),),
     "63 that decode at 1K, 1985": ((1024, 1),) * 63 + ((0, 1985),),
 }
-
-
-def seconds_each(call: Callable[[], Any]) -> float:
-    """Median over replays of a graph of CALLS calls."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
-    graph.replay()
-    for event in events:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
-    return times[len(times) // 2] / 1e3 / CALLS
 
 
 def measure(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -108,7 +88,7 @@ def measure(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, An
     pairs = float((new.astype(np.float64) * before + new * (new + 1.0) / 2).sum())
     row = {"step": name, "tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "apart": apart}
     for contender, call in (("own", own), ("library", library)):
-        taken = seconds_each(call)
+        taken = seconds_each(lambda _, call=call: call(), 1, CALLS)
         row |= {f"{contender}_us": taken * 1e6, f"{contender}_tflops": 4 * pairs * heads * head_dim / taken / 1e12}
     return row
 
@@ -129,7 +109,7 @@ def main() -> None:
         view.add_row(name, *(f"{figure:.1f}" for figure in figures), f"{row['apart']:.1e}")
     Console(width=150).print(view)
     if options.json:
-        options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        write(options.json, rows)
 
 
 if __name__ == "__main__":
