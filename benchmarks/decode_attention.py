@@ -33,6 +33,8 @@ STEPS = ((1, 576), (1, 8192), (1, 32768), (4, 576), (8, 2048), (16, 576), (16, 8
 LEAST_BYTES = 200_000_000
 """Of the caches of all layers: several times the L2 cache."""
 MOST_LAYERS = 48
+MOST_APART = 0.02
+"""Of results that are means of values of about 1, rounded to bfloat16 in other places."""
 
 
 class Step:
@@ -84,6 +86,8 @@ def measure(sequences: int, length: int, heads: int, kv_heads: int) -> dict[str,
     own = step.own(0).clone()  # enters the new keys and values
     library = step.library()
     apart = (own.float() - library(0).float()).abs().max().item()
+    if not apart <= MOST_APART:
+        raise ArithmeticError(f"{sequences} sequences of {length}: {apart:g} apart, which no rounding explains")
     row: dict[str, Any] = {"sequences": sequences, "length": length, "heads": heads, "kv_heads": kv_heads}
     row |= {"splits": step.decoding.splits(sequences), "apart": apart}
     for contender, call in (("own", step.own), ("library", library)):

@@ -322,17 +322,17 @@ def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
 def test_a_listener_hears_once_a_step_of_all_its_requests(llm: LLM) -> None:
     steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
     for number in range(4):
-        llm._client.submit(f"heard-{number}", (number + 5,), greedy(12), steps.put)
+        llm._client.submit(f"heard-{number}", (number + 5,), greedy(40), steps.put)
     tokens: dict[str, int] = dict.fromkeys((f"heard-{number}" for number in range(4)), 0)
     together = 0
-    while set(tokens.values()) != {12}:
+    while set(tokens.values()) != {40}:
         step = steps.get(timeout=30)
         together = max(together, len(step))
         assert len({news.request_id for news in step}) == len(step)
         for name, latest, _ in step:
             assert isinstance(latest, Progress)
             tokens[name] += len(latest.tokens)
-            assert (latest.finish is not None) == (tokens[name] == 12)
+            assert (latest.finish is not None) == (tokens[name] == 40)
     assert together == 4
 
 

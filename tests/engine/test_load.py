@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import load_targets as targets
 import pytest
 import torch
@@ -10,7 +12,8 @@ import shotcast
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _LEAST_WORKSPACE as LEAST
-from shotcast.engine.load import _workspace_bytes
+from shotcast.engine.load import _require_float8, _workspace_bytes
+from shotcast.errors import UnsupportedError
 from shotcast.kernels.layout import Layout
 from shotcast.models.presets import preset
 
@@ -53,4 +56,13 @@ def test_a_rank_alone_has_no_algorithm_that_a_workspace_could_bound() -> None:
 
 
 def test_what_goes_between_stages_may_be_longer_than_their_workspace() -> None:
-    shotcast.spawn(targets.passed_on, 4, 2, 2, 3 * LEAST, timeout_s=60)
+    shotcast.spawn(targets.passed_on, 4, 2, 2, LEAST + 4096, env=GPU_KERNELS, timeout_s=100)
+
+
+@pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_fp8_needs_a_gpu_that_multiplies_in_it(found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    refusal = pytest.raises(UnsupportedError, match=r"A GPU has 8\.[06]")
+    with refusal if found < (8, 9) else contextlib.nullcontext():
+        _require_float8(torch.device("cuda", 0))

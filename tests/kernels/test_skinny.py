@@ -109,9 +109,19 @@ def test_what_is_not_served_is_refused() -> None:
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
+def signature_of(fp8: bool) -> dict[str, str]:
+    kinds = {
+        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
+        **dict.fromkeys(("scale", "x_scale", "partial"), "*fp32"),
+        **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
+        "arrivals": "*i32",
+    }
+    return {name: kinds.get(name, "*bf16") for name in skinny_kernel.arg_names}
+
+
 def compiled(
     outputs: int, inputs: int, rows: int, fp8: bool, gated: bool = False, capability: int = 90, whole: bool = True
-) -> Any:
+) -> tuple[Any, dict[str, str]]:
     item = 1 if fp8 else 2
     tiles = skinny.choose(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
     constants: dict[str, Any] = {
@@ -127,16 +137,9 @@ def compiled(
     }
     if not fp8:
         constants |= {"scale": None, "x_scale": None}
-    kinds = {
-        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
-        **dict.fromkeys(("scale", "x_scale", "partial"), "*fp32"),
-        **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
-        "arrivals": "*i32",
-    }
-    names = skinny_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in names}
+    signature = signature_of(fp8) | dict.fromkeys(constants, "constexpr")
     aligned = ("x", "weight", "inputs", "out", "partial")
-    return cross.build(skinny_kernel, signature, constants, skinny.WARPS, capability, {}, aligned)
+    return cross.build(skinny_kernel, signature, constants, skinny.WARPS, capability, {}, aligned), signature
 
 
 SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624, 16384, True)]
@@ -148,7 +151,10 @@ def test_tensor_cores_take_tiles_of_shared_memory(
     outputs: int, inputs: int, fp8: bool, rows: int, tmp_path: Path
 ) -> None:
     """By the instructions of the ninth generation, whose copies are of 16 bytes; nothing is spilt."""
-    kernel = compiled(outputs, inputs, rows, fp8)
+    kernel, signature = compiled(outputs, inputs, rows, fp8)
+    early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    assert cross.touched(early, signature) == []
+    assert "griddepcontrol.wait" not in late
     found = cross.instructions(kernel.asm["ptx"])
     kind = "f32.e4m3.e4m3" if fp8 else "f32.bf16.bf16"
     assert [name for name in found if name.startswith("wgmma.mma_async") and name.endswith(kind)]
@@ -165,7 +171,7 @@ def test_tensor_cores_take_tiles_of_shared_memory(
 )
 def test_compiles_for(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows, gated, whole in ((3, True, False), (64, True, True), (32, False, True)):
-        kernel = compiled(1536, 4096, rows, fp8, gated, capability, whole)
+        kernel, _ = compiled(1536, 4096, rows, fp8, gated, capability, whole)
         assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
         assert ("ex2" in kernel.asm["ptx"]) == gated
         assert kernel.metadata.shared <= (MEMORY[capability] - 1) << 10

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from shotcast.layers.linear import Rows, column_parallel, row_parallel
+from shotcast.layers import embedding
+from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
 from shotcast.layers.weights import Weights
 
 
@@ -65,3 +68,21 @@ def test_several_matrices_become_one() -> None:
     joined = column_parallel(weights_of(source), [Rows("a", range(1, 3)), Rows("b", range(2, 6))])
     assert torch.equal(joined.weight, torch.cat((source.tensors["a.weight"][1:3], source.tensors["b.weight"][2:6])))
     assert joined.bias is None
+
+
+def test_the_head_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a layer has memory of its own, which no step should ask for."""
+    made: list[torch.Tensor] = []
+
+    def linear(weight: torch.Tensor) -> Linear:
+        made.append(weight)
+        return Linear(weight)
+
+    monkeypatch.setattr(embedding, "Linear", linear)
+    source = Memory(head=torch.randn(6, 4))
+    alone = SimpleNamespace(size=1, rank=0, gather_parts=lambda part, widths: part.flatten())
+    head = embedding.Vocabulary(weights_of(source), "head", 6, alone)  # type: ignore[arg-type]
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        torch.testing.assert_close(head.logits(x).values, x @ source.tensors["head"].T)
+    assert len(made) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,9 +20,13 @@ import pytest
 from live_server import Live, eventually, live
 from scripted_engine import ScriptedEngine
 
+from shotcast.engine.requests import EngineStats, FinishReason, ListenToOutput, RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.server.config import ServerConfig
+from shotcast.server.errors import ApiError
 from shotcast.server.main import run
+from shotcast.server.metrics import Metrics
+from shotcast.server.service import _Sequences
 
 
 def held(after: int = 2) -> ScriptedEngine:
@@ -263,3 +269,44 @@ def test_a_host_that_others_reach_needs_a_key(caplog: pytest.LogCaptureFixture) 
         caplog.clear()
         with live(host=host, api_key=key):
             assert ("no API key" in caplog.text) == warned
+
+
+class Told:
+    """An engine of which the test says what is told, before anybody looks."""
+
+    dead = None
+
+    def __init__(self) -> None:
+        self.listeners: list[ListenToOutput] = []
+        self.aborted: list[str] = []
+
+    def start(self, prompt: list[int], params: SamplingParams, request_id: str, listen: ListenToOutput) -> None:
+        self.listeners.append(listen)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+@pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
+@pytest.mark.parametrize("choices", [1, 2])
+def test_an_output_that_grew_before_it_failed_is_a_failure(reason: FinishReason, status: int, choices: int) -> None:
+    """Though it was told before, unread: it is the same object, which says by then how it ended."""
+
+    async def main() -> None:
+        engine: Any = Told()
+        updates = _Sequences(engine, Metrics(engine)).run([((1,), SamplingParams())] * choices, "r")
+        reading = asyncio.create_task(anext(updates))
+        await asyncio.sleep(0)
+        output = RequestOutput("r-0", (1,), tokens=[2], delta="a")
+        engine.listeners[0](output)
+        output.finish_reason, output.error = reason, "the logits are not numbers"
+        engine.listeners[0](output)
+        with pytest.raises(ApiError) as raised:
+            await reading
+        assert raised.value.status == status
+        assert engine.aborted == [f"r-{number}" for number in range(1, choices)]
+
+    asyncio.run(main())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from shotcast.engine.client import EngineClient, News
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.output import OutputBuilder
-from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
+from shotcast.engine.requests import EngineStats, ListenToOutput, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import EngineDead
 
-ListenToOutput = Callable[[RequestOutput | Exception], None]
-"""Told the output each time that it has grown, always the same object, or the error that ended it."""
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -83,7 +84,8 @@ class AsyncLLM:
 
     def _hear(self, news: list[News]) -> None:
         """On a thread of the engine's: wake up the loop, once a step."""
-        if self._loop is not None and not self._loop.is_closed():
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # a loop that is closed
             self._loop.call_soon_threadsafe(self._sort, news)
 
     def _sort(self, news: list[News]) -> None:
@@ -99,7 +101,10 @@ class AsyncLLM:
                 told = error
             if isinstance(told, Exception) or told.finished:
                 self.abort(name)  # a stop string is nothing that the ranks know
-            listen(told)
+            try:
+                listen(told)
+            except Exception:  # of one listener; the others are to hear
+                logger.exception("a listener of request %s failed", name)
 
     async def wait_dead(self) -> EngineDead:
         """Return when the engine is gone by itself."""

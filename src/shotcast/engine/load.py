@@ -16,7 +16,7 @@ from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicato
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.runner import Runner
 from shotcast.engine.steps import bucket_sizes, token_sizes
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.clock import DeviceClock, HostClock
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
@@ -63,6 +63,7 @@ def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Rea
 
     Raises:
         ConfigError: the model cannot be had as the configuration says, or there is too little memory.
+        UnsupportedError: the GPU does not multiply in FP8.
     """
     checkpoint = open_checkpoint(config.model, _device_of(config))
     stack.callback(checkpoint.close)
@@ -71,6 +72,8 @@ def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Rea
     device = config.device
     dtype_name = config.dtype or ("float32" if device == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, dtype_name)
+    if config.quantization:
+        _require_float8(_device_of(config))
     budget = _memory_budget(config, model, dtype)
     job, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
     sequence_parallel = _SEQUENCE_PARALLEL_FROM if config.sequence_parallel else 0
@@ -156,6 +159,15 @@ class _Memory:
 
     available: int
     weights: int
+
+
+def _require_float8(device: torch.device) -> None:
+    found = torch.cuda.get_device_capability(device)
+    if found < (8, 9):
+        raise UnsupportedError(
+            f"quantization fp8 multiplies in FP8, which GPUs of compute capability 8.9 and later do; "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+        )
 
 
 def _device_of(config: EngineConfig) -> torch.device:

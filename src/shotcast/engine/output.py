@@ -33,9 +33,9 @@ class OutputBuilder:
         if params.logprobs is not None:
             self._output.logprobs = []
         self._tokenizer = tokenizer
-        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
-        self._stops = StopStrings(params.stop)
         self._late = late and not params.stop
+        self._decoder = None if tokenizer is None or self._late else IncrementalDecoder(tokenizer)
+        self._stops = StopStrings(params.stop)
         self._end_tokens = frozenset(end_tokens)
         self._started = time.perf_counter()
 
@@ -71,15 +71,13 @@ class OutputBuilder:
 
     def _read(self, progress: Progress) -> str | None:
         """Turn new tokens into text; the stop string that they complete."""
-        if self._decoder is None or self._tokenizer is None:
-            return None
         last = progress.finish is not None
-        if self._late and not last:
+        if self._tokenizer is None or (self._late and not last):
             return None
         tokens: Sequence[int] = self._output.tokens if self._late else progress.tokens
         if progress.stop_token is not None:  # the last one
             tokens = tokens[:-1]
-        if self._late:
+        if self._decoder is None:
             text = self._tokenizer.decode(tokens)
         else:
             text = "".join(map(self._decoder.push, tokens))

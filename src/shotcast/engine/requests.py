@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -227,3 +228,7 @@ class EngineStats:
     steps: int = 0
     step_s: float = 0.0
     communication_s: float = 0.0
+
+
+ListenToOutput = Callable[[RequestOutput | Exception], None]
+"""Told an output each time that it has grown, always the same object, or the error that ended it."""

@@ -98,7 +98,6 @@ def products(
     words,
     start,
     inputs,
-    count,
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     WORDS: tl.constexpr,
@@ -116,7 +115,7 @@ def products(
     m = tl.arange(0, M_TILE)[:, None, None]
     row = x.to(tl.pointer_type(tl.int32)) + m * (inputs // 2)
     if FP8:
-        inside = (m < count) & (start + i < inputs // 4)
+        inside = start + i < inputs // 4
         source = row + start * 2 + i // 4 * 8 + i % 4
         lower = tl.load(source, mask=inside, other=0)
         upper = tl.load(source + 4, mask=inside, other=0)
@@ -136,7 +135,7 @@ def products(
             total += high * d
         sums = tl.sum(total, axis=3)
     else:
-        of_x = tl.load(row + start + i, mask=(m < count) & (start + i < inputs // 2), other=0)
+        of_x = tl.load(row + start + i, mask=start + i < inputs // 2, other=0)
         low, high = unpack(of_x, DTYPE)
         weight_low, weight_high = unpack(words, DTYPE)
         total = low * weight_low + high * weight_high
@@ -179,9 +178,9 @@ def stream_kernel(
     for start in range(0, last, WORDS):
         place = start + WORDS + i
         following = tl.load(base + place, mask=place < width, other=0, eviction_policy="evict_first")
-        total += products(x, words, start, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+        total += products(x, words, start, inputs, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
         words = following
-    total += products(x, words, last, inputs, count, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+    total += products(x, words, last, inputs, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
     write_outputs(tl.sum(total, axis=2), rows, None, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
@@ -206,7 +205,7 @@ class Stream:
 
 
 MOST_ROWS = 2
-"""Rows of x at most, up to where this is the fastest (benchmarks/data/h200/linear.json)."""
+"""Rows of x at most, up to where this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
 _FEW_OUTPUTS = 24
 """Outputs a processor, of the products for which a program asks for columns ahead."""
 
@@ -214,7 +213,7 @@ _FEW_OUTPUTS = 24
 def choose(outputs: int, itemsize: int, programs: int) -> Stream:
     """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
 
-    The fastest over the shapes of benchmarks/data/h200/linear.json.
+    The fastest, nearly, over the shapes of benchmarks/data/h200/linear.json.
     """
     few = outputs < _FEW_OUTPUTS * programs
     if itemsize == 2:

@@ -23,6 +23,8 @@ TILE, SMALL_TILE = 64, 32
 _MANY_SPLITS parts, so that a short one is divided among more programs."""
 _MANY_SPLITS = 16
 LEAST_TILE = 16
+_RESERVED_BYTES = 1 << 10
+"""Of shared memory, for each program."""
 WARPS = 4
 STAGES, FEW_STAGES = 5, 2
 """Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies."""
@@ -375,7 +377,7 @@ class Decoding:
         splits, half = self.splits(sequences), self._head_dim // 2
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
-        tile, stages = tile_of(self._head_dim, x.element_size(), shared_memory(x.device))
+        tile, stages = tile_of(self._head_dim, x.element_size(), shared_memory(x.device) - _RESERVED_BYTES)
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
             norms,

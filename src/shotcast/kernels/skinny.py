@@ -165,10 +165,11 @@ def choose(outputs: int, inputs: int, itemsize: int, rows: int, programs: int, m
 
 def candidates(outputs: int, inputs: int, itemsize: int, rows: int, programs: int, memory: int) -> Iterator[Tiles]:
     """Launches worth measuring: for one to three programs on a processor."""
+    made = set()
     for together in (1, 2, 3):
         most = _parts(outputs, inputs, itemsize, together * programs)
-        for parts in sorted({1, max(1, most - 1), most}):
-            yield Tiles(_stages(rows, together, memory), parts)
+        made |= {Tiles(_stages(rows, together, memory), parts) for parts in (1, max(1, most - 1), most)}
+    yield from sorted(made, key=str)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ class Vocabulary:
         self._mine = parts[parallel.rank]
         self._widths = [len(part) for part in parts]
         self.weight = weights.take(name, slice(self._mine.start, self._mine.stop))
+        self._product = Linear(self.weight)
         bounds = [part.start for part in parts] + [vocab]
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
 
@@ -43,7 +44,7 @@ class Vocabulary:
 
     def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
         """Of [rows, hidden], the same on every rank. ``out``: on CUDA, where they go."""
-        parts = self._parallel.gather_parts(Linear(self.weight)(x), self._widths)
+        parts = self._parallel.gather_parts(self._product(x), self._widths)
         rows = x.shape[0]
         if self.weight.is_cuda:
             from shotcast.kernels.logits import join

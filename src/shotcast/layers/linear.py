@@ -83,11 +83,13 @@ class Linear:
         return Float8Rows(*activations.quantize(out)) if self.takes_float8(out.shape[0]) else out
 
     def _as_taken(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
-        if isinstance(x, Float8Rows) or not self.takes_float8(x.shape[0]):
-            return x
+        return x if isinstance(x, Float8Rows) or not self.takes_float8(x.shape[0]) else self._quantized(x)
+
+    @staticmethod
+    def _quantized(x: torch.Tensor) -> Float8Rows:
         from shotcast.kernels import activations
 
-        return Float8Rows(*activations.quantize(x))
+        return Float8Rows(*activations.quantize(x.contiguous()))
 
     def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
         """None where the library is faster."""
@@ -101,9 +103,11 @@ class Linear:
         return None
 
     def _by_library(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
-        if isinstance(x, Float8Rows):
-            assert self._scale is not None
+        if self._scale is not None:
+            if not isinstance(x, Float8Rows):
+                x = self._quantized(x)
             return float8.product(x, Float8Rows(self.weight, self._scale), self.bias)
+        assert not isinstance(x, Float8Rows)
         return F.linear(x, self.weight, self.bias)
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shotcast.engine.async_llm import ListenToOutput
-from shotcast.engine.requests import EngineStats, SamplingParams
+from shotcast.engine.requests import EngineStats, ListenToOutput, SamplingParams
 
 
 class Tokenizer(Protocol):

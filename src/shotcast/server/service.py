@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -71,8 +71,9 @@ class Service:
                 tokenizer = self.engine.tokenizer
                 prompts = await loop.run_in_executor(self._tokenizing, body.tokenize, tokenizer)
                 jobs = [job for prompt in prompts for job in self._jobs(body, prompt, params)]
-                async for update in sequences.run(jobs, request_id):
-                    yield update
+                async with aclosing(sequences.run(jobs, request_id)) as updates:
+                    async for update in updates:
+                        yield update
             except EngineDead as error:
                 raise _dead(error) from error
             except ConfigError as error:
@@ -144,6 +145,10 @@ class Service:
         self._tokenizing.shutdown(wait=False)
 
 
+_FAILED = "abort", "error"
+"""Reasons to finish that are no answer."""
+
+
 class _Sequences:
     """The sequences of one request, side by side in the engine."""
 
@@ -175,6 +180,8 @@ class _Sequences:
                 self._changed.clear()
                 fresh, self._fresh = self._fresh, {}
                 for number, output in fresh.items():
+                    if output.finish_reason in _FAILED:
+                        continue  # it has grown since it was told; what it ended with is the failure
                     if number in unfinished:
                         if output.finished:
                             unfinished.remove(number)
