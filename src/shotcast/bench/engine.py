@@ -143,7 +143,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
     """The batches by ``generate`` of Hugging Face Transformers: same weights, dtype, prompts' length and threads."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
     path = find_model(plan.model)
     folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
@@ -156,8 +156,15 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
     for batch in plan.batches:
         numbers = torch.Generator().manual_seed(batch)
 
-        def timed(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> float:
+        def timed(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> list[float]:
+            """Seconds to each token."""
             prompts = torch.randint(checkpoint.config.vocab, (batch, plan.prompt), generator=numbers).to(plan.device)
+            times: list[float] = []
+
+            def look(tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+                times.append(time.perf_counter() - started)
+                return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
             started = time.perf_counter()
             loaded.generate(
                 prompts,
@@ -166,12 +173,12 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
                 min_new_tokens=length,
                 do_sample=False,
                 pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([look]),
             )
-            return time.perf_counter() - started
+            return times
 
         timed(2)
-        first = median(timed(1) for _ in range(plan.rounds))
-        whole = median(timed(plan.output) for _ in range(plan.rounds))
+        runs = [timed(plan.output) for _ in range(plan.rounds)]
         rows.append(
             _row(
                 plan,
@@ -181,10 +188,10 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
                 batch,
                 dtype,
                 bandwidth,
-                ttft_ms=first * 1e3,
-                tpot_ms=(whole - first) / (plan.output - 1) * 1e3,
-                itl_ms=(whole - first) / (plan.output - 1) * 1e3,  # it does not tell of single tokens
-                tokens_per_s=batch * plan.output / whole,
+                ttft_ms=median(run[0] for run in runs) * 1e3,
+                tpot_ms=median((run[-1] - run[0]) / (plan.output - 1) for run in runs) * 1e3,
+                itl_ms=median(after - before for run in runs for before, after in itertools.pairwise(run)) * 1e3,
+                tokens_per_s=median(batch * plan.output / run[-1] for run in runs),
                 communication=0.0,
             )
         )
