@@ -139,6 +139,35 @@ def test_what_goes_wrong_with_one_is_told_to_that_one() -> None:
     asyncio.run(main())
 
 
+def test_a_listener_that_fails_keeps_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        llm, client = engine()
+        told: list[Any] = []
+
+        def fail(output: RequestOutput | Exception) -> None:
+            raise ZeroDivisionError
+
+        llm.start([1], SamplingParams(), "a", fail)
+        llm.start([1], SamplingParams(), "b", told.append)
+        client.step(a=ord("x"), b=ord("x"))
+        await settle()
+        assert [one.text for one in told] == ["x"]
+        assert "request a" in caplog.text
+
+    asyncio.run(main())
+
+
+def test_news_for_a_loop_that_is_gone_harm_nobody() -> None:
+    """Least of all the thread that tells them, which tells others too."""
+    llm, client = engine()
+
+    async def main() -> None:
+        llm.start([1], SamplingParams(), "a", lambda output: None)
+
+    asyncio.run(main())
+    client.listening["a"]([News("a", Progress("a", (1,)), 0.0)])
+
+
 def test_an_end_that_the_ranks_do_not_know_is_told_to_them() -> None:
     """By a stop string; and of a request that was aborted nothing more is heard."""
 

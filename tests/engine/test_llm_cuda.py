@@ -28,8 +28,10 @@ LAYOUTS = [
     pytest.param(tensor, stages, marks=pytest.mark.skipif(tensor * stages > GPUS, reason="too few GPUs"))
     for tensor, stages in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 ]
-HALF = 0.1
-"""How far roundings to half precision may put a token below the likeliest; unrelated tokens are about 1 below."""
+HALF = {"bfloat16": 5e-3, "float16": 1e-3}
+"""How far roundings may put tokens below the likeliest in the mean. Plain PyTorch in that dtype, over 2816 tokens of
+this model: 1.1e-3 and 1.1e-4, and for one token 0.12 and 0.04; unrelated tokens are about 1 below."""
+HALF_AT_MOST = 0.2
 TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
@@ -97,6 +99,16 @@ def assert_greedy(reference: Any, outputs: list[RequestOutput], close: float) ->
             assert entry.logprob == pytest.approx(row[entry.token].item(), abs=30 * close)
 
 
+def assert_close(reference: Any, outputs: list[RequestOutput], dtype: str) -> None:
+    """As :func:`assert_greedy` for float32; in half precision, the mean tells what single tokens cannot."""
+    if dtype == "float32":
+        assert_greedy(reference, outputs, 1e-4)
+        return
+    below = torch.cat([below_the_likeliest(reference, output) for output in outputs])
+    assert below.mean() <= HALF[dtype]
+    assert below.max() <= HALF_AT_MOST
+
+
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_float32_is_what_transformers_computes(folder: str, reference: Any, tensor: int, stages: int) -> None:
     """More requests than slots, prompts in chunks, and all numbers of sequences up to 7."""
@@ -115,7 +127,7 @@ def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stage
     """Prompts in chunks, beside sequences that decode."""
     options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16, "max_batch_tokens": 100}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
-        assert_greedy(reference, llm.generate(prompts(12), greedy(16)), HALF)
+        assert_close(reference, llm.generate(prompts(12), greedy(16)), dtype)
 
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
@@ -148,11 +160,9 @@ def test_sequence_parallel(folder: str, reference: Any) -> None:
         assert_greedy(reference, llm.generate(prompts(70), greedy(12)), 1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", HALF)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
-def test_steps_of_any_length_are_close(
-    folder: str, reference: Any, tensor: int, stages: int, dtype: str, close: float
-) -> None:
+def test_steps_of_any_length_are_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
     """A prompt of each length around the sizes of graphs, alone; then all, in chunks, from blocks that hold them."""
     options = {"dtype": dtype, "max_model_len": 400, "max_sequences": 8, "max_batch_tokens": 300}
     drawn = torch.Generator().manual_seed(8)
@@ -160,11 +170,11 @@ def test_steps_of_any_length_are_close(
     asked = [torch.randint(50, BAD, (length,), generator=drawn).tolist() for length in lengths]
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         alone = [llm.generate(prompt, greedy(4))[0] for prompt in asked]
-        assert_greedy(reference, alone, close)
+        assert_close(reference, alone, dtype)
         cached = llm.stats().cached_tokens
         together = llm.generate([[*prompt[:200], 60] for prompt in asked], greedy(9))
         assert llm.stats().cached_tokens > cached
-        assert_greedy(reference, together, close)
+        assert_close(reference, together, dtype)
 
 
 @pytest.mark.parametrize(("window", "heads", "kv_heads", "head_dim"), [(40, 8, 8, 32), (0, 9, 3, 80), (100, 6, 1, 128)])
@@ -186,11 +196,11 @@ def test_windows_and_heads_of_any_kind(tmp_path: Path, window: int, heads: int, 
     model = transformers.MistralForCausalLM(config).float().eval().cuda()
     model.save_pretrained(tmp_path)
     ranks = [tensor for tensor in (1, 2) if tensor <= GPUS]
-    for tensor, (dtype, close) in itertools.product(ranks, {"float32": 1e-4, "bfloat16": HALF}.items()):
+    for tensor, dtype in itertools.product(ranks, ("float32", "bfloat16")):
         options = {"dtype": dtype, "max_model_len": 300, "max_sequences": 6, "max_batch_tokens": 120}
         with LLM(str(tmp_path), tensor_parallel=tensor, device="cuda", **options) as llm:
             long = [torch.randint(50, BAD, (250,), generator=torch.Generator().manual_seed(2)).tolist()]
-            assert_greedy(model, llm.generate(prompts(9) + long, greedy(12)), close)
+            assert_close(model, llm.generate(prompts(9) + long, greedy(12)), dtype)
 
 
 def requests() -> list[Request]:
