@@ -10,7 +10,7 @@ from pathlib import Path
 
 import communicator_targets as targets
 import pytest
-from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics
+from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics, waiting_messages
 
 import shotcast
 from shotcast import wire
@@ -64,6 +64,9 @@ class TestValues:
     @pytest.mark.parametrize("world_size", [2, 5])
     def test_messages(self, world_size: int) -> None:
         shotcast.spawn(targets.messages, world_size, timeout_s=60)
+
+    def test_messages_wait_in_the_mailbox(self) -> None:
+        assert shotcast.spawn(waiting_messages, 3, "cpu", 50, 500, timeout_s=60) == [100, 100, 0]
 
     def test_first_messages_wait_for_nobody_else(self) -> None:
         assert max(shotcast.spawn(targets.first_messages, 3, timeout_s=60)) < 1.5, (

@@ -27,7 +27,17 @@ from interpreter_targets import (
     slots_left,
     with_late_programs,
 )
-from workers import SIGNALS, across_epochs, changing_sizes, killed, late_then_reset, matrix, mismatched, numerics
+from workers import (
+    SIGNALS,
+    across_epochs,
+    changing_sizes,
+    killed,
+    late_then_reset,
+    matrix,
+    mismatched,
+    numerics,
+    waiting_messages,
+)
 
 import shotcast
 
@@ -174,6 +184,10 @@ def test_messages_beyond_the_workspace_pass_in_pieces() -> None:
 def test_long_messages() -> None:
     """Five and three chunks a lane, of which two are under way: the sender must wait to be given credit."""
     assert interpreted(with_late_programs, 2, long_messages, 150_001) == [2, 2]
+
+
+def test_messages_wait_in_the_mailbox() -> None:
+    assert interpreted(waiting_messages, 3, "cpu", 6, 4000) == [12, 12, 0]
 
 
 def test_norm() -> None:

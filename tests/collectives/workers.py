@@ -138,6 +138,35 @@ def copies(
     return 8
 
 
+def waiting_messages(device: str, rounds: int, most: int) -> int:
+    """Messages lie in the mailbox while their sender goes on: to another, and to a collective. So both may send first.
+
+    Args:
+        most: 64-bit elements of a message; two fit in.
+
+    Returns how many messages arrived here.
+    """
+    done = 0
+    with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
+        rank, size = comm.rank, comm.world_size
+        other = rank ^ 1
+        for number in range(rounds):
+            counts = (most, 1 + number % most, most - 1, 0)[number % 3 :][:2]
+            sent = [torch.arange(count, device=comm.device) * (rank + 1) + number for count in counts]
+            wanted = [torch.arange(count, device=comm.device) * (other + 1) + number for count in counts]
+            if other < size:
+                for x in sent:
+                    comm.send(x, other)
+            if number % 2:
+                ones = torch.ones(5, device=comm.device)
+                check(comm.all_reduce(ones), ones * size, "between")
+            for x in wanted if other < size else ():
+                check(comm.recv(torch.zeros_like(x), other), x, ("message", number, x.numel()))
+                done += 1
+        settle(comm)
+    return done
+
+
 def changing_sizes(device: str, calls: int, largest: int, seed: int) -> int:
     """Calls of random size, operation and algorithm with random stragglers. Differences are counted on the device."""
     with shotcast.Communicator(device=device, timeout_s=60, max_bytes=max(largest * 8, 1 << 16)) as comm:

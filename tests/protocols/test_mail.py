@@ -1,13 +1,15 @@
 """Send and receive: a mailbox of two slots between a sender and a receiver, and credits that flow back.
 
-On GPUs the mailbox lies at the receiver and a chunk is flag cells that carry its number. Each message also begins with
-an exchange of headers. On CPUs it lies at the sender: data, then a counter that the receiver acquires before it reads.
+On GPUs the mailbox lies at the receiver and a chunk is flag cells that carry its number. Each message also has a
+header, in one of two cells by turns, which the receiver compares with its own. On CPUs the mailbox lies at the sender:
+data, then a counter that the receiver acquires before it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,8 @@ class Rules:
     copied_first: bool = True  # False: the receiver acknowledges a chunk before it has copied it
     released: bool = True  # False (CPU): the counter may be seen before the data
     numbered: bool = True  # False (GPU): any flag but 0 will do
-    headers_exchanged: bool = True
+    headers: bool = True
+    header_credits: bool = True  # False: the sender does not wait until an earlier header has been read
     header_cells: int = 2
     first_message: int = 1
     zero_ignored: bool = True  # False: a header cell never written counts as that of message 0
@@ -78,15 +81,20 @@ def gpu_header_program(rank: int, messages: Messages, rules: Rules) -> Steps:
         if rank not in (sender, receiver):
             continue
         message = counts[sender, receiver] = counts.get((sender, receiver), rules.first_message - 1) + 1
-        peer = receiver if rank == sender else sender
         mine = Header(message, f"{chunks} chunks")
-        cell = sender, receiver, message % rules.header_cells
+        cell = receiver, "header", sender, message % rules.header_cells
+        begun = sender, "begun", receiver
         yield Start(number)
-        yield Store((peer, "header", *cell), mine)
-        yield Await(
-            {(rank, "header", *cell): mine},
-            lambda word, mine=mine: word.epoch == mine.epoch and (word != ZERO or not rules.zero_ignored),
-        )
+        if rank == sender:
+            if rules.header_credits:
+                yield Await({begun: None}, lambda count, message=message: count >= message - 1)
+            yield Store(cell, mine)
+        else:
+            yield Await(
+                {cell: mine},
+                lambda word, mine=mine: word.epoch == mine.epoch and (word != ZERO or not rules.zero_ignored),
+            )
+            yield Store(begun, message + 1)
         yield KernelBoundary(number)
 
 
@@ -96,10 +104,14 @@ def gpu_model(ranks: int, messages: Messages, rules: Rules | None = None, **opti
     def programs(rank: int) -> list[Program]:
         data = Program(rank, "data", lambda: gpu_data_program(rank, messages, rules))
         header = Program(rank, "header", lambda: gpu_header_program(rank, messages, rules))
-        return [data, header] if rules.headers_exchanged else [data]
+        return [data, header] if rules.headers else [data]
 
     everybody = [program for rank in range(ranks) for program in programs(rank)]
-    return Machine(everybody, {"box": None, "credits": 0, "header": ZERO}, check_starts=False, **options)
+    return Machine(everybody, gpu_memory(rules), check_starts=False, **options)
+
+
+def gpu_memory(rules: Rules) -> dict[str, Any]:
+    return {"box": None, "credits": 0, "header": ZERO, "begun": rules.first_message}
 
 
 # -- CPU: pull -------------------------------------------------------------------------------------------------------
@@ -176,11 +188,15 @@ def test_cells_without_chunk_numbers_are_read_twice(refute) -> None:
 
 def test_data_is_right_without_headers(verify) -> None:
     """Numbers and credits carry the data; headers are there to name mismatches."""
-    verify(gpu_model(2, STREAM, Rules(headers_exchanged=False)))
+    verify(gpu_model(2, STREAM, Rules(headers=False)))
 
 
 def test_one_header_cell_hangs_or_compares_different_messages(refute) -> None:
     refute(gpu_model(2, STREAM, Rules(header_cells=1)), Kind.DEADLOCK, Kind.WRONG_VALUE)
+
+
+def test_headers_sent_without_waiting_overwrite_each_other(refute) -> None:
+    refute(gpu_model(2, STREAM, Rules(header_credits=False, first_message=1)), Kind.DEADLOCK, Kind.WRONG_VALUE)
 
 
 def test_a_header_cell_never_written_must_not_count_as_that_of_message_zero(refute, verify) -> None:
@@ -189,21 +205,23 @@ def test_a_header_cell_never_written_must_not_count_as_that_of_message_zero(refu
     verify(gpu_model(2, STREAM, Rules(first_message=1, zero_ignored=False)))
 
 
-def crossed(chunks: int) -> list[Program]:
+def crossed(model: Callable[..., Machine], messages: int, chunks: int) -> Machine:
     """Both ranks send first, and receive then."""
 
-    def program(rank: int) -> Program:
-        order = [(rank, 1 - rank, chunks), (1 - rank, rank, chunks)]
-        return Program(rank, "", lambda: cpu_program(rank, order, Rules()))
+    def order(rank: int) -> Messages:
+        return [(rank, 1 - rank, chunks)] * messages + [(1 - rank, rank, chunks)] * messages
 
-    return [program(0), program(1)]
+    memory = gpu_memory(Rules()) if model is gpu_model else {"box": None, "sent": 0, "received": 0}
+    programs = [program for rank in (0, 1) for program in model(2, order(rank)).programs if program.rank == rank]
+    return Machine(programs, memory, check_starts=False)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_two_ranks_that_both_send_first(chunks: int, verify, refute) -> None:
-    """Goes well on CPUs as far as the mailbox reaches, and is the caller's deadlock beyond."""
-    machine = Machine(crossed(chunks), {"box": None, "sent": 0, "received": 0}, check_starts=False)
-    if chunks <= SLOTS:
+@MODELS
+@pytest.mark.parametrize(("messages", "chunks"), [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3)])
+def test_two_ranks_that_both_send_first(model, messages: int, chunks: int, verify, refute) -> None:
+    """Goes well as far as the mailbox reaches, and is the caller's deadlock beyond."""
+    machine = crossed(model, messages, chunks)
+    if messages * chunks <= SLOTS:
         verify(machine)
     else:
         refute(machine, Kind.DEADLOCK)

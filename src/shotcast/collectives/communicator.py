@@ -268,7 +268,11 @@ class Communicator:
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype."""
+        """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
+
+        Complete (on CUDA: on the current stream) when the last of it lies in the receiver's mailbox, which two messages
+        of 8 KiB fit in, on CUDA of 64 KiB: up to that, nobody waits for the receiver. The vendor library may wait.
+        """
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")

@@ -2,8 +2,9 @@
 
 Each pair of ranks has a mailbox at the receiver, in lanes; a program carries the chunks of its lane. A chunk travels
 as flag cells numbered by lane, so data needs no fence. Two chunks a lane are under way: the sender waits for the
-receiver's credit before it uses a place again. A message begins with an exchange of headers between the two, so a send
-completes only after its recv has begun.
+receiver's credit before it uses a place again. Each message has a header, which the receiver compares with its own, and
+of these too two may be under way. So a send completes when all but the last chunks are taken, and these lie in the
+mailbox.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SENT = tl.constexpr(layout.SENT)
 RECEIVED = tl.constexpr(layout.RECEIVED)
 CREDITS = tl.constexpr(layout.CREDITS)
 MAIL_HEADERS = tl.constexpr(layout.MAIL_HEADERS)
+BEGUN = tl.constexpr(2)  # of the words of MAIL_HEADERS: how many messages the peer has begun to receive
 MESSAGES = tl.constexpr(layout.MESSAGES)
 MAIL_READERS = tl.constexpr(layout.MAIL_READERS)
 LANES = tl.constexpr(layout.MAIL_LANES)
@@ -32,21 +34,33 @@ def with_state(call, live, started):
 
 
 @triton.jit
-def await_header(call, peer, theirs, side, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Exchange headers with the peer: mine to ``theirs`` (its region), the peer's from side ``side`` here."""
-    cell = MAIL_HEADERS + side * 2 + call.epoch % 2
-    mine = ((call.epoch & 0xFFFF) << 48) | call.header
+def tagged(call):
+    """The header as it lies in memory, with the number of the message."""
+    return ((call.epoch & 0xFFFF) << 48) | call.header
+
+
+@triton.jit
+def send_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Put the header into ``theirs``, the peer's region, once it has begun the message before the last."""
+    call = await_count(call, MAIL_HEADERS + peer * 4 + BEGUN, call.epoch - 1, peer, WORLD, WARPS)
     if call.live != 0:
-        tl.store(theirs + MAIL_HEADERS + call.rank * 4 + (1 - side) * 2 + call.epoch % 2, mine)
+        tl.store(theirs + MAIL_HEADERS + call.rank * 4 + call.epoch % 2, tagged(call))
+
+
+@triton.jit
+def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Wait for the peer's header, which must be as mine, and tell ``theirs``, its region, that I have begun."""
+    cell = MAIL_HEADERS + peer * 4 + call.epoch % 2
+    mine = tagged(call)
     threads = every_thread(WARPS)
-    seen = tl.max(tl.load(call.own + cell + peer * 4 + threads * 0, volatile=True), axis=0)
+    seen = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (seen != mine).to(tl.int32) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         relax()
-        seen = tl.max(tl.load(call.own + cell + peer * 4 + threads * 0, volatile=True), axis=0)
+        seen = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
         waiting = (seen != mine).to(tl.int32)
         polls += 1
         if (waiting != 0) & (seen != 0) & ((seen >> 48) & 0xFFFF == call.epoch & 0xFFFF):
@@ -55,11 +69,13 @@ def await_header(call, peer, theirs, side, WORLD: tl.constexpr, WARPS: tl.conste
         elif polls % POLLS_PER_LOOK == 0:
             started, live = look_at_clock(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
+    if seen == mine:
+        tl.store(theirs + MAIL_HEADERS + call.rank * 4 + BEGUN, call.epoch + 1)
 
 
 @triton.jit
-def await_credit(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Wait until the receiver has taken ``needed`` chunks of this lane."""
+def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Wait until the peer has counted up to ``needed`` in ``cell``."""
     threads = every_thread(WARPS)
     taken = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (taken < needed).to(tl.int32) & call.live
@@ -121,7 +137,10 @@ def mail(
     call = Call(call.own, call.peers, call.rank, call.header, message, call.generation, call.live, call.started)
     theirs = tl.multiple_of(tl.load(call.peers + peer).to(tl.pointer_type(tl.int64)), 16)
     if tl.program_id(0) == 0:
-        await_header(call, peer, theirs, side, WORLD, WARPS)
+        if SENDING:
+            send_header(call, peer, theirs, WORLD, WARPS)
+        else:
+            await_header(call, peer, theirs, WORLD, WARPS)
     else:
         lane = tl.program_id(0) - 1
         lanes = tl.num_programs(0) - 1
@@ -139,7 +158,7 @@ def mail(
             mask = start + offs < span
             flag = (count + 1).to(tl.int32)
             if SENDING:
-                call = await_credit(call, CREDITS + peer * LANES + lane, count - 1, peer, WORLD, WARPS)
+                call = await_count(call, CREDITS + peer * LANES + lane, count - 1, peer, WORLD, WARPS)
                 words = load_words(data, 0, start + offs, nbytes, UNIT)
                 cells = (words.to(tl.int64) & 0xFFFFFFFF) | ((count + 1) << 32)
                 tl.store(box + offs, cells, mask=mask & (call.live != 0))
