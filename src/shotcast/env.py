@@ -75,6 +75,12 @@ def check_vendor() -> bool:
     return _read("SHOTCAST_CHECK_VENDOR", lambda text: _FLAG[text.lower()], True, "0 or 1")
 
 
+def share_gpus() -> bool:
+    """SHOTCAST_SHARE_GPUS: 1 lets several ranks run on one GPU, by turns. Kernels and memory are those of as many GPUs,
+    and so is what they compute; their speed is not: a call that waits for a rank waits for its turn."""
+    return _read("SHOTCAST_SHARE_GPUS", lambda text: _FLAG[text.lower()], False, "0 or 1")
+
+
 def shm_dir() -> str:
     """SHOTCAST_SHM_DIR: where CPU ranks keep their shared memory while they map it; a tmpfs."""
     return os.environ.get("SHOTCAST_SHM_DIR", "/dev/shm")

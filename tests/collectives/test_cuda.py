@@ -22,13 +22,15 @@ from workers import (
     mismatched,
     numerics,
     tame,
+    waiting_messages,
 )
 
 import shotcast
 from shotcast.collectives import reference
+from shotcast.collectives.placement import gpus_serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-WORLD_SIZES = [n for n in (2, 3, 4, 8) if n <= torch.cuda.device_count()]
+WORLD_SIZES = [n for n in (2, 3, 4, 8) if gpus_serve(n)]
 COUNTS = [0, 1, 2, 3, 5, 8, 63, 64, 1000, 4096, 4099, 65536, 100_003, 1 << 20, 3_000_001]
 
 
@@ -42,6 +44,12 @@ def test_matrix(world_size: int, shift: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ten_thousand_calls_of_changing_size_with_stragglers(world_size: int) -> None:
     shotcast.spawn(changing_sizes, world_size, "cuda", 10_000, 300_000, 3, timeout_s=380)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_messages_wait_in_the_mailbox(world_size: int) -> None:
+    done = shotcast.spawn(waiting_messages, world_size, "cuda", 60, 8192, 16, timeout_s=100)
+    assert [arrived > 3_000_000 for arrived in done] == [rank ^ 1 < world_size for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -12,9 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import shotcast
+from shotcast.collectives.placement import gpus_serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-WORLD_SIZES = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
+WORLD_SIZES = [n for n in (2, 4, 8) if gpus_serve(n)]
 
 
 class Normed(nn.Module):

@@ -187,7 +187,7 @@ def test_long_messages() -> None:
 
 
 def test_messages_wait_in_the_mailbox() -> None:
-    assert interpreted(waiting_messages, 3, "cpu", 6, 4000) == [12, 12, 0]
+    assert interpreted(waiting_messages, 3, "cpu", 6, 8192, 16) == [2 * 8 * 16383 + 8 * (2 + 5) + 2 * 65536] * 2 + [0]
 
 
 def test_norm() -> None:

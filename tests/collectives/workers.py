@@ -138,20 +138,22 @@ def copies(
     return 8
 
 
-def waiting_messages(device: str, rounds: int, most: int) -> int:
+def waiting_messages(device: str, rounds: int, most: int, short: int) -> int:
     """Messages lie in the mailbox while their sender goes on: to another, and to a collective. So both may send first.
 
     Args:
         most: 64-bit elements of a message; two fit in.
+        short: as many messages of 512 fit in.
 
-    Returns how many messages arrived here.
+    Returns:
+        Bytes that arrived here.
     """
     done = 0
     with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
         rank, size = comm.rank, comm.world_size
         other = rank ^ 1
         for number in range(rounds):
-            counts = (most, 1 + number % most, most - 1, 0)[number % 3 :][:2]
+            counts = [(most, most - 1), (0, 1 + number), (512,) * short][number % 3]
             sent = [torch.arange(count, device=comm.device) * (rank + 1) + number for count in counts]
             wanted = [torch.arange(count, device=comm.device) * (other + 1) + number for count in counts]
             if other < size:
@@ -162,7 +164,7 @@ def waiting_messages(device: str, rounds: int, most: int) -> int:
                 check(comm.all_reduce(ones), ones * size, "between")
             for x in wanted if other < size else ():
                 check(comm.recv(torch.zeros_like(x), other), x, ("message", number, x.numel()))
-                done += 1
+                done += 8 * x.numel()
         settle(comm)
     return done
 

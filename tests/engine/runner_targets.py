@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import shotcast
 from shotcast.engine import steps
 from shotcast.engine.plan import PENDING
 from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import Progress, Request
-from shotcast.engine.runner import Drawing, Runner
+from shotcast.engine.runner import Drawing, Drawn, Runner
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.layers.clock import Clock, DeviceClock, HostClock
 from shotcast.layers.parallel import Parallel
@@ -34,31 +36,37 @@ def answered(
     blocks: int,
     static: tuple[int, ...],
     lookahead: int,
+    stages: int = 1,
     device: str = "cpu",
 ) -> tuple[dict[str, list[Progress]], dict[str, int]]:
     """The progress of each request; and how many steps were of what kind.
+
+    Every rank plans for itself; ranks of other stages than the last are told what it drew.
 
     Args:
         static: numbers of tokens for which steps with prompts are on static memory, where all others are too. Empty:
             none are.
     """
     checkpoint = open_checkpoint(folder)
-    with shotcast.Communicator(device=device) as comm:
+    with contextlib.ExitStack() as stack:
+        job = comm = stack.enter_context(shotcast.Communicator(device=device))
+        if stages > 1:
+            comm = stack.enter_context(job.split(job.rank // (job.world_size // stages)))
         weights = Weights(checkpoint, torch.float32, comm.device)
         clock: Clock = DeviceClock(comm.device) if device == "cuda" else HostClock()
-        model = Llama(checkpoint.config, weights, Parallel(comm, clock=clock), LIMIT, sequences)
+        model = Llama(checkpoint.config, weights, Parallel(comm, job, stages, clock=clock), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
         runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
-        config = SchedulerConfig(
-            sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, eos=checkpoint.config.eos
-        )
+        assert runner.lookahead >= lookahead
+        eos = checkpoint.config.eos
+        config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
         with counted(Runner, "_batch") as eager, counted(StaticPrompts, "_compute_head") as heads:
             runner.capture(stamped=False)
             heads.reset_mock()
-            found, counts = played(runner, Scheduler(config), requests, sizes, static, comm, False)
+            found, counts = played(runner, Scheduler(config), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
         if device == "cuda":  # all is compiled now
-            again, _ = played(runner, Scheduler(config), requests, sizes, static, comm, True)
+            again, _ = played(runner, Scheduler(config), requests, sizes, static, job, True)
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts
@@ -67,6 +75,16 @@ def answered(
 def counted(owner: type, name: str) -> Any:
     """Counts calls of a method, which do what they did."""
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+def drawn_by(drawing: Drawing | None, comm: shotcast.Communicator) -> Drawn:
+    """What the last rank drew, which every rank of its stage has drawn too."""
+    told = [None if drawing is None else drawing.result()]
+    if comm.world_size > 1:
+        dist.broadcast_object_list(told, comm.world_size - 1, device=torch.device("cpu"))
+    assert told[0] is not None
+    assert drawing is None or drawing.result() == told[0]
+    return told[0]
 
 
 def played(
@@ -87,7 +105,7 @@ def played(
     kinds = "static", "padded", "pending", "prompts", "padded prompts", "mixed", "pending mixed", "silent", "later"
     counts = dict.fromkeys(kinds, 0)
     found: dict[str, list[Progress]] = {request.request_id: [] for request in requests}
-    waiting, outstanding = deque(requests), deque[Drawing]()
+    waiting, outstanding = deque(requests), deque[Drawing | None]()
     while waiting or outstanding or scheduler.unfinished:
         for _ in range(2):
             if waiting:
@@ -115,9 +133,8 @@ def played(
             finally:
                 if strict:
                     torch.cuda.set_sync_debug_mode("default")
-            assert drawing is not None
             outstanding.append(drawing)
-        drawn = outstanding.popleft().result()
+        drawn = drawn_by(outstanding.popleft(), comm)
         comm.check()
         for progress in scheduler.update(drawn.number, drawn.tokens, drawn.logprobs):
             found[progress.request_id].append(progress)

@@ -114,13 +114,13 @@ def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) 
         runner(True).execute(StepPlan(7, (prompt,)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_static_steps_and_lookahead_change_no_output(folder: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2)])
+def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, stages: int) -> None:
     def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
-        options = str(folder), requests(), 7, blocks, static, lookahead
-        ranks = shotcast.spawn(targets.answered, world_size, *options, env=INTERPRETED, timeout_s=110)
-        assert all(rank == ranks[0] for rank in ranks)
-        return ranks[0]
+        options = str(folder), requests(), 7, blocks, static, lookahead, stages
+        ranks = shotcast.spawn(targets.answered, tensor * stages, *options, env=INTERPRETED, timeout_s=110)
+        assert all(found == ranks[-1][0] for found, _ in ranks)
+        return ranks[-1]
 
     plain, none = run((), 0, 64)
     assert (none["static"], none["pending"]) == (0, 0)

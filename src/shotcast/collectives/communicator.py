@@ -270,8 +270,8 @@ class Communicator:
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
 
-        Complete (on CUDA: on the current stream) when the last of it lies in the receiver's mailbox, which two messages
-        of 8 KiB fit in, on CUDA of 64 KiB: up to that, nobody waits for the receiver. The vendor library may wait.
+        Complete (on CUDA: on the current stream) when the last of it lies in a mailbox. Up to two messages of 8 KiB, on
+        CUDA of 64 KiB or 16 of 4 KiB, do not wait for the receiver. The vendor library may.
         """
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:

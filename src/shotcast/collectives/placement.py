@@ -107,8 +107,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
     """The device asked for; for None a GPU if every rank of the host can have one. Raises ConfigError."""
     job = env.job()
     if device is None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu"
+        device = "cuda" if gpus_serve(ranks_here()) else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -121,10 +120,27 @@ def device_of(device: str | torch.device | None) -> torch.device:
         raise ConfigError(f"device {chosen} was asked for, and PyTorch {torch.__version__} sees no GPU")
     index: int | None = chosen.index
     if index is None:
-        index = job.local_rank if job and "LOCAL_RANK" in os.environ else torch.cuda.current_device()
+        index = gpu_of(job.local_rank) if job and "LOCAL_RANK" in os.environ else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device cuda:{index} was asked for; there are {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
+
+
+def gpus_serve(ranks: int) -> bool:
+    """Whether so many ranks of this machine can have a GPU, each its own unless they may share."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return there >= (1 if env.share_gpus() else ranks)
+
+
+def gpu_of(local_rank: int) -> int:
+    """Which GPU a rank of this machine has, if it does not say."""
+    return local_rank % torch.cuda.device_count() if env.share_gpus() else local_rank
+
+
+def ranks_here() -> int:
+    """Ranks of the job on this machine."""
+    job = env.job()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
 
 
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -138,7 +154,8 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        shared = env.share_gpus() and torch.cuda.device_count() < ranks_here()  # which NCCL refuses
+        backend = "gloo" if device.type == "cpu" or shared else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=SETUP_TIMEOUT_S))
     group = group or dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
@@ -148,8 +165,8 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
 
 def peer_obstacle(device: torch.device, indices: Sequence[int]) -> str:
     """Why own kernels cannot run between these GPUs of this host; empty if they can."""
-    if len(set(indices)) != len(indices):
-        return f"several ranks use one GPU (indices {list(indices)})"
+    if len(set(indices)) != len(indices) and not env.share_gpus():
+        return f"several ranks use one GPU (indices {list(indices)}), and SHOTCAST_SHARE_GPUS=1 does not allow it"
     for index in indices:
         if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
             return f"GPU {device.index} has no peer access to GPU {index}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from shotcast.collectives.placement import gpus_serve
 from shotcast.engine.config import EngineConfig
 from shotcast.errors import ConfigError
 
@@ -22,13 +23,14 @@ def resolved(config: EngineConfig) -> EngineConfig:
     """
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    served = gpus_serve(needed)
     if config.device == "cuda":
         if not there:
             raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
-        if there < needed:
+        if not served:
             raise ConfigError(f"{needed} ranks on CUDA need as many GPUs, and {there} are visible")
     if config.device != "auto":
         return config
-    if 0 < there < needed:
+    if there and not served:
         logger.warning("%d ranks need as many GPUs, and %d are visible: they run on the CPU", needed, there)
-    return replace(config, device="cuda" if there >= needed else "cpu")
+    return replace(config, device="cuda" if served else "cpu")

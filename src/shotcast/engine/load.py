@@ -13,6 +13,7 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
+from shotcast.collectives.placement import gpu_of, ranks_here
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.runner import Runner
 from shotcast.engine.steps import bucket_sizes, token_sizes
@@ -173,12 +174,14 @@ def _require_float8(device: torch.device) -> None:
 def _device_of(config: EngineConfig) -> torch.device:
     """This rank's."""
     job = env.job()
-    return torch.device(config.device, job.local_rank) if config.device == "cuda" and job else torch.device("cpu")
+    if config.device == "cpu" or job is None:
+        return torch.device("cpu")
+    return torch.device("cuda", gpu_of(job.local_rank))
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
     """Raises ConfigError, before anything is read, if the weights do not fit, or a cache of ``kv_cache_bytes``."""
-    sharers = config.ranks if config.device == "cpu" else 1
+    sharers = config.ranks if config.device == "cpu" else -(-ranks_here() // torch.cuda.device_count())
     free = available_bytes(_device_of(config)) // sharers
     available = int(free * config.memory_fraction)
     layout = config.tensor_parallel, config.pipeline_parallel

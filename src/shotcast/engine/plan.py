@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shotcast.engine.requests import SamplingParams
 
 PENDING = -1
-"""In place of a token: the one that the step before draws for this sequence, which is not known yet."""
+"""In place of a token: the one that an earlier step draws for this sequence, which is not known yet."""
 NO_TOKEN = -1
 """In place of a token that was drawn: there is none, as the logits are not numbers."""
 
@@ -51,3 +51,8 @@ class StepPlan(NamedTuple):
     @property
     def tokens(self) -> int:
         return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def draws(self) -> bool:
+        """Whether any of its sequences does."""
+        return any(sequence.draws for sequence in self.sequences)

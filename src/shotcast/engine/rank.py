@@ -178,9 +178,7 @@ class Core:
                 num_blocks=ready.kv_blocks,
                 max_model_len=ready.max_model_len,
                 prefix_caching=config.prefix_caching,
-                # A GPU has its next step before the host knows what the last one drew; the token goes from one to the
-                # other on the device. Between stages it would have to travel, and there are other sequences to compute.
-                lookahead=int(ready.device == "cuda" and config.pipeline_parallel == 1),
+                lookahead=runner.lookahead,
                 pipeline=config.pipeline_parallel,
                 eos=ready.model.eos,
             )

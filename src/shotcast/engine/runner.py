@@ -14,6 +14,7 @@ from shotcast.engine.capture import Graphs
 from shotcast.engine.graphs import StaticDecoding
 from shotcast.engine.plan import NO_TOKEN, StepPlan
 from shotcast.engine.prompt_graphs import StaticPrompts
+from shotcast.engine.relay import Relay
 from shotcast.engine.requests import TokenLogprob
 from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
 from shotcast.engine.state import State
@@ -103,12 +104,20 @@ class Runner:
             values = torch.empty(max_sequences, model.config.vocab, device=device)
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = State(model, caches, tables, drawn, logits)
-        self._static = self._prompts = None
+        self._static = self._prompts = self._relay = None
+        if static and model.parallel.tokens_come_back:
+            self._relay = Relay(model.parallel, drawn)
         if static:
             self._graphs = Graphs(device, model.parallel.clock)
             self._static = StaticDecoding(self._state, static, self._graphs)
             if prompts:
                 self._prompts = StaticPrompts(self._state, prompts, static, self._graphs)
+
+    @property
+    def lookahead(self) -> int:
+        """Steps of a sequence that may be planned before it is known what the last one drew: 1 with ``static`` memory,
+        where the token goes from one to the other on the device."""
+        return int(self._relay is not None)
 
     @property
     def step_s(self) -> float:
@@ -137,6 +146,8 @@ class Runner:
             self._static.capture(stamped=True)
         if self._sampler is not None:
             self._sampler.warm()
+        if self._relay is not None:
+            self._relay.warm()
         logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def close(self) -> None:
@@ -147,6 +158,14 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Drawing | None:
         """Compute a step. What it draws on ranks of the last stage, None on others."""
+        if self._relay is not None:
+            self._relay.before(plan)
+        drawing = self._computed(plan)
+        if self._relay is not None:
+            self._relay.after(plan)
+        return drawing
+
+    def _computed(self, plan: StepPlan) -> Drawing | None:
         cells = self._enter_blocks(plan)
         bucket = None if self._static is None else steps.bucket_of(plan, self._static.sizes)
         if self._static is not None and bucket is not None:

@@ -34,7 +34,8 @@ class SchedulerConfig:
         num_blocks: of the cache.
         max_model_len: tokens of a sequence, prompt and output.
         prefix_caching: take blocks that hold the same tokens over instead of computing them.
-        lookahead: 1 plans a sequence's next step while its last token is still being drawn.
+        lookahead: 1 plans a sequence's next step while its last token is still being drawn, and so has a step waiting
+            for the ranks beside those that they compute.
         pipeline: stages of the model that work on different plans at the same time.
         eos: the model's end tokens.
     """
@@ -156,6 +157,9 @@ class Scheduler:
                 if sequence.drawing <= config.lookahead:
                     ready.append(sequence)
 
+        # A step that waits for a token to come out of the last stage holds the first one up: others go first.
+        inside = self._next_plan - config.pipeline
+        ready = [sequence for sequence in ready if not sequence.drawing or sequence.last_plan <= inside] or ready
         # Every stage of a pipeline has its share of those that decode, and those that are ready are divided over the
         # plans that are still to be made before a result comes back.
         to_make = max(1, config.pipeline - len(self._outstanding))

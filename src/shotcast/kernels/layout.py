@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from shotcast.units import align_up
 from shotcast.wire import DTYPES, FP8_BLOCK, MAX_WORLD_SIZE, Norm, slice_bytes
 
-# Control block, in 64-bit words. Only ABORT, HEADERS, MAIL_HEADERS and CREDITS are written by peers; they have cache
-# lines of their own.
+# Control block, in 64-bit words. Only ABORT, HEADERS, CREDITS, MAIL_HEADERS and BEGUN are written by peers; they have
+# cache lines of their own.
 EPOCH = 0  # number of the next call
 READERS = 1  # programs of the running call that have read EPOCH
 GENERATION = 2  # 0, 1 or 2: the slots that the next call with slots uses
@@ -25,13 +25,16 @@ HEADERS = 32  # [2 parities][8 ranks]
 SENT = 64  # [8 peers][MAIL_LANES] chunks sent to each peer
 RECEIVED = SENT + 8 * 32  # [8 peers][MAIL_LANES] chunks received from each peer
 CREDITS = RECEIVED + 8 * 32  # [8 peers][MAIL_LANES] chunks that each peer has taken from my mail
-MAIL_HEADERS = CREDITS + 8 * 32  # [8 peers][4] of two messages of the peer, and how many of mine it has begun
-MESSAGES = MAIL_HEADERS + 32  # [8 peers][2 sides] messages begun with each peer, as sender (0) and as receiver (1)
+MAIL_HEADERS = CREDITS + 8 * 32  # [8 peers][MAIL_PLACES] of messages from each peer
+BEGUN = MAIL_HEADERS + 8 * 16  # [8 peers] messages of mine that each peer has begun to receive
+MESSAGES = BEGUN + 16  # [8 peers][2 sides] messages begun with each peer, as sender (0) and as receiver (1)
 MAIL_READERS = MESSAGES + 16  # programs of the running send or recv that have read MESSAGES
 CONTROL_WORDS = 1024
 
 MAIL_LANES = 32
 """Programs of a send or recv; each has its own chunks and credits."""
+MAIL_PLACES = 16
+"""Messages that may be under way between two ranks, as far as their chunks have room."""
 MAIL_WORDS = 512
 """32-bit words a chunk of mail carries; two chunks a lane are under way."""
 

@@ -2,9 +2,9 @@
 
 Each pair of ranks has a mailbox at the receiver, in lanes; a program carries the chunks of its lane. A chunk travels
 as flag cells numbered by lane, so data needs no fence. Two chunks a lane are under way: the sender waits for the
-receiver's credit before it uses a place again. Each message has a header, which the receiver compares with its own, and
-of these too two may be under way. So a send completes when all but the last chunks are taken, and these lie in the
-mailbox.
+receiver's credit before it uses a place again. Each message begins with another lane, so that short ones do not wait
+for each other. It has a header, which the receiver compares with its own; of these 16 are under way. So a send
+completes when what is left of it lies in the mailbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SENT = tl.constexpr(layout.SENT)
 RECEIVED = tl.constexpr(layout.RECEIVED)
 CREDITS = tl.constexpr(layout.CREDITS)
 MAIL_HEADERS = tl.constexpr(layout.MAIL_HEADERS)
-BEGUN = tl.constexpr(2)  # of the words of MAIL_HEADERS: how many messages the peer has begun to receive
+BEGUN = tl.constexpr(layout.BEGUN)
+PLACES = tl.constexpr(layout.MAIL_PLACES)
 MESSAGES = tl.constexpr(layout.MESSAGES)
 MAIL_READERS = tl.constexpr(layout.MAIL_READERS)
 LANES = tl.constexpr(layout.MAIL_LANES)
@@ -41,16 +42,16 @@ def tagged(call):
 
 @triton.jit
 def send_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Put the header into ``theirs``, the peer's region, once it has begun the message before the last."""
-    call = await_count(call, MAIL_HEADERS + peer * 4 + BEGUN, call.epoch - 1, peer, WORLD, WARPS)
+    """Put the header into ``theirs``, the peer's region, once it has begun the message whose place it takes."""
+    call = await_count(call, BEGUN + peer, call.epoch - PLACES + 1, peer, WORLD, WARPS)
     if call.live != 0:
-        tl.store(theirs + MAIL_HEADERS + call.rank * 4 + call.epoch % 2, tagged(call))
+        tl.store(theirs + MAIL_HEADERS + call.rank * PLACES + call.epoch % PLACES, tagged(call))
 
 
 @triton.jit
 def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait for the peer's header, which must be as mine, and tell ``theirs``, its region, that I have begun."""
-    cell = MAIL_HEADERS + peer * 4 + call.epoch % 2
+    cell = MAIL_HEADERS + peer * PLACES + call.epoch % PLACES
     mine = tagged(call)
     threads = every_thread(WARPS)
     seen = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
@@ -70,7 +71,7 @@ def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
             started, live = look_at_clock(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
     if seen == mine:
-        tl.store(theirs + MAIL_HEADERS + call.rank * 4 + BEGUN, call.epoch + 1)
+        tl.store(theirs + BEGUN + call.rank, call.epoch + 1)
 
 
 @triton.jit
@@ -142,8 +143,9 @@ def mail(
         else:
             await_header(call, peer, theirs, WORLD, WARPS)
     else:
-        lane = tl.program_id(0) - 1
+        first = tl.program_id(0) - 1
         lanes = tl.num_programs(0) - 1
+        lane = (first + (message % LANES).to(tl.int32)) % LANES
         span = (nbytes + 15) // 16 * 4
         if SENDING:
             progress = call.own + SENT + peer * LANES + lane
@@ -152,7 +154,7 @@ def mail(
             progress = call.own + RECEIVED + peer * LANES + lane
             box_of = call.own + mail_at * 2 + (peer * LANES + lane) * (2 * CHUNK)
         count = tl.load(progress, volatile=True)
-        for start in range(lane * CHUNK, span, lanes * CHUNK):
+        for start in range(first * CHUNK, span, lanes * CHUNK):
             offs = tl.arange(0, CHUNK)
             box = box_of + (count % 2) * CHUNK
             mask = start + offs < span

@@ -18,7 +18,7 @@ class CudaBuffer:
     """``nbytes`` on each rank's GPU, mapped by all; a :class:`~shotcast.memory.symmetric.SymmetricBuffer`.
 
     Args:
-        group: the process group; one rank a GPU, all GPUs with peer access to each other.
+        group: the process group; one rank a GPU unless they may share, all GPUs with peer access to each other.
         nbytes: bytes a rank.
         device: this rank's GPU.
         order: rank in the process group by rank here.
@@ -30,6 +30,8 @@ class CudaBuffer:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, order: Sequence[int]):
         if not env.multicast():
             os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        if env.share_gpus():
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.nbytes = nbytes
         try:
             with torch.cuda.device(device):
