@@ -46,6 +46,22 @@ def wrong_after_a_while(plan: harness.BenchPlan) -> list[Row]:
     return _with(contender, plan)
 
 
+def first_product_is_slow(plan: harness.BenchPlan, seconds: float) -> int:
+    """How many products there are in all."""
+    products = 0
+    usual = harness.Gemm.__call__
+
+    def run(gemm: harness.Gemm, out: torch.Tensor) -> None:
+        nonlocal products
+        products += 1
+        time.sleep(seconds if products == 1 else 0)
+        usual(gemm, out)
+
+    harness.Gemm.__call__ = run  # type: ignore[method-assign]
+    harness.measure(plan, ("gloo",))
+    return products
+
+
 def one_rank_sleeps(plan: harness.BenchPlan, seconds: float) -> list[Row]:
     """Rank 1's calls do nothing but take long; nobody waits for them, so ranks differ."""
 

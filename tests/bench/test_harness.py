@@ -87,10 +87,17 @@ def test_the_slowest_rank_counts() -> None:
 def test_calls_are_bounded_by_iterations_and_budget(iters: int, budget_s: float, timed: int) -> None:
     plan = dataclasses.replace(PLAN, sizes=(64,), iters=iters, budget_s=budget_s, warmup_iters=3)
     made = shotcast.spawn(targets.counts_calls, 2, plan, timeout_s=60)[0]
-    assert made == [1 + 3 + timed + 1]
+    assert made == [1 + 1 + 3 + timed + 1]
 
 
 BETWEEN = dataclasses.replace(PLAN, between="gemm", hidden=16, inner=4, sizes=(64, 1000))
+
+
+def test_what_a_library_needs_at_first_leaves_calls_to_time() -> None:
+    """Few calls would make a short graph, and the time of its launch that of the call."""
+    plan = dataclasses.replace(BETWEEN, sizes=(64,), iters=30, budget_s=0.4)
+    alone_and_between = 2 * (1 + plan.warmup_iters + plan.iters)
+    assert shotcast.spawn(targets.first_product_is_slow, 2, plan, 0.5, timeout_s=60) == [alone_and_between] * 2
 
 
 def test_between_measures_both_and_names_the_work() -> None:
@@ -129,7 +136,7 @@ def test_calls_in_place_are_timed_on_zeros() -> None:
     for chosen in (plan, dataclasses.replace(plan, between="gemm", hidden=16)):
         seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=90)[0]
         assert max(seen) <= 16.0, "the product of 8 numbers up to 1 by up to 1, or an input"
-        assert seen.count(0.0) == chosen.warmup_iters + chosen.iters
+        assert seen.count(0.0) == 1 + chosen.warmup_iters + chosen.iters
 
 
 def test_the_default_product_is_divided_among_the_ranks() -> None:

@@ -375,7 +375,9 @@ class _Rank:
             torch.cuda.synchronize(self.device)
 
     def _affordable(self, run: Callable[[], Any]) -> int:
-        """Calls a round that fit the budget, by the slowest rank's warm-up."""
+        """Calls a round that fit the budget, by the slowest rank's warm-up, after a call that sets libraries up."""
+        run()
+        self._synchronize()
         self.control.barrier()
         start = time.perf_counter()
         for _ in range(max(1, self.plan.warmup_iters)):
