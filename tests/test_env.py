@@ -36,6 +36,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "1", True),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "false", False),
         (env.nvtx, "SHOTCAST_NVTX", False, "1", True),
+        (env.share_gpus, "SHOTCAST_SHARE_GPUS", False, "1", True),
         (env.check_vendor, "SHOTCAST_CHECK_VENDOR", True, "0", False),
         (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
     ],
@@ -56,6 +57,7 @@ def test_default_and_value(
         (env.multicast, "SHOTCAST_MULTICAST"),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8"),
         (env.nvtx, "SHOTCAST_NVTX"),
+        (env.share_gpus, "SHOTCAST_SHARE_GPUS"),
         (env.check_vendor, "SHOTCAST_CHECK_VENDOR"),
     ],
 )

@@ -77,7 +77,8 @@ def check_vendor() -> bool:
 
 def share_gpus() -> bool:
     """SHOTCAST_SHARE_GPUS: 1 lets several ranks run on one GPU, by turns. Kernels and memory are those of as many GPUs,
-    and so is what they compute; their speed is not: a call that waits for a rank waits for its turn."""
+    and so is what they compute; their speed is not: a call that waits for a rank waits for its turn. So what measures
+    does without. An engine of many ranks a GPU wants a lower ``memory_fraction``."""
     return _read("SHOTCAST_SHARE_GPUS", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 

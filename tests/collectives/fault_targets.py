@@ -137,11 +137,17 @@ def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
     return seen
 
 
-def different_messages(what: str) -> BaseException | None:
-    """Rank 0 sends what rank 1 does not expect; rank 2 takes no part until the reset."""
+def different_messages(what: str, ahead: int = 0) -> BaseException | None:
+    """Rank 0 sends what rank 1 does not expect, after ``ahead`` others; rank 2 takes no part until the reset."""
     with shotcast.Communicator(device="cpu", timeout_s=3) as comm:
         comm.barrier()
         error = None
+        for _ in range(ahead):
+            if comm.rank == 0:
+                comm.send(torch.ones(8), 1)
+        for _ in range(ahead):
+            if comm.rank == 1:
+                assert comm.recv(torch.zeros(8), 0).tolist() == [1.0] * 8
         if comm.rank == 0:
             comm.send(torch.ones(8, dtype=torch.int32 if what == "dtype" else torch.float32), 1)
         elif comm.rank == 1:
@@ -155,6 +161,31 @@ def different_messages(what: str) -> BaseException | None:
             assert comm.recv(torch.zeros(3), 0).tolist() == [5.0] * 3
         assert comm.all_reduce(torch.ones(5)).tolist() == [comm.world_size] * 5
         return error
+
+
+def missing_messages() -> list[BaseException | None]:
+    """Rank 1 waits for a message that rank 0 does not send; after a reset, rank 0 for room in rank 1's mailbox."""
+    errors: list[BaseException | None] = []
+    with shotcast.Communicator(device="cpu", timeout_s=1.5) as comm:
+        x = torch.ones(8)
+        room = comm.waiting_messages(x)
+        for waiting in (1, 0):
+            error: BaseException | None = None
+            try:
+                if comm.rank == waiting == 1:
+                    comm.recv(x, 0)
+                elif comm.rank == waiting == 0:
+                    for number in range(room + 1):
+                        sent = number
+                        comm.send(x, 1)
+            except shotcast.CollectiveTimeout as caught:
+                error = caught
+                assert waiting == 1 or sent == room
+            errors.append(error)
+            time.sleep(2)
+            comm.reset()
+        assert comm.all_reduce(torch.ones(5)).tolist() == [comm.world_size] * 5
+    return errors
 
 
 def outputs_after_a_fault() -> int:

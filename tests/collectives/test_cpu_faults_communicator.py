@@ -167,6 +167,12 @@ class TestMismatch:
         assert errors[1].fields == (what,)
         assert sorted(errors[1].calls) == [0, 1]
 
+    def test_a_message_that_does_not_come(self) -> None:
+        first, second, third = shotcast.spawn(targets.missing_messages, 3, timeout_s=40)
+        assert [error and error.missing for error in first] == [None, (1,)]
+        assert [error and error.missing for error in second] == [(0,), None]
+        assert third == [None, None]
+
     def test_output_is_nan_in_every_dtype_that_has_it(self) -> None:
         served = sum(name.startswith(("float", "bfloat", "complex")) for name in wire.DTYPES)
         assert shotcast.spawn(targets.outputs_after_a_fault, 2, timeout_s=40) == [served] * 2

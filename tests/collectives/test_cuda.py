@@ -48,8 +48,8 @@ def test_ten_thousand_calls_of_changing_size_with_stragglers(world_size: int) ->
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_messages_wait_in_the_mailbox(world_size: int) -> None:
-    done = shotcast.spawn(waiting_messages, world_size, "cuda", 60, 8192, 16, timeout_s=100)
-    assert [arrived > 3_000_000 for arrived in done] == [rank ^ 1 < world_size for rank in range(world_size)]
+    done = shotcast.spawn(waiting_messages, world_size, "cuda", 50, timeout_s=100)
+    assert [arrived > 500 for arrived in done] == [rank ^ 1 < world_size for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fault_targets import different_messages, missing_messages
 from interpreter_targets import (
     OPERATIONS,
     Case,
@@ -187,7 +188,7 @@ def test_long_messages() -> None:
 
 
 def test_messages_wait_in_the_mailbox() -> None:
-    assert interpreted(waiting_messages, 3, "cpu", 6, 8192, 16) == [2 * 8 * 16383 + 8 * (2 + 5) + 2 * 65536] * 2 + [0]
+    assert interpreted(waiting_messages, 3, "cpu", 10) == [71 + 67] * 2 + [0]
 
 
 def test_norm() -> None:
@@ -242,6 +243,23 @@ def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
             assert said["error"].missing == (1,)
         else:
             expect_timeout(said, 1, 3.0)
+
+
+@pytest.mark.parametrize(("what", "ahead"), [("nbytes", 0), ("dtype", 3)])
+def test_a_message_that_is_not_as_expected(what: str, ahead: int) -> None:
+    """The receiver learns what it is at once; the sender, whose message lies in the mailbox, with a later call."""
+    errors = interpreted(different_messages, 3, what, ahead)
+    assert errors[0] is errors[2] is None
+    assert isinstance(errors[1], shotcast.CollectiveMismatch)
+    assert errors[1].fields == (what,)
+    assert sorted(errors[1].calls) == [0, 1]
+
+
+def test_a_message_that_does_not_come() -> None:
+    first, second, third = interpreted(missing_messages, 3)
+    assert [error and error.missing for error in first] == [None, (1,)]
+    assert [error and error.missing for error in second] == [(0,), None]
+    assert third == [None, None]
 
 
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, ["op", "dtype", "root"]), (3, ["nbytes", "algorithm"])])

@@ -138,33 +138,29 @@ def copies(
     return 8
 
 
-def waiting_messages(device: str, rounds: int, most: int, short: int) -> int:
-    """Messages lie in the mailbox while their sender goes on: to another, and to a collective. So both may send first.
-
-    Args:
-        most: 64-bit elements of a message; two fit in.
-        short: as many messages of 512 fit in.
+def waiting_messages(device: str, rounds: int) -> int:
+    """As many messages as a mailbox holds lie there while their sender, which has yet to receive as many, goes on.
 
     Returns:
-        Bytes that arrived here.
+        How many arrived here.
     """
     done = 0
     with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
         rank, size = comm.rank, comm.world_size
         other = rank ^ 1
         for number in range(rounds):
-            counts = [(most, most - 1), (0, 1 + number), (512,) * short][number % 3]
-            sent = [torch.arange(count, device=comm.device) * (rank + 1) + number for count in counts]
-            wanted = [torch.arange(count, device=comm.device) * (other + 1) + number for count in counts]
-            if other < size:
-                for x in sent:
-                    comm.send(x, other)
+            count = (0, 1, 513, 1024, 2051)[number % 5] + number // 5
+            x = torch.arange(count, device=comm.device)
+            several = comm.waiting_messages(x) if other < size else 0
+            for place in range(several):
+                comm.send(x * (rank + 1) + place, other)
             if number % 2:
                 ones = torch.ones(5, device=comm.device)
                 check(comm.all_reduce(ones), ones * size, "between")
-            for x in wanted if other < size else ():
-                check(comm.recv(torch.zeros_like(x), other), x, ("message", number, x.numel()))
-                done += 8 * x.numel()
+            for place in range(several):
+                got = comm.recv(torch.zeros_like(x), other)
+                check(got, x * (other + 1) + place, ("message", number, place, count))
+            done += several
         settle(comm)
     return done
 

@@ -65,8 +65,8 @@ def answered(
             heads.reset_mock()
             found, counts = played(runner, Scheduler(config), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
-        if device == "cuda":  # all is compiled now
-            again, _ = played(runner, Scheduler(config), requests, sizes, static, job, True)
+        if device == "cuda" or stages > 1:  # all is compiled now
+            again, _ = played(runner, Scheduler(config), requests, sizes, static, job, device == "cuda")
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts

@@ -39,6 +39,13 @@ def test_too_few_gpus_for_what_was_asked(monkeypatch: pytest.MonkeyPatch, gpus: 
         resolved(EngineConfig("m", tensor_parallel=2, pipeline_parallel=2, device="cuda"))
 
 
+def test_gpus_that_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch, 1, None)
+    monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
+    for asked in ("auto", "cuda"):
+        assert resolved(EngineConfig("m", tensor_parallel=2, device=asked)).device == "cuda"
+
+
 def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     there(monkeypatch, 1, None)
     with caplog.at_level(logging.WARNING):

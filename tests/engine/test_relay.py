@@ -18,8 +18,6 @@ from shotcast.engine.requests import Request, SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 
 SLOTS = 6
-MAILBOX = 16
-"""Messages that wait while their sender goes on (``kernels/mail.py``)."""
 
 
 def planned(stages: int, seed: int, requests: int) -> list[StepPlan]:
@@ -127,15 +125,15 @@ def test_every_step_has_its_tokens_and_no_stage_waits_for_ever(
 ) -> None:
     plans = planned(stages, seed, requests)
     ranks = enqueued(stages, plans)
-    assert run(ranks, MAILBOX, between) == plans
+    assert run(ranks, stages + 1, between) == plans
     assert all(not rank.queue for rank in ranks[1:])
 
 
 def test_without_a_mailbox_stages_wait_for_each_other() -> None:
-    """What makes :data:`MAILBOX` necessary: the last stage cannot give its tokens before the first one takes them."""
+    """The last stage cannot give its tokens before the first one takes them."""
     plans = planned(2, 3, 8)
     assert any(sequence.tokens == (PENDING,) for plan in plans for sequence in plan.sequences)
-    assert run(enqueued(2, plans), MAILBOX, 1) == plans
+    assert run(enqueued(2, plans), 3, 1) == plans
     assert run(enqueued(2, plans), 0, 1) != plans
 
 

@@ -424,6 +424,35 @@ def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
     engine.check()
 
 
+@pytest.mark.parametrize(("pipeline", "decoding"), [(2, 1), (4, 1), (4, 3)])
+def test_chunks_of_a_prompt_do_not_wait_for_tokens_in_a_pipeline(pipeline: int, decoding: int) -> None:
+    """Few decode, so that the next step of each is planned ahead. None is with a chunk that could go before it."""
+    engine = Engine(config(pipeline=pipeline, lookahead=1, max_batch_tokens=8, max_model_len=200, num_blocks=200))
+    for number in range(decoding):
+        engine.add(request(f"{number}", (number, 2), max_tokens=60))
+    for _ in range(3 * pipeline):
+        engine.schedule() or engine.update()
+    engine.add(request("long", (1,) * 90, max_tokens=2))
+    first = len(engine.made)
+    while "long" not in engine.ended:
+        while engine.schedule():
+            pass
+        engine.update()
+    last_draw: dict[int, int] = {}
+    mixed = 0
+    for plan in engine.made:
+        chunk = plan.number >= first and any(len(s.tokens) > 1 for s in plan.sequences)
+        for s in plan.sequences:
+            if chunk and s.tokens == (PENDING,):
+                mixed += 1
+                assert last_draw[s.slot] <= plan.number - pipeline
+            if s.draws:
+                last_draw[s.slot] = plan.number
+    assert mixed > 2, "those that decode go on meanwhile"
+    engine.drain()
+    engine.check()
+
+
 def test_nobody_is_passed_over_where_a_pipeline_is_not_filled() -> None:
     engine = Engine(config(pipeline=2))
     for number in range(4):

@@ -129,6 +129,7 @@ class Communicator:
             "SHOTCAST_ALGORITHM": environment,
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
+            "SHOTCAST_SHARE_GPUS": env.share_gpus(),
             "tables (SHOTCAST_TABLE)": found.digest,
         }
         agree(self._host, settings, found.trouble)
@@ -270,8 +271,9 @@ class Communicator:
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
 
-        Complete (on CUDA: on the current stream) when the last of it lies in a mailbox. Up to two messages of 8 KiB, on
-        CUDA of 64 KiB or 16 of 4 KiB, do not wait for the receiver. The vendor library may.
+        Complete (on CUDA: on the current stream) when the last of it lies in a mailbox, which holds as many messages as
+        :meth:`waiting_messages` says. So a sender may learn only with a later call that nobody received, or that the
+        receiver expected something else.
         """
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
@@ -280,6 +282,15 @@ class Communicator:
             ops.send(self, x, dst)
             return
         self._run(Op.SEND, x, None, root=dst)
+
+    def waiting_messages(self, x: torch.Tensor) -> int:
+        """How many messages like ``x`` to one rank may wait to be received while their sender goes on.
+
+        0 where the vendor library carries them, which promises nothing. Communicates nothing.
+        """
+        if self._executor is None or self.explain(x, "send").algorithm == "vendor":
+            return 0
+        return self._executor.waiting(x.numel() * x.element_size())
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
         """Receive into ``x`` what rank ``src`` sends. Returns ``x``."""

@@ -31,6 +31,7 @@ class Executor(Protocol):
     def whole(self, plan: CallPlan, aligned: bool) -> Callable[[int, Sequence[Any]], None] | None: ...
     def prepare(self, plan: CallPlan) -> bool: ...
     def form(self, plan: CallPlan) -> str: ...
+    def waiting(self, nbytes: int) -> int: ...
     def fault(self) -> Fault | None: ...
     def headers(self, epoch: int) -> list[int | None]: ...
     @property
@@ -88,7 +89,8 @@ def executor_for(
     from shotcast.kernels.layout import Layout
     from shotcast.memory.cuda import CudaBuffer
 
-    buffer = CudaBuffer(group, Layout.of(max_bytes).nbytes, device, host.order)
+    overlapping = len(set(indices)) < len(indices)
+    buffer = CudaBuffer(group, Layout.of(max_bytes).nbytes, device, host.order, overlapping)
     # a choice depends on it, and SHOTCAST_MULTICAST may differ between ranks
     multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
     return Placement(TritonExecutor(buffer, host, max_bytes, timeout_s, device), "triton", "", multicast)
@@ -166,7 +168,7 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
 def peer_obstacle(device: torch.device, indices: Sequence[int]) -> str:
     """Why own kernels cannot run between these GPUs of this host; empty if they can."""
     if len(set(indices)) != len(indices) and not env.share_gpus():
-        return f"several ranks use one GPU (indices {list(indices)}), and SHOTCAST_SHARE_GPUS=1 does not allow it"
+        return f"several ranks use one GPU (indices {list(indices)}), which SHOTCAST_SHARE_GPUS=1 would allow"
     for index in indices:
         if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
             return f"GPU {device.index} has no peer access to GPU {index}"

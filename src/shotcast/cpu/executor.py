@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -292,6 +293,10 @@ class CpuExecutor:
         if self._closed or not (word := self._abort_word.value):
             return None
         return Fault.decode(word)
+
+    def waiting(self, nbytes: int) -> int:
+        """How many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
+        return layout.MAIL_SLOTS // max(1, math.ceil(nbytes / self._context[layout.MAIL_PIECE // 8]))
 
     def headers(self, epoch: int) -> list[int | None]:
         """Each rank's header (48 bits) of call ``epoch``, None where it has not made that call.

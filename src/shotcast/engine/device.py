@@ -28,7 +28,10 @@ def resolved(config: EngineConfig) -> EngineConfig:
         if not there:
             raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
         if not served:
-            raise ConfigError(f"{needed} ranks on CUDA need as many GPUs, and {there} are visible")
+            raise ConfigError(
+                f"{needed} ranks on CUDA need as many GPUs, and {there} are visible; SHOTCAST_SHARE_GPUS=1 lets them "
+                "take turns"
+            )
     if config.device != "auto":
         return config
     if there and not served:

@@ -2,8 +2,8 @@
 
 After each step that draws, the last stage sends its table of tokens; the first takes it before the step that needs it,
 and at the latest before one that is planned when the host knows the tokens. So no more messages wait in the mailbox
-than steps may be planned ahead, one more than there are stages; it holds 16, and the last stage never waits for the
-first, which may be waiting for it, or have nothing more to do.
+than steps may be under way, one more than there are stages. It must hold as many (:meth:`Parallel.comes_back`), as the
+last stage must not wait for the first one, which may be waiting for it, or have nothing more to do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Relay:
         self._parallel, self._drawn = parallel, drawn
         self._sends = parallel.stages > 1 and parallel.last
         self._takes = parallel.stages > 1 and parallel.first
+        self._step = 0  # how many were begun: plans may be numbered anew
         self._drew: dict[int, int] = {}  # by slot, the last step that draws for it
         self._coming: deque[int] = deque()  # steps that draw, and whose tokens have not been taken
 
@@ -42,18 +43,19 @@ class Relay:
         """Take what there is to take before ``plan`` is computed."""
         if not self._takes:
             return
+        number, self._step = self._step, self._step + 1
         pending = (sequence.slot for sequence in plan.sequences if sequence.tokens == (PENDING,))
         # As many steps as there are stages, and this one, may be without results when a step is planned.
-        known = plan.number - self._parallel.stages - 1
+        known = number - self._parallel.stages - 1
         until = max([known, *(self._drew[slot] for slot in pending)])
         while self._coming and self._coming[0] <= until:
             self._coming.popleft()
             self._parallel.receive_back(self._drawn)
         if plan.draws:
-            self._coming.append(plan.number)
+            self._coming.append(number)
         for sequence in plan.sequences:
             if sequence.draws:
-                self._drew[sequence.slot] = plan.number
+                self._drew[sequence.slot] = number
 
     def after(self, plan: StepPlan) -> None:
         """Send on what ``plan`` drew."""

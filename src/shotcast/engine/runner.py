@@ -105,7 +105,7 @@ class Runner:
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = State(model, caches, tables, drawn, logits)
         self._static = self._prompts = self._relay = None
-        if static and model.parallel.tokens_come_back:
+        if static and model.parallel.comes_back(drawn):
             self._relay = Relay(model.parallel, drawn)
         if static:
             self._graphs = Graphs(device, model.parallel.clock)

@@ -148,20 +148,35 @@ class Scheduler:
 
         prefilling = None  # one at most: the next is let in only when a step has room for more than what it lacks
         decoding = 0
-        ready = []
+        ready: list[SequenceState] = []
+        inside: list[SequenceState] = []  # a step of theirs would wait at the first stage until the last has drawn
         for sequence in self._running.values():
             if sequence.remaining > 1:
                 prefilling = sequence
             elif sequence.length < sequence.limit:
                 decoding += 1
                 if sequence.drawing <= config.lookahead:
-                    ready.append(sequence)
+                    late = sequence.drawing and sequence.last_plan > self._next_plan - config.pipeline
+                    (inside if late else ready).append(sequence)
 
-        # A step that waits for a token to come out of the last stage holds the first one up: others go first.
-        inside = self._next_plan - config.pipeline
-        ready = [sequence for sequence in ready if not sequence.drawing or sequence.last_plan <= inside] or ready
+        self._decode(ready, decoding, chosen)
+        if prefilling is None or prefilling.slot is None:
+            self._admit(chosen)
+        else:
+            count = min(prefilling.remaining, config.max_batch_tokens - len(chosen))
+            # It arrived last, so if it lacks blocks it waits for them, and others do not take them meanwhile.
+            if count and self._reserve(prefilling, count, chosen):
+                chosen[prefilling] = count
+                self._admit(chosen)
+        if not chosen:
+            self._decode(inside, decoding, chosen)
+        return self._plan(chosen) if chosen else None
+
+    def _decode(self, ready: list[SequenceState], decoding: int, chosen: dict[SequenceState, int]) -> None:
+        """Choose of those that are ``ready``, one of ``decoding`` each, what belongs into one step."""
         # Every stage of a pipeline has its share of those that decode, and those that are ready are divided over the
         # plans that are still to be made before a result comes back.
+        config = self.config
         to_make = max(1, config.pipeline - len(self._outstanding))
         quota = min(-(-decoding // config.pipeline), -(-len(ready) // to_make), config.max_batch_tokens)
         if quota < len(ready):
@@ -173,16 +188,6 @@ class Scheduler:
                 continue  # one before it in this loop took its blocks
             if self._reserve(sequence, 1, chosen):
                 chosen[sequence] = 1
-
-        if prefilling is None or prefilling.slot is None:
-            self._admit(chosen)
-        else:
-            count = min(prefilling.remaining, config.max_batch_tokens - len(chosen))
-            # It arrived last, so if it lacks blocks it waits for them, and others do not take them meanwhile.
-            if count and self._reserve(prefilling, count, chosen):
-                chosen[prefilling] = count
-                self._admit(chosen)
-        return self._plan(chosen) if chosen else None
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
         """Give a running sequence blocks for ``count`` more tokens, at the cost of those that arrived after it."""

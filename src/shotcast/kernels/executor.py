@@ -335,13 +335,26 @@ class TritonExecutor:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
+    def waiting(self, nbytes: int) -> int:
+        """How many messages of ``nbytes`` may lie in a mailbox while their sender goes on."""
+        return min(layout.MAIL_PLACES, layout.MAIL_CHUNKS // max(1, math.ceil(nbytes / (4 * layout.MAIL_WORDS))))
+
     def fault(self) -> Fault | None:
         """What stopped the communicator, as far as a finished kernel of this rank has seen. Never synchronises."""
         word = self._status_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
     def headers(self, epoch: int) -> list[int | None]:
-        """What each rank called in ``epoch`` (48 bits of a header), None where no such header came. Synchronises."""
+        """What each rank called in ``epoch`` (48 bits of a header), None where no such header came. Synchronises.
+
+        After a message that was not as this rank expected it: the headers of its two ranks.
+        """
+        came, expected = self._control[layout.MAIL_MISMATCH : layout.MAIL_MISMATCH + 2].tolist()
+        if expected:
+            told: list[int | None] = [None] * self._world
+            own = told[self._rank] = expected & (1 << 48) - 1
+            told[wire.Header.decode(own).root] = came & (1 << 48) - 1
+            return told
         row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE
         words = self._control[row : row + self._world].tolist()
         return [word & (1 << 48) - 1 if word and word >> 48 & 0xFFFF == epoch & 0xFFFF else None for word in words]

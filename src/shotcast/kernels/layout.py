@@ -27,8 +27,9 @@ RECEIVED = SENT + 8 * 32  # [8 peers][MAIL_LANES] chunks received from each peer
 CREDITS = RECEIVED + 8 * 32  # [8 peers][MAIL_LANES] chunks that each peer has taken from my mail
 MAIL_HEADERS = CREDITS + 8 * 32  # [8 peers][MAIL_PLACES] of messages from each peer
 BEGUN = MAIL_HEADERS + 8 * 16  # [8 peers] messages of mine that each peer has begun to receive
-MESSAGES = BEGUN + 16  # [8 peers][2 sides] messages begun with each peer, as sender (0) and as receiver (1)
-MAIL_READERS = MESSAGES + 16  # programs of the running send or recv that have read MESSAGES
+MESSAGES = BEGUN + 16  # [8 peers][2 sides][2] messages begun, and their chunks, as sender (0) and as receiver (1)
+MAIL_READERS = MESSAGES + 32  # programs of the running send or recv that have read MESSAGES
+MAIL_MISMATCH = MAIL_READERS + 1  # [2] the header that came, of 64 bits, and the one that this rank expected
 CONTROL_WORDS = 1024
 
 MAIL_LANES = 32
@@ -37,6 +38,8 @@ MAIL_PLACES = 16
 """Messages that may be under way between two ranks, as far as their chunks have room."""
 MAIL_WORDS = 512
 """32-bit words a chunk of mail carries; two chunks a lane are under way."""
+MAIL_CHUNKS = 2 * MAIL_LANES
+"""Chunks that may be under way between two ranks: each has the lane after the one before."""
 
 FLAG_ROWS = 1024
 """Programs of a grid that can raise flags; each has a row of one 64-bit word a rank."""

@@ -2,9 +2,9 @@
 
 Each pair of ranks has a mailbox at the receiver, in lanes; a program carries the chunks of its lane. A chunk travels
 as flag cells numbered by lane, so data needs no fence. Two chunks a lane are under way: the sender waits for the
-receiver's credit before it uses a place again. Each message begins with another lane, so that short ones do not wait
-for each other. It has a header, which the receiver compares with its own; of these 16 are under way. So a send
-completes when what is left of it lies in the mailbox.
+receiver's credit before it uses a place again. A message begins with the lane after the last one's, so 64 chunks are
+under way however many messages they belong to. Each has a header, which the receiver compares with its own; of these 16
+are under way. So a send completes when what is left of it lies in the mailbox.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MAIL_HEADERS = tl.constexpr(layout.MAIL_HEADERS)
 BEGUN = tl.constexpr(layout.BEGUN)
 PLACES = tl.constexpr(layout.MAIL_PLACES)
 MESSAGES = tl.constexpr(layout.MESSAGES)
+MAIL_MISMATCH = tl.constexpr(layout.MAIL_MISMATCH)
 MAIL_READERS = tl.constexpr(layout.MAIL_READERS)
 LANES = tl.constexpr(layout.MAIL_LANES)
 CHUNK = tl.constexpr(layout.MAIL_WORDS)
@@ -65,12 +66,14 @@ def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
         waiting = (seen != mine).to(tl.int32)
         polls += 1
         if (waiting != 0) & (seen != 0) & ((seen >> 48) & 0xFFFF == call.epoch & 0xFFFF):
+            tl.store(call.own + MAIL_MISMATCH, seen)
+            tl.store(call.own + MAIL_MISMATCH + 1, mine)
             stop(call, KIND_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
             waiting = waiting * 0
         elif polls % POLLS_PER_LOOK == 0:
             started, live = look_at_clock(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
-    if seen == mine:
+    if (seen == mine) & (call.live != 0):
         tl.store(theirs + BEGUN + call.rank, call.epoch + 1)
 
 
@@ -133,8 +136,10 @@ def mail(
     """Send ``data`` to ``peer``, or receive it. One program a lane, and program 0 for the headers."""
     call = enter(own, peers, rank, header, WARPS, PDL)
     side: tl.constexpr = 0 if SENDING else 1
-    counter = call.own + MESSAGES + peer * 2 + side
+    counter = call.own + MESSAGES + peer * 4 + side * 2
     message = tl.load(counter, volatile=True)
+    begin = tl.load(counter + 1, volatile=True)
+    span = (nbytes + 15) // 16 * 4
     call = Call(call.own, call.peers, call.rank, call.header, message, call.generation, call.live, call.started)
     theirs = tl.multiple_of(tl.load(call.peers + peer).to(tl.pointer_type(tl.int64)), 16)
     if tl.program_id(0) == 0:
@@ -145,8 +150,7 @@ def mail(
     else:
         first = tl.program_id(0) - 1
         lanes = tl.num_programs(0) - 1
-        lane = (first + (message % LANES).to(tl.int32)) % LANES
-        span = (nbytes + 15) // 16 * 4
+        lane = (first + (begin % LANES).to(tl.int32)) % LANES
         if SENDING:
             progress = call.own + SENT + peer * LANES + lane
             box_of = theirs + mail_at * 2 + (rank * LANES + lane) * (2 * CHUNK)
@@ -178,4 +182,5 @@ def mail(
     if readers == tl.num_programs(0) - 1:
         tl.store(call.own + MAIL_READERS, readers * 0)
         tl.store(counter, message + 1)
+        tl.store(counter + 1, begin + (span + CHUNK - 1) // CHUNK)
     release_next_kernel(PDL)

@@ -138,11 +138,10 @@ class Parallel:
             x = self.comm.all_gather(x)
         return x
 
-    @property
-    def tokens_come_back(self) -> bool:
-        """Whether the first stage can be given what the last has drawn by :meth:`send_back`, with steps under way."""
-        # the vendor library does not promise that a message waits while its sender goes on
-        return self.stages == 1 or (self.job is not None and self.job.topology.kernels != "")
+    def comes_back(self, x: torch.Tensor) -> bool:
+        """Whether the last stage, if it gives the first one such an ``x`` after each step (:meth:`send_back`), need not
+        wait until it is received, with one step more under way than there are stages."""
+        return self.stages == 1 or (self.job is not None and self.job.waiting_messages(x) > self.stages)
 
     def send_back(self, x: torch.Tensor) -> None:
         """From the last stage: give ``x`` to the rank of the first one that has this rank's place."""

@@ -18,19 +18,20 @@ class CudaBuffer:
     """``nbytes`` on each rank's GPU, mapped by all; a :class:`~shotcast.memory.symmetric.SymmetricBuffer`.
 
     Args:
-        group: the process group; one rank a GPU unless they may share, all GPUs with peer access to each other.
+        group: the process group; all GPUs have peer access to each other.
         nbytes: bytes a rank.
         device: this rank's GPU.
         order: rank in the process group by rank here.
+        shared: several ranks have one GPU.
 
     Raises:
         ConfigError: PyTorch cannot allocate or map the memory (the cause is chained).
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, order: Sequence[int]):
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, order: Sequence[int], shared: bool):
         if not env.multicast():
             os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        if env.share_gpus():
+        if shared:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.nbytes = nbytes
         try:
