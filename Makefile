@@ -34,9 +34,9 @@ demo: $(INSTALLED)
 	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
 
-# What only computes (kernels compiled, protocols explored, plans, draws, files) runs beside the rest, which mostly waits, and gives way to it.
+# What mostly computes (kernels compiled, protocols explored, plans, draws, models) runs beside the rest, which mostly waits, and gives way to it.
 BESIDE := tests/kernels tests/protocols tests/engine/test_sampler.py tests/engine/test_scheduler.py \
-	tests/engine/test_tokenizer.py tests/models/test_gguf_file.py
+	tests/engine/test_tokenizer.py tests/engine/test_relay.py tests/engine/test_runner.py tests/models
 test: lint
 	@nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider $(BESIDE) > .tests-beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); rest=$$?; \

@@ -17,6 +17,7 @@ from shotcast.memory import cuda
 from shotcast.memory.cuda import CudaBuffer
 
 DISABLE = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 GROUP = SimpleNamespace(group_name="0")
 
 
@@ -37,9 +38,9 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return offered
 
 
-def made() -> CudaBuffer:
+def made(shared: bool = False) -> CudaBuffer:
     group: Any = GROUP
-    return CudaBuffer(group, 64, torch.device("cuda", 0), (1, 0))
+    return CudaBuffer(group, 64, torch.device("cuda", 0), (1, 0), shared)
 
 
 def test_the_address_is_what_the_allocator_offers(pytorch: SimpleNamespace) -> None:
@@ -62,6 +63,17 @@ def test_switched_off_before_the_allocation_and_after(
     monkeypatch.setenv("SHOTCAST_MULTICAST", "0")
     assert made().multicast_address == 0
     assert pytorch.disabled == "1"
+
+
+def test_pytorch_is_told_of_ranks_that_share_a_gpu_and_only_then(
+    pytorch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would do without multicast as well."""
+    monkeypatch.setenv(OVERLAPPING, "")
+    made()
+    assert os.environ[OVERLAPPING] == ""
+    made(shared=True)
+    assert os.environ[OVERLAPPING] == "1"
 
 
 def test_nothing_sets_multicast_up_but_the_allocator() -> None:
