@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
 import time
 from typing import Any
@@ -400,6 +401,15 @@ def across_epochs_of_resets() -> list[int]:
             elif comm.rank == 1:
                 assert comm.recv(torch.zeros(2), 0).tolist() == [8.0, 8.0]
     return epochs
+
+
+def room_for_messages() -> list[int]:
+    """As many as may wait, of a byte, of more than fits, and of a byte by the vendor library."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=20) as comm:
+        found = [comm.waiting_messages(torch.zeros(count, dtype=torch.uint8)) for count in (1, 1 << 20)]
+    os.environ["SHOTCAST_ALGORITHM"] = "vendor"
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        return [*found, comm.waiting_messages(torch.zeros(1))]
 
 
 def first_messages() -> float:

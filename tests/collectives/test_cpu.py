@@ -68,6 +68,9 @@ class TestValues:
     def test_messages_wait_in_the_mailbox(self) -> None:
         assert shotcast.spawn(waiting_messages, 3, "cpu", 30, timeout_s=60) == [6 * (4 + 4 + 4 + 2 + 1)] * 2 + [0]
 
+    def test_what_fits_and_what_the_vendor_library_carries(self) -> None:
+        assert shotcast.spawn(targets.room_for_messages, 2, timeout_s=60) == [[4, 0, 0]] * 2
+
     def test_first_messages_wait_for_nobody_else(self) -> None:
         assert max(shotcast.spawn(targets.first_messages, 3, timeout_s=60)) < 1.5, (
             "half a second for each form, to wait for the third rank"

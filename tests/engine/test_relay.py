@@ -16,6 +16,7 @@ from shotcast.engine.plan import PENDING, StepPlan
 from shotcast.engine.relay import Relay
 from shotcast.engine.requests import Request, SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.layers.parallel import Parallel
 
 SLOTS = 6
 
@@ -160,6 +161,13 @@ def test_a_step_waits_for_what_it_needs_alone() -> None:
         taken.append([what for what, _ in first.queue].count("receive"))
     # Step 3 needs what step 0 drew, step 4 what 2 drew. Step 5 needs nothing, step 6 what 5 drew, and takes all.
     assert taken == [6, 1, 2, 0, 3]
+
+
+@pytest.mark.parametrize(("stages", "room", "ahead"), [(1, 0, True), (2, 0, False), (2, 2, False), (2, 3, True)])
+def test_a_mailbox_must_hold_a_message_more_than_there_are_stages(stages: int, room: int, ahead: bool) -> None:
+    comm: Any = SimpleNamespace(rank=0, world_size=1)
+    job: Any = SimpleNamespace(rank=0, waiting_messages=lambda x: room)
+    assert Parallel(comm, job, stages).comes_back(torch.zeros(3)) == ahead
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
