@@ -31,7 +31,7 @@ def cases() -> list[Case]:
     for (dtype, fp8), (inputs, outputs), rows in itertools.product(KINDS, shapes, (1, 2)):
         made.append((rows, inputs, outputs, dtype, fp8, inputs == 528, outputs != 6, None))
         made.append((rows, inputs, outputs, dtype, fp8, inputs != 528, outputs == 6, None))
-    fma = Stream(8, 256, 1, ahead_bytes=0)
+    fma = Stream(8, 256, 1)
     for rows, gated in itertools.product((1, 2), (False, True)):
         made.append((rows, 528, 70, "bfloat16", False, True, gated, fma))
     made.append((1, 48, 7, "bfloat16", False, False, False, Stream(1, 256, 1)))
@@ -107,7 +107,6 @@ def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capabili
         "M_TILE": rows,
         "TILE": stream.tile,
         "COLUMNS": stream.columns,
-        "AHEAD": stream.ahead_bytes // (1 if fp8 else 2),
         "GATED": gated,
         "NATIVE": capability >= 89,
         "PDL": capability >= 90,
@@ -144,7 +143,6 @@ def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int,
     kernel = compiled(stream, rows, fp8)
     before = cross.instructions(kernel.asm["ptx"].partition("griddepcontrol.wait")[0])
     assert before["griddepcontrol.launch_dependents"] == 1
-    assert bool(before["prefetch.global.L2"]) == bool(stream.ahead_bytes)
     used = cross.resources(kernel, tmp_path)
     assert used["LOCAL"] == used["STACK"] == 0
     machine = cross.machine_instructions(cross.sass(kernel, tmp_path))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cross
 import pytest
+import torch
 from paged_targets import both_ways
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -11,10 +14,12 @@ from triton.compiler import compile as triton_compile
 
 import shotcast
 from shotcast.kernels.paged_attention import (
+    SMALL_MEMORY,
     SMALL_TILE,
     STAGES,
     TILE,
     WARPS,
+    Decoding,
     decode_kernel,
     join_kernel,
     rotate_kernel,
@@ -146,11 +151,28 @@ def test_parts_are_joined_after_the_wait() -> None:
 @pytest.mark.parametrize(("capability", "kib"), [(89, 99), (90, 227)])
 def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item: int, head_dim: int) -> None:
     tile, stages = tile_of(head_dim, item, kib << 10)
+    kernel = tiles_compiled(kind, head_dim, tile, stages, capability)
+    assert kernel.metadata.shared <= kib << 10
+    assert cross.instructions(kernel.asm["ptx"])["cp.async.cg.shared.global"] > 0
+
+
+def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability: int) -> Any:
     shape = SHAPE | {"HALF": head_dim // 2, "HALF_TILE": head_dim // 2, "SPLITS": 2, "PDL": capability >= 90}
     constants = shape | {"FIRST": tile, "TILE": tile, "STAGES": stages, "norms": None}
     kinds = KINDS | dict.fromkeys(("x", "keys", "values", "result"), f"*{kind}")
     signature = {name: "constexpr" if name in constants else kinds[name] for name in decode_kernel.arg_names}
     vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
-    kernel = cross.build(decode_kernel, signature, constants, WARPS, capability, {}, aligned=vectors)
-    assert kernel.metadata.shared <= kib << 10
-    assert cross.instructions(kernel.asm["ptx"])["cp.async.cg.shared.global"] > 0
+    return cross.build(decode_kernel, signature, constants, WARPS, capability, {}, aligned=vectors)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "sequences", "small"), [(2, 1, True), (2, 4, True), (2, 8, False), (8, 2, True), (8, 4, False)]
+)
+def test_attention_of_few_sequences_leaves_the_cache_to_products(kv_heads: int, sequences: int, small: bool) -> None:
+    """Where products are those of matvec.py, and where many parts of a context keep enough on their way anyhow."""
+    kv_of = tuple(head * kv_heads // 16 for head in range(16))
+    memory = Decoding(16, 128, kv_of, 8, 132, torch.device("cpu")).memory(sequences, 228 << 10)
+    assert memory == (SMALL_MEMORY if small else 227 << 10)
+    tile, stages = tile_of(128, 2, memory)
+    assert (tile, stages) == (SMALL_TILE if small else TILE, STAGES)
+    assert (tiles_compiled("bf16", 128, tile, stages, 90).metadata.shared <= SMALL_MEMORY) == small

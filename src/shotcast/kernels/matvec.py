@@ -5,9 +5,11 @@
 
 For decoding, where a weight serves few tokens (for more: :mod:`shotcast.kernels.skinny`). A program has some outputs
 and all of their columns, so sums need no other program, and their order is fixed. Weights depend on no kernel before:
-the first of them are loaded before the wait for it, which hides that kernel's end and this one's beginning. Some
-launches ask for more, into the L2 cache: those that were faster so by themselves (among other kernels, asking for much
-more was slower: docs/engine.md).
+the first of them are loaded before the wait for it, which hides that kernel's end and this one's beginning. (To ask
+for more of them, into the L2 cache, made a step slower: docs/engine.md.)
+
+Weights on their way take room in the L1 cache, so a processor should not have given that away: kernels that run beside
+these keep their shared memory small (:mod:`shotcast.kernels.paged_attention`).
 """
 
 from __future__ import annotations
@@ -26,14 +28,11 @@ from shotcast.kernels.target import (
     await_prior_kernel,
     converts_float8,
     launch_options,
-    prefetch,
     processors,
     release_next_kernel,
 )
 from shotcast.kernels.words import round_float, unpack
 
-LINE = tl.constexpr(128)
-"""Bytes of a cache line."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Of x."""
 UNIT = 16
@@ -47,15 +46,6 @@ def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
     if GATED:
         n = n // 2 + n % 2 * (outputs // 2)
     return tl.minimum(n, outputs - 1).to(tl.int64)
-
-
-@triton.jit
-def ask_for(weight, rows, inputs, FIRST: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr):
-    """Bring columns FIRST to FIRST + AHEAD of ``rows`` into the L2 cache."""
-    EACH: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
-    if AHEAD // EACH > 0:
-        column = FIRST + tl.arange(0, AHEAD // EACH)[None, :] * EACH
-        prefetch(weight + rows[:, None] * inputs + column, tl.broadcast_to(column < inputs, [TILE, AHEAD // EACH]))
 
 
 @triton.jit
@@ -156,13 +146,13 @@ def stream_kernel(
     M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS columns of TILE rows are multiplied while as many are on their way, in 32-bit words: as floats, each
-    would take a register while it waits. ``inputs`` is a multiple of 16."""
+    """COLUMNS columns of TILE rows at a time, in 32-bit words: as floats, each would take a register while it is on its
+    way. Compiled, the registers that are multiplied are those that the next words come into; what fills the time are
+    the other programs of the processor, of which few registers leave room for ten. ``inputs`` is a multiple of 16."""
     EACH: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
     WORDS: tl.constexpr = COLUMNS // EACH
     width = inputs // EACH
@@ -170,7 +160,6 @@ def stream_kernel(
     i = tl.arange(0, WORDS)[None, None, :]
     base = weight.to(tl.pointer_type(tl.int32)) + rows[None, :, None] * width
     words = tl.load(base + i, mask=i < width, other=0, eviction_policy="evict_first")
-    ask_for(weight, rows, inputs, COLUMNS, AHEAD, TILE)
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
@@ -192,34 +181,27 @@ class Stream:
         tile: outputs of a program.
         columns: of the weight at a time, 16 bytes or more for each thread.
         warps: of a program.
-        ahead_bytes: of each row, asked into L2 before the wait for the kernel before.
     """
 
     tile: int
     columns: int
     warps: int
-    ahead_bytes: int = 4096
 
     def __str__(self) -> str:
-        return f"{self.tile}x{self.columns} w{self.warps} +{self.ahead_bytes}"
+        return f"{self.tile}x{self.columns} w{self.warps}"
 
 
 MOST_ROWS = 2
 """Rows of x at most, up to where this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
-_FEW_OUTPUTS = 24
-"""Outputs a processor, of the products for which a program asks for columns ahead."""
 
 
 def choose(outputs: int, itemsize: int, programs: int) -> Stream:
     """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
 
-    The fastest, nearly, over the shapes of benchmarks/data/h200/linear.json.
+    The fastest, nearly, in the steps of docs/engine.md; by themselves, small products may have faster ones
+    (benchmarks/data/h200/linear.json).
     """
-    few = outputs < _FEW_OUTPUTS * programs
-    if itemsize == 2:
-        stream = Stream(4, 2048, 4) if few else Stream(4, 1024, 4, ahead_bytes=0)
-    else:
-        stream = Stream(4, 2048, 4, ahead_bytes=0)
+    stream = Stream(4, 2048 // itemsize, 4)
     tile = stream.tile
     while tile > 1 and -(-outputs // tile) < 2 * programs:
         tile //= 2
@@ -231,8 +213,6 @@ def candidates(itemsize: int) -> Iterator[Stream]:
     wide = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
     for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
         yield Stream(tile, wide * warps * steps, warps)
-    yield Stream(4, wide * 4, 4, ahead_bytes=0)
-    yield Stream(4, wide * 4, 4, ahead_bytes=16384)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -315,7 +295,6 @@ def linear(
         rows,
         tile,
         stream.columns,
-        stream.ahead_bytes // weight.element_size(),
         gated,
         converts_float8(x.device),
         options["launch_pdl"],

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shotcast.kernels import matvec
 from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel, shared_memory
 from shotcast.kernels.words import round_float
 
@@ -25,6 +26,11 @@ _MANY_SPLITS = 16
 LEAST_TILE = 16
 _RESERVED_BYTES = 1 << 10
 """Of shared memory, for each program."""
+SMALL_MEMORY = 48 << 10
+"""Bytes of shared memory of a program, of few sequences. The products around attention are then those of
+``matvec.py``, whose weights on their way lie in the L1 cache, which is what shared memory leaves of a processor's. It
+is divided anew only when a processor has nothing to do, and with each kernel beginning before the one before it ends
+that is never: with 80 KB for attention, whole steps took 4 to 7% longer (docs/engine.md)."""
 WARPS = 4
 STAGES, FEW_STAGES = 5, 2
 """Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies."""
@@ -350,6 +356,11 @@ class Decoding:
         wanted = max(1, 2 * self._processors // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
+    def memory(self, sequences: int, of_processor: int) -> int:
+        """Bytes of shared memory that a program may have, of all those of a processor."""
+        few = sequences <= matvec.MOST_ROWS or self.splits(sequences) > _MANY_SPLITS
+        return min(of_processor - _RESERVED_BYTES, SMALL_MEMORY if few else of_processor)
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -377,7 +388,7 @@ class Decoding:
         splits, half = self.splits(sequences), self._head_dim // 2
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
-        tile, stages = tile_of(self._head_dim, x.element_size(), shared_memory(x.device) - _RESERVED_BYTES)
+        tile, stages = tile_of(self._head_dim, x.element_size(), self.memory(sequences, shared_memory(x.device)))
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
             norms,

@@ -115,9 +115,6 @@ if INTERPRETED:
     def release_next_kernel(PDL: Any) -> None:
         """Allow the next kernel of the stream to be scheduled (it still awaits this one's end)."""
 
-    def prefetch(pointers: Any, mask: Any) -> None:
-        """Ask for the cache lines at these addresses, which must exist; they come into L2 in their own time."""
-
     def store_release(pointers: Any, values: Any, mask: Any) -> None:
         """Store after all that the program stored, in the order in which any rank sees it."""
         tl.store(pointers, values, mask=mask)
@@ -177,22 +174,6 @@ else:
     def release_next_kernel(PDL: tl.constexpr):
         if PDL:
             gdc_launch_dependents()
-
-    @triton.jit
-    def prefetch(pointers, mask):
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            setp.ne.b32 p, $2, 0;
-            @p prefetch.global.L2 [$1];
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r",
-            [pointers.to(tl.int64), mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
     @triton.jit
     def store_release(pointers, values, mask):
