@@ -338,10 +338,11 @@ def graphs(replays: int, hidden: int) -> None:
                 with torch.cuda.graph(graph):
                     both()
                     both()
-                made.append((op, rows, shards, x, residual, plain, fp8, graph))
-        wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+                # with the weight, which the graph reads
+                made.append((f"{op.label} {rows} {algorithm}", op, rows, shards, x, residual, plain, fp8, graph, first))
+        wrong = {name: torch.zeros(5, dtype=torch.int64, device=comm.device) for name, *_ in made}
         for replay in range(replays):
-            op, rows, shards, x, residual, plain, fp8, graph = shared.choice(made)
+            name, op, rows, shards, x, residual, plain, fp8, graph, _ = shared.choice(made)
             fresh = data(Case("bfloat16", rows, hidden), shards, size, replay, comm.device)
             x.copy_(fresh.xs[rank])
             residual.copy_(fresh.residuals[rank % shards])
@@ -350,10 +351,17 @@ def graphs(replays: int, hidden: int) -> None:
             graph.replay()
             wanted = unfused(comm, op, x, residual, fresh)
             quantized, scale = reference.quantize(wanted.normed)
-            wrong += differing(plain[0], wanted.normed) + differing(plain[1], wanted.new_residual)
-            wrong += differing(fp8.new_residual, wanted.new_residual) + differing(fp8.scale, scale)
-            wrong += differing(fp8.quantized.float(), quantized.float())
-        assert int(wrong) == 0
+            wrong[name] += torch.stack(
+                [
+                    differing(plain[0], wanted.normed),
+                    differing(plain[1], wanted.new_residual),
+                    differing(fp8.new_residual, wanted.new_residual),
+                    differing(fp8.scale, scale),
+                    differing(fp8.quantized.float(), quantized.float()),
+                ]
+            )
+        found = {name: count.tolist() for name, count in wrong.items() if count.any()}
+        assert not found, f"values of norm, residual, and FP8's residual, scale and bytes that differ: {found}"
         settle(comm)
 
 

@@ -193,15 +193,18 @@ class Stream:
 
 MOST_ROWS = 2
 """Rows of x at most, up to where this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
+_FEW_OUTPUTS = 24
+"""Outputs a processor. With fewer, it has few programs at a time, and each has more on its way."""
 
 
 def choose(outputs: int, itemsize: int, programs: int) -> Stream:
     """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
 
-    The fastest, nearly, in the steps of docs/engine.md; by themselves, small products may have faster ones
-    (benchmarks/data/h200/linear.json).
+    The fastest, nearly, among the other kernels of a step (benchmarks/data/h200/exploration/shared_memory.txt); by
+    itself, a product may have a faster one (benchmarks/data/h200/linear.json).
     """
-    stream = Stream(4, 2048 // itemsize, 4)
+    few = outputs < _FEW_OUTPUTS * programs
+    stream = Stream(4, 2048 if few or itemsize == 1 else 1024, 4)
     tile = stream.tile
     while tile > 1 and -(-outputs // tile) < 2 * programs:
         tile //= 2

@@ -272,11 +272,11 @@ def join_kernel(
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
+    address = (place * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
+    part = tl.load(parts + address, mask=(d < HEAD_DIM)[None, :], other=0.0)  # of a split without tokens: zeros
     largest = tl.load(weights + (place * SPLITS + s) * 2)
     total = tl.load(weights + (place * SPLITS + s) * 2 + 1)
     share = tl.where(total > 0, tl.exp(largest - tl.max(largest, axis=0)), 0.0)
-    address = (place * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
-    part = tl.load(parts + address, mask=(total > 0)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     joined = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
     tl.store(out + place * HEAD_DIM + d, round_float(joined, out.dtype.element_ty), mask=d < HEAD_DIM)
 
