@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shotcast.cpu import attention
-from shotcast.kernels import paged_attention
+from shotcast.kernels import paged_attention, rotation
 from shotcast.layers.attention import norm_heads
 
 EPS = 1e-3
@@ -59,7 +59,7 @@ def both_ways(
             given = there(x.to(kind))[0]
             gains = None if norms is None else there(norms)[0]
             rotated = tuple(tensor.clone() for tensor in mine)
-            paged_attention.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
+            rotation.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
             # Compilers join products and sums in float32 in one kernel and not in the other.

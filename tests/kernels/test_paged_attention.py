@@ -22,9 +22,9 @@ from shotcast.kernels.paged_attention import (
     Decoding,
     decode_kernel,
     join_kernel,
-    rotate_kernel,
     tile_of,
 )
+from shotcast.kernels.rotation import rotate_kernel
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 

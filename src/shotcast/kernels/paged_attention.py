@@ -1,6 +1,6 @@
-"""Attention of one query a sequence over a paged cache, and norm and rotation of queries and keys into it.
+"""Attention of one query a sequence over a paged cache, for decoding.
 
-For decoding, where time is that of reading keys and values once, norm and rotation are a part of it: every (sequence,
+Time is that of reading keys and values once; norm and rotation of queries and keys are a part of it. Every (sequence,
 key-value head) is divided into ``splits`` parts of its context, each a program that reads its part in tiles for all
 query heads of the group, so that a single long sequence uses the whole GPU; a second kernel joins the parts
 (Flash-Decoding, Dao et al., 2023), if there are several. Lengths and tables are read on the device: a captured graph
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from shotcast.kernels import matvec
+from shotcast.kernels.rotation import halves, normed_and_turned
 from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel, shared_memory
 from shotcast.kernels.words import round_float
 
@@ -46,71 +47,6 @@ def tile_of(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
     while tile > LEAST_TILE and tile * each > memory:
         tile //= 2
     return tile, STAGES if tile * each <= memory else FEW_STAGES
-
-
-@triton.jit
-def normed_and_turned(a, b, norms, cosine, sine, eps, COUNT: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """Halves of heads [COUNT, HALF_TILE], normed with the halves ``norms`` of their weights (or None) and rotated, as
-    floats; rounded to DTYPE before and after the weight, as models are trained, and at the end."""
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    if norms is not None:
-        factor = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * HALF) + eps)[:, None]
-        a = round_float(a * factor, DTYPE).to(tl.float32) * norms[0].to(tl.float32)
-        b = round_float(b * factor, DTYPE).to(tl.float32) * norms[1].to(tl.float32)
-        a, b = round_float(a, DTYPE).to(tl.float32), round_float(b, DTYPE).to(tl.float32)
-    return round_float(a * cosine - b * sine, DTYPE), round_float(b * cosine + a * sine, DTYPE)
-
-
-@triton.jit
-def halves(base, rows, i, mask, HALF: tl.constexpr):
-    """Both halves of heads that begin at ``rows`` [n, 1] heads of 2 * HALF past ``base``."""
-    address = rows * (2 * HALF) + i
-    return tl.load(base + address, mask=mask, other=0.0), tl.load(base + address + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def rotate_kernel(
-    x,
-    norms,
-    cosines,
-    sines,
-    positions,
-    slots,
-    keys,
-    values,
-    queries,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (token, head): heads are the queries', then the keys', then the values'. ``norms`` may be None."""
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    i = tl.arange(0, HALF_TILE)[None, :]
-    inside = i < HALF
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    nothing = tl.zeros([1, 1], tl.int64)
-    first, second = halves(x, nothing + token * (HEADS + 2 * KV_HEADS) + head, i, inside, HALF)
-    slot = tl.load(slots + token)
-    if head < HEADS + KV_HEADS:
-        position = tl.load(positions + token)
-        cosine = tl.load(cosines + position * HALF + i, mask=inside)
-        sine = tl.load(sines + position * HALF + i, mask=inside)
-        gains = None if norms is None else halves(norms, nothing + head, i, inside, HALF)
-        first, second = normed_and_turned(first, second, gains, cosine, sine, eps, 1, HALF, DTYPE)
-    if head < HEADS:
-        target = queries + (token * HEADS + head) * (2 * HALF)
-    elif head < HEADS + KV_HEADS:
-        target = keys + (slot * KV_HEADS + head - HEADS) * (2 * HALF)
-    else:
-        target = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF)
-    tl.store(target + i, first, mask=inside)
-    tl.store(target + HALF + i, second, mask=inside)
 
 
 @triton.jit
@@ -281,47 +217,6 @@ def join_kernel(
     tl.store(out + place * HEAD_DIM + d, round_float(joined, out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-def rotate_into_cache(
-    x: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    queries: torch.Tensor,
-    norms: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """As :func:`shotcast.cpu.attention.rotate_into_cache`; x, queries and caches are of one dtype.
-
-    Args:
-        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before that.
-        eps: of the norm.
-    """
-    tokens, heads, head_dim = queries.shape
-    kv_heads = keys.shape[1]
-    options = launch_options(x.device, warps=1)
-    rotate_kernel[(tokens, heads + 2 * kv_heads)](
-        x,
-        norms,
-        cosines,
-        sines,
-        positions,
-        slots,
-        keys,
-        values,
-        queries,
-        eps,
-        heads,
-        kv_heads,
-        head_dim // 2,
-        triton.next_power_of_2(head_dim // 2),
-        options["launch_pdl"],
-        **options,
-    )
-
-
 class Decoding:
     """Attention of one query a sequence, for one layer shape; the scratch between its kernels is kept.
 
@@ -377,7 +272,7 @@ class Decoding:
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """As :func:`rotate_into_cache` of these tokens, then :func:`shotcast.cpu.attention.decode`.
+        """As :func:`rotation.rotate_into_cache` of these tokens, then :func:`shotcast.cpu.attention.decode`.
 
         All but ``x`` must be complete before kernels that may still run when this one begins.
 

@@ -128,9 +128,9 @@ class Attention:
             x = qkv if self._norms is None else norm_heads(qkv, self._norms, self._eps)
             rotate_into_cache(x.to(cache.keys.dtype), *turned)
         else:
-            from shotcast.kernels import paged_attention
+            from shotcast.kernels import rotation
 
-            paged_attention.rotate_into_cache(qkv, *turned, self._norms, self._eps)
+            rotation.rotate_into_cache(qkv, *turned, self._norms, self._eps)
         return queries
 
     def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
