@@ -45,11 +45,20 @@ def test_as_exact_as_float32_sums() -> None:
     assert not wrong
 
 
-@given(st.integers(1, 40_000), st.sampled_from([1, 2]), st.integers(1, 200))
-def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, item: int, processors: int) -> None:
-    stream = matvec.choose(outputs, item, processors)
+@given(st.integers(1, 40_000), st.sampled_from([16, 1024, 4096, 8192]), st.sampled_from([1, 2]), st.integers(1, 200))
+def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: int, item: int, processors: int) -> None:
+    stream = matvec.choose(outputs, inputs, item, processors)
     assert stream.tile == 1 or -(-outputs // stream.tile) >= 2 * processors
     assert stream.tile == 4 or -(-outputs // (2 * stream.tile)) < 2 * processors
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "item", "columns"),
+    [(1536, 4096, 2, 2048), (1536, 1024, 2, 1024), (7168, 4096, 2, 1024), (1536, 1024, 1, 2048)],
+)
+def test_products_of_few_outputs_have_more_on_their_way(outputs: int, inputs: int, item: int, columns: int) -> None:
+    """Not where half of it would lie beyond the row."""
+    assert matvec.choose(outputs, inputs, item, 132).columns == columns
 
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -133,7 +142,7 @@ def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capabili
 
 def chosen() -> list[tuple[Stream, int, bool]]:
     return [
-        (matvec.choose(outputs, 2 - fp8, 132), rows, fp8)
+        (matvec.choose(outputs, 4096, 2 - fp8, 132), rows, fp8)
         for rows, fp8, outputs in itertools.product((1, 2), (False, True), (1536, 28672))
     ]
 
@@ -158,7 +167,7 @@ def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int,
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True), (100, False), (100, True)])
 def test_gated_compiles(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows in (1, 2):
-        stream = matvec.choose(28672, 2 - fp8, 132)
+        stream = matvec.choose(28672, 8192, 2 - fp8, 132)
         kernel = compiled(stream, rows, fp8, gated=True, capability=capability)
         assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
         assert "ex2" in kernel.asm["ptx"]

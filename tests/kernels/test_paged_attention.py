@@ -13,8 +13,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 import shotcast
+from shotcast.kernels import paged_attention
 from shotcast.kernels.paged_attention import (
-    SMALL_MEMORY,
     SMALL_TILE,
     STAGES,
     TILE,
@@ -166,13 +166,39 @@ def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "sequences", "small"), [(2, 1, True), (2, 4, True), (2, 8, False), (8, 2, True), (8, 4, False)]
+    ("kv_heads", "sequences", "dtype", "first", "tile"),
+    [
+        (2, 1, torch.bfloat16, SMALL_TILE, SMALL_TILE),
+        (2, 4, torch.bfloat16, SMALL_TILE, SMALL_TILE),  # in 32 parts
+        (2, 8, torch.bfloat16, TILE, TILE),
+        (8, 2, torch.float16, TILE // 2, SMALL_TILE),
+        (8, 4, torch.float16, TILE, TILE),
+        (8, 1, torch.float32, SMALL_TILE, SMALL_TILE),  # room for no more
+    ],
 )
-def test_attention_of_few_sequences_leaves_the_cache_to_products(kv_heads: int, sequences: int, small: bool) -> None:
-    """Where products are those of matvec.py, and where many parts of a context keep enough on their way anyhow."""
+def test_attention_of_few_sequences_leaves_the_cache_to_products(
+    kv_heads: int, sequences: int, dtype: torch.dtype, first: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[tuple[Any, ...]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: launches.append(args)
+
+    monkeypatch.setattr(paged_attention, "decode_kernel", Launched())
+    monkeypatch.setattr(paged_attention, "join_kernel", Launched())
+    monkeypatch.setattr(paged_attention, "shared_memory", lambda device: 228 << 10)
+    monkeypatch.setattr(paged_attention, "launch_options", lambda device, warps: {"launch_pdl": True})
     kv_of = tuple(head * kv_heads // 16 for head in range(16))
-    memory = Decoding(16, 128, kv_of, 8, 132, torch.device("cpu")).memory(sequences, 228 << 10)
-    assert memory == (SMALL_MEMORY if small else 227 << 10)
-    tile, stages = tile_of(128, 2, memory)
-    assert (tile, stages) == (SMALL_TILE if small else TILE, STAGES)
-    assert (tiles_compiled("bf16", 128, tile, stages, 90).metadata.shared <= SMALL_MEMORY) == small
+    x = torch.zeros(sequences, (16 + 2 * kv_heads) * 128, dtype=dtype)
+    cache, tables = torch.zeros(1, kv_heads, 128, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
+    decoding = Decoding(16, 128, kv_of, 8, 132, x.device)
+    decoding(x, x, x, cache, cache, tables, tables, tables, 16, 0, torch.empty(sequences, 16, 128, dtype=dtype))
+    constants = dict(zip(decode_kernel.arg_names, launches[0], strict=True))
+    assert (constants["FIRST"], constants["TILE"], constants["STAGES"]) == (first, tile, STAGES)
+
+
+def test_small_tiles_take_little_shared_memory() -> None:
+    """Four programs' worth leave 64 KB of a processor's 256 to the cache; of larger tiles, two have nearly all."""
+    assert tiles_compiled("bf16", 128, SMALL_TILE, STAGES, 90).metadata.shared < 48 << 10
+    assert tiles_compiled("bf16", 128, TILE, STAGES, 90).metadata.shared > 80 << 10

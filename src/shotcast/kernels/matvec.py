@@ -8,8 +8,8 @@ and all of their columns, so sums need no other program, and their order is fixe
 the first of them are loaded before the wait for it, which hides that kernel's end and this one's beginning. (To ask
 for more of them, into the L2 cache, made a step slower: docs/engine.md.)
 
-Weights on their way take room in the L1 cache, so a processor should not have given that away: kernels that run beside
-these keep their shared memory small (:mod:`shotcast.kernels.paged_attention`).
+Weights on their way take room in the L1 cache, which shared memory takes from: kernels that run beside these keep
+theirs small (:mod:`shotcast.kernels.paged_attention`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def stream_kernel(
 ):
     """COLUMNS columns of TILE rows at a time, in 32-bit words: as floats, each would take a register while it is on its
     way. Compiled, the registers that are multiplied are those that the next words come into; what fills the time are
-    the other programs of the processor, of which few registers leave room for ten. ``inputs`` is a multiple of 16."""
+    the other programs of the processor, of which few registers leave room for up to ten. ``inputs`` is a multiple of
+    16."""
     EACH: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
     WORDS: tl.constexpr = COLUMNS // EACH
     width = inputs // EACH
@@ -193,17 +194,17 @@ class Stream:
 
 MOST_ROWS = 2
 """Rows of x at most, up to where this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
-_FEW_OUTPUTS = 24
-"""Outputs a processor. With fewer, it has few programs at a time, and each has more on its way."""
+_FEW_OUTPUTS, _MANY_INPUTS = 24, 4096
+"""Outputs a processor: with fewer, it has few programs at a time, and each has more on its way, of so many columns."""
 
 
-def choose(outputs: int, itemsize: int, programs: int) -> Stream:
+def choose(outputs: int, inputs: int, itemsize: int, programs: int) -> Stream:
     """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
 
-    The fastest, nearly, among the other kernels of a step (benchmarks/data/h200/exploration/shared_memory.txt); by
-    itself, a product may have a faster one (benchmarks/data/h200/linear.json).
+    The fastest, nearly: 16-bit weights among the other kernels of a step
+    (benchmarks/data/h200/exploration/shared_memory.txt), FP8 by itself (benchmarks/data/h200/linear.json).
     """
-    few = outputs < _FEW_OUTPUTS * programs
+    few = outputs < _FEW_OUTPUTS * programs and inputs >= _MANY_INPUTS
     stream = Stream(4, 2048 if few or itemsize == 1 else 1024, 4)
     tile = stream.tile
     while tile > 1 and -(-outputs // tile) < 2 * programs:
@@ -282,7 +283,7 @@ def linear(
     check(x, weight, gated, MOST_ROWS, fit, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if stream is None:
-        stream = choose(outputs, weight.element_size(), processors(x.device))
+        stream = choose(outputs, inputs, weight.element_size(), processors(x.device))
     tile = max(2, stream.tile) if gated else stream.tile
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     options = launch_options(x.device, stream.warps)

@@ -21,17 +21,11 @@ from shotcast.kernels.target import await_prior_kernel, dot, launch_options, rel
 from shotcast.kernels.words import round_float
 
 TILE, SMALL_TILE = 64, 32
-"""Keys that a program multiplies at a time. Of the first it has the small number where a context is in more than
-_MANY_SPLITS parts, so that a short one is divided among more programs."""
+"""Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when the small number."""
 _MANY_SPLITS = 16
 LEAST_TILE = 16
 _RESERVED_BYTES = 1 << 10
 """Of shared memory, for each program."""
-SMALL_MEMORY = 48 << 10
-"""Bytes of shared memory of a program, of few sequences. The products around attention are then those of
-``matvec.py``, whose weights on their way lie in the L1 cache, which is what shared memory leaves of a processor's. It
-is divided anew only when a processor has nothing to do, and with each kernel beginning before the one before it ends
-that is never: with 80 KB for attention, whole steps took 4 to 7% longer (docs/engine.md)."""
 WARPS = 4
 STAGES, FEW_STAGES = 5, 2
 """Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies."""
@@ -191,7 +185,7 @@ def decode_kernel(
         share = 1.0 / total[:, None]
         tl.store(result + address, round_float(low * share, DTYPE), mask=mine & wide)
         tl.store(result + address + HALF, round_float(high * share, DTYPE), mask=mine & wide)
-    else:
+    else:  # zeros where the part has no tokens: they are joined too
         tl.store(parts + address, low, mask=mine & wide)
         tl.store(parts + address + HALF, high, mask=mine & wide)
         tl.store(weights + place * 2, largest[:, None], mask=mine)
@@ -209,7 +203,7 @@ def join_kernel(
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
     address = (place * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
-    part = tl.load(parts + address, mask=(d < HEAD_DIM)[None, :], other=0.0)  # of a split without tokens: zeros
+    part = tl.load(parts + address, mask=(d < HEAD_DIM)[None, :], other=0.0)
     largest = tl.load(weights + (place * SPLITS + s) * 2)
     total = tl.load(weights + (place * SPLITS + s) * 2 + 1)
     share = tl.where(total > 0, tl.exp(largest - tl.max(largest, axis=0)), 0.0)
@@ -251,10 +245,23 @@ class Decoding:
         wanted = max(1, 2 * self._processors // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
-    def memory(self, sequences: int, of_processor: int) -> int:
-        """Bytes of shared memory that a program may have, of all those of a processor."""
-        few = sequences <= matvec.MOST_ROWS or self.splits(sequences) > _MANY_SPLITS
-        return min(of_processor - _RESERVED_BYTES, SMALL_MEMORY if few else of_processor)
+    def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int) -> tuple[int, int, int]:
+        """Keys that a program loads first, keys at a time after them, and stages.
+
+        The first are few where a context is in many parts, so that a short one is divided among more programs. The
+        others are few there too, and for as many sequences as products of ``matvec.py`` serve: their weights on their
+        way lie in the L1 cache, which is what shared memory leaves, and when attention had all it can use, steps took
+        longer by more than long contexts do now (docs/engine.md).
+
+        Args:
+            dtype: of queries and caches.
+            memory_bytes: shared memory that a program can have.
+        """
+        tile, stages = tile_of(self._head_dim, dtype.itemsize, memory_bytes)
+        many = self.splits(sequences) > _MANY_SPLITS
+        if dtype in matvec.DTYPES and (many or sequences <= matvec.MOST_ROWS):
+            tile = min(tile, SMALL_TILE)
+        return min(tile, SMALL_TILE if many else TILE), tile, stages
 
     def __call__(
         self,
@@ -283,7 +290,7 @@ class Decoding:
         splits, half = self.splits(sequences), self._head_dim // 2
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
-        tile, stages = tile_of(self._head_dim, x.element_size(), self.memory(sequences, shared_memory(x.device)))
+        first, tile, stages = self.tiles(sequences, x.dtype, shared_memory(x.device) - _RESERVED_BYTES)
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
             norms,
@@ -309,7 +316,7 @@ class Decoding:
             self._group,
             block_size,
             splits,
-            min(tile, TILE if splits <= _MANY_SPLITS else SMALL_TILE),
+            first,
             tile,
             stages,
             pdl,
