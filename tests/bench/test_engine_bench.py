@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from click.testing import Result
 from typer.testing import CliRunner
 
 from shotcast.bench import engine, engine_report
@@ -105,6 +106,40 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ConfigError, match=r"other.json holds no results of shotcast bench engine"):
         engine_report.read(tmp_path / "other.json")
+
+
+def drawn(picture: Path, *kept: str, more: tuple[str, ...] = ()) -> Result:
+    files = [argument for name in kept for argument in ("--json", str(DATA / "h200" / name))]
+    return CliRunner().invoke(app, ["bench", "plot", str(picture), "--kind", "engine", *files, *more])
+
+
+def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    picture = tmp_path / "deep" / "engine.svg"
+    result = drawn(picture, "engine_8b_x2.json")
+    assert result.exit_code == 0, result.output
+    text = picture.read_text()
+    for said in ("TP2 x PP1, auto", "TP2 x PP1, nccl", "TP1 x PP2<", "random:llama-3.1-8b", "prompt 512, output 128"):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "more", "said"),
+    [
+        ("a.png", ("engine_8b_x2.json", "engine_70b_x2.json"), (), "llama-3.1-70b"),
+        ("a.png", ("engine_8b_x2.json",), ("--world-size", "2"), "--world-size"),
+        ("a.txt2", ("engine_8b_x2.json",), (), "txt2"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn(
+    name: str, kept: tuple[str, ...], more: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = drawn(tmp_path / name, *kept, more=more)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert not (tmp_path / name).exists()
 
 
 def test_options_that_a_table_of_the_engine_has_not(tmp_path: Path) -> None:

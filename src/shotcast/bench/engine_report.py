@@ -54,12 +54,17 @@ class EngineRow:
     quantization: str = ""
 
 
+def reduces(row: EngineRow) -> bool:
+    """Whether there are all-reduces in the layout."""
+    return not row.layout.startswith("1x")
+
+
 def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
     """Of each row, what :data:`_COLUMNS` names."""
     return [
         (
             row.layout,
-            row.algorithm if not row.layout.startswith("1x") or row.algorithm == TRANSFORMERS else "-",
+            row.algorithm if reduces(row) or row.algorithm == TRANSFORMERS else "-",
             str(row.batch),
             f"{row.ttft_ms:.1f}",
             f"{row.tpot_ms:.2f}",
@@ -103,9 +108,22 @@ def read(path: Path) -> tuple[EngineRow, ...]:
         raise ConfigError(f"{path} holds no results of shotcast bench engine: {error}") from error
 
 
+def _what(row: EngineRow) -> str:
+    """What all rows of a picture have in common."""
+    kind = row.quantization or row.dtype
+    return f"{row.model}, {kind}, {row.device}: prompt {row.prompt}, output {row.output}"
+
+
 def plot(rows: Sequence[EngineRow], path: Path) -> None:
-    """Time of an output token against throughput: a curve for each layout and algorithm, a point for each batch."""
+    """Time of an output token against throughput: a curve for each layout and algorithm, a point for each batch.
+
+    Raises:
+        ConfigError: the rows are of several models, devices or lengths, or a suffix that matplotlib does not write.
+    """
     import matplotlib.figure
+
+    if len(measured := sorted({_what(row) for row in rows})) != 1:
+        raise ConfigError(f"a picture is of one measurement, not of {'; '.join(measured) or 'none'}")
 
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
@@ -114,17 +132,13 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
     for key in dict.fromkeys((row.layout, row.algorithm) for row in rows):
         curve = sorted((row for row in rows if (row.layout, row.algorithm) == key), key=lambda row: row.batch)
         xs, ys = [row.tokens_per_s for row in curve], [row.tpot_ms for row in curve]
-        label = key[1] if key[1] == TRANSFORMERS else f"TP{key[0].replace('x', ' x PP')}, {key[1]}"
+        layout = f"TP{key[0].replace('x', ' x PP')}"
+        label = key[1] if key[1] == TRANSFORMERS else f"{layout}, {key[1]}" if reduces(curve[0]) else layout
         axes.plot(xs, ys, marker="o", label=label)
         for row, x, y in zip(curve, xs, ys, strict=True):
             axes.annotate(str(row.batch), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    first = rows[0]
-    kind = first.quantization or first.dtype
-    axes.set(
-        xlabel="output tokens/s, all requests",
-        ylabel="ms an output token (TPOT)",
-        title=f"{first.model}, {kind}, {first.device}: prompt {first.prompt}, output {first.output}",
-    )
+    axes.set(xlabel="output tokens/s, all requests", ylabel="ms an output token (TPOT)", title=measured[0])
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -312,14 +312,20 @@ def _table_command(
 def _plot_command(
     picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
     json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="latency, or speedup-over-ring.")] = "latency",
+    kind: Annotated[str, typer.Option("--kind", help="latency, speedup-over-ring or engine.")] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
     """Draw kept results; runs nothing."""
+    from shotcast.bench import engine_report
     from shotcast.bench.plot import plot
 
-    rows, machine = _kept(json_files, world_size)
-    plot(rows, picture, kind, machine)
+    if kind == "engine":
+        if world_size:
+            raise ConfigError("a picture of the engine has no --world-size")
+        engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
+    else:
+        rows, machine = _kept(json_files, world_size)
+        plot(rows, picture, kind, machine)
     typer.echo(f"wrote {picture}")
 
 
