@@ -4,7 +4,7 @@ Time is that of reading keys and values once; norm and rotation of queries and k
 key-value head) is divided into ``splits`` parts of its context, each a program that reads its part in tiles for all
 query heads of the group, so that a single long sequence uses the whole GPU; a second kernel joins the parts
 (Flash-Decoding, Dao et al., 2023), if there are several. Lengths and tables are read on the device: a captured graph
-serves whatever they hold, and parts without tokens end at once.
+serves whatever they hold, and parts without tokens give zeros.
 """
 
 from __future__ import annotations
