@@ -37,7 +37,7 @@ demo: $(INSTALLED)
 # What mostly computes (kernels compiled, protocols explored, plans, draws, models) runs beside the rest, which mostly waits, and gives way to it.
 BESIDE := tests/kernels tests/protocols tests/engine/test_sampler.py tests/engine/test_scheduler.py \
 	tests/engine/test_tokenizer.py tests/engine/test_relay.py tests/engine/test_runner.py tests/models \
-	tests/collectives/test_compile.py
+	tests/collectives/test_compile.py tests/bench/test_tune.py tests/test_functional.py tests/test_wheel.py
 test: lint
 	@nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider $(BESIDE) > .tests-beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); rest=$$?; \
