@@ -13,15 +13,14 @@ E4M3_MAX = 448.0
 def both(shapes: list[tuple[int, int]], dtype_name: str, size: float) -> tuple[float, float, float]:
     """How far off ``gate``, ``quantize`` and the two together are; each over what it may be off by."""
     dtype = getattr(torch, dtype_name)
-    worst = [0.0, 0.0, 0.0]
+    worst = torch.zeros(3, dtype=torch.float64)
     for rows, width in shapes:
         x = (torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(rows * width)) * size).to(dtype)
         gate, other = x.double().chunk(2, 1)
         exact = F.silu(gate) * other
         bound = exact.abs() * (torch.finfo(dtype).eps / 2 + 2**-20) + torch.finfo(dtype).tiny
-        found = [activations.gate(x).double()]
-        worst[0] = max(worst[0], float(((found[0] - exact).abs() / bound).max()))
-        for place, (gated, wanted) in enumerate(((False, x.double()), (True, exact))):
+        off_by = [((activations.gate(x).double() - exact).abs() / bound).max()]
+        for gated, wanted in ((False, x.double()), (True, exact)):
             quantized, scale = activations.quantize(x, gated)
             assert quantized.dtype == torch.float8_e4m3fn
             assert scale.shape == (rows, 1)
@@ -30,8 +29,10 @@ def both(shapes: list[tuple[int, int]], dtype_name: str, size: float) -> tuple[f
             off = (quantized.double() * scale.double() - wanted).abs()
             # half a unit in the last of four binary places, or of the smallest
             bound = (wanted.abs() / 16).maximum(scale.double() * 2**-10) * (1 + 2**-10)
-            worst[1 + place] = max(worst[1 + place], float((off / bound).max()))
-    return worst[0], worst[1], worst[2]
+            off_by.append((off / bound).max())
+        worst = torch.maximum(worst, torch.stack(off_by))  # NaN where either has one; max() would pass over it
+    gate_off, quantized_off, both_off = worst.tolist()
+    return gate_off, quantized_off, both_off
 
 
 def edges() -> list[list[float]]:

@@ -61,6 +61,8 @@ def both_ways(
             rotated = tuple(tensor.clone() for tensor in mine)
             rotation.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)
+            for scratch in (decoding._parts, decoding._weights):
+                scratch.fill_(float("nan"))  # what is joined must have been written, by parts without tokens too
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
             # Compilers join products and sums in float32 in one kernel and not in the other.
             joined = 1e-6 if dtype == torch.float32 and device != "cpu" else 0.0
@@ -75,5 +77,6 @@ def both_ways(
     worst = 0.0
     for found, wanted in zip(run(True, dtype), run(False, torch.float32), strict=True):
         assert found.shape == wanted.shape
+        assert found.isfinite().all()  # a NaN is no more than anything
         worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
     return worst
