@@ -197,3 +197,9 @@ def test_importing_every_module_starts_nothing() -> None:
               torch.cuda.is_initialized(), torch.distributed.is_initialized())
     """
     assert run(code) == "True False False"
+
+
+def test_all_tests_can_be_collected_together() -> None:
+    """pytest imports test files, and what they share, by name: two of one name do not run in one command."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))

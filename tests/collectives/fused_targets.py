@@ -222,7 +222,7 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
 
 def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], seed: int) -> int:
     """Fused calls of random form and size between plain ones, with random stragglers: over all generations of slots."""
-    with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=60) as comm:
+    with shotcast.Communicator(device=device, max_bytes=4 << 20, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(seed), random.Random(seed * 100 + rank)
         wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
