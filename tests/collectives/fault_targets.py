@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -205,21 +206,53 @@ def outputs_after_a_fault() -> int:
     return done
 
 
+def miss_a_step(group: StoreGroup, gave_up: dist.Store, late: int, turn: int) -> None:
+    """Rank ``late`` comes to the next step when all others have given it up, and named it alone."""
+    group.all_gather(None, 20.0)  # so that the others begin together
+    if group.rank == late:
+        gave_up.wait([f"{turn}/{r}" for r in range(group.world_size) if r != late], timedelta(seconds=20))
+        return
+    with pytest.raises(CollectiveTimeout) as caught:
+        group.all_gather((group.rank, turn), 1.0)
+    assert caught.value.missing == (late,)
+    gave_up.set(f"{turn}/{group.rank}", "")
+
+
 def reset_again_after_nobody_came(late: int) -> None:
     """A rank misses the others' first attempt to reset; the second meets its first."""
     with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
         comm.all_reduce(torch.ones(3))
-        group = StoreGroup(comm._group, 0.5, list(range(comm.world_size)))
+        group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
         for turn in range(2):
-            if comm.rank == late:
-                time.sleep(0.8)
-            else:
-                with pytest.raises(CollectiveTimeout) as caught:
-                    group.all_gather((comm.rank, turn))
-                assert caught.value.missing == (late,)
+            miss_a_step(group, group.store("gave up"), late, turn)
             wanted = [(r, turn) for r in range(comm.world_size)]
-            assert group.all_gather((comm.rank, turn), 5.0) == wanted
-            assert group.all_gather(None, 5.0) == [None] * comm.world_size
+            assert group.all_gather((comm.rank, turn)) == wanted
+            assert group.all_gather(None) == [None] * comm.world_size
+
+
+class Busy:
+    """A store that answers no wait within 50 ms."""
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if timeout < timedelta(milliseconds=50):
+            raise dist.DistStoreError(f"no answer within {timeout}")
+        self._store.wait(keys, timeout)
+
+
+def meet_by_a_busy_store(late: int) -> None:
+    """Who came in time is not missing, though the store took too long to say so."""
+    with shotcast.Communicator(device="cpu") as comm:
+        group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
+        gave_up = group.store("gave up")
+        group._store = Busy(group._store)
+        miss_a_step(group, gave_up, late, 0)
+        assert group.all_gather((comm.rank, 0)) == [(r, 0) for r in range(comm.world_size)]
 
 
 def timeouts_of_each_rank() -> tuple[float, str]:

@@ -131,6 +131,9 @@ class TestLate:
     def test_a_second_attempt_to_meet(self) -> None:
         shotcast.spawn(targets.reset_again_after_nobody_came, 3, 1, timeout_s=40)
 
+    def test_the_store_answers_late(self) -> None:
+        shotcast.spawn(targets.meet_by_a_busy_store, 3, 0, timeout_s=40)
+
     def test_deadline_is_each_ranks_own(self) -> None:
         results = shotcast.spawn(targets.timeouts_of_each_rank, 3, timeout_s=40)
         assert [kind for _, kind in results] == ["CollectiveTimeout", "CollectiveTimeout", ""]

@@ -63,18 +63,27 @@ class StoreGroup:
         values, missing = [], []
         for rank in range(self.world_size):
             key = f"{step}/{rank}"
-            try:
-                self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except dist.DistStoreError:
-                missing.append(rank)
-            else:
+            if self._comes(key, deadline):
                 values.append(pickle.loads(self._store.get(key)))
+            else:
+                missing.append(rank)
         if missing:
             raise CollectiveTimeout(self.rank, missing, what, step, timeout_s)
         self._step += 1
         if step >= 2:  # everybody has come to step - 1, so everybody has read step - 2
             self._store.delete_key(f"{step - 2}/{self.rank}")
         return values
+
+    def _comes(self, key: str, deadline: float) -> bool:
+        left = deadline - time.monotonic()
+        if left > 0:
+            try:
+                self._store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would be without end
+            except dist.DistStoreError:
+                pass
+            else:
+                return True
+        return self._store.check([key])  # however long the store takes to say so: who came in time is not missing
 
     def barrier(self, timeout_s: float | None = None, what: str = "barrier") -> None:
         """Returns once every rank has called. Raises CollectiveTimeout naming the ranks that did not come."""
