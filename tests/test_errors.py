@@ -43,7 +43,12 @@ def test_timeout_names_the_missing() -> None:
 
 def test_mismatch_lists_calls_by_rank() -> None:
     error = errors.CollectiveMismatch(0, {1: "b", 0: "a"}, [1], ["op", "root"], 12)
-    assert "differs between ranks in op, root; differing ranks: 1. rank 0: a; rank 1: b" in str(error)
+    assert "differs between ranks in op, root; differing ranks: 1. rank 0: a; rank 1: b. Every" in str(error)
+
+
+def test_mismatch_of_calls_that_only_another_rank_knows() -> None:
+    error = errors.CollectiveMismatch(0, {}, [0], [], 12)
+    assert "in its header; differing ranks: 0. What each called, the rank says that found it. Every" in str(error)
 
 
 @pytest.mark.parametrize(("error", "builtin"), [(errors.ConfigError, ValueError), (errors.UnsupportedError, TypeError)])

@@ -68,6 +68,7 @@ class CollectiveMismatch(ShotcastError):
         self.fields = tuple(fields)
         self.epoch = epoch
         what = "; ".join(f"rank {r}: {call}" for r, call in sorted(self.calls.items()))
+        what = what or "What each called, the rank says that found it"
         super().__init__(
             f"rank {rank}: call {epoch} differs between ranks in {', '.join(self.fields) or 'its header'}; "
             f"differing ranks: {', '.join(map(str, self.differing)) or 'unknown'}. {what}. "

@@ -151,7 +151,8 @@ def different_messages(what: str, ahead: int = 0) -> BaseException | None:
                 assert comm.recv(torch.zeros(8), 0).tolist() == [1.0] * 8
         if comm.rank == 0:
             comm.send(torch.ones(8, dtype=torch.int32 if what == "dtype" else torch.float32), 1)
-        elif comm.rank == 1:
+        comm._host.barrier()  # were it received while it is sent, the sender would learn it too
+        if comm.rank == 1:
             with pytest.raises(CollectiveMismatch) as caught:
                 comm.recv(torch.ones(8 if what == "dtype" else 9), 0)
             error = caught.value
