@@ -58,7 +58,7 @@ def test_results_in_given_tensors(world_size: int, shift: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_two_thousand_changing_calls(world_size: int) -> None:
-    args = ("cuda", 2000, 20, [576, 4096], 7)  # a length and form is a compilation
+    args = ("cuda", 2000, 20, [8, 576, 2048, 4096], 7)
     shotcast.spawn(targets.changing_calls, world_size, *args, timeout_s=480)
 
 

@@ -52,6 +52,8 @@ class StoreGroup:
     def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
         """Every rank's ``value`` (picklable), by rank.
 
+        No timeout holds where the process of the store itself is stopped: PyTorch waits for its answer without end.
+
         Raises:
             CollectiveTimeout: naming the ranks that did not come within ``timeout_s``. They still may: this rank has
                 not taken the step either, so its next call is the one that meets theirs.
