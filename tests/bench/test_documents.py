@@ -88,7 +88,7 @@ class TestCommand:
     def test_writes_the_table(self, tmp_path: Path) -> None:
         code, output, text = self.filled(tmp_path)
         assert code == 0, output
-        assert "| 8 KB | 8.5 | 3.68x |" in text
+        assert "| 8 KB | 8.5 | 4.21x |" in text
         assert self.filled(tmp_path, "--check")[0] == 0
 
     def test_an_absent_document_is_one_line(self, tmp_path: Path) -> None:

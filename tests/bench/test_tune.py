@@ -71,14 +71,19 @@ class TestSearch:
         bench = Bench(lambda candidate: times[candidate.algorithm])
         search(problem(), bench, 1.0)
         assert {c.algorithm for c in bench.asked[0]} == {"one_shot", "two_shot", "vendor"}
-        assert {c.algorithm for c in bench.asked[1]} == {"one_shot", "two_shot"}
+        assert {c.algorithm for c in bench.asked[2]} == {"one_shot", "two_shot"}
         wanted = {Candidate(name, s) for name in ("one_shot", "two_shot") for s in launch_shapes(problem(), name)[1:]}
-        assert set(bench.asked[1]) == wanted
+        assert set(bench.asked[2]) == wanted
         times["two_shot"] = 10.0 * NEAR + 0.1
         bench = Bench(lambda candidate: times[candidate.algorithm])
         search(problem(), bench, 1.0)
-        assert {c.algorithm for c in bench.asked[1]} == {"one_shot"}
-        assert {c.algorithm for c in bench.asked[2]} == {"one_shot", "vendor"}, "the vendor library is always compared"
+        assert {c.algorithm for c in bench.asked[2]} == {"one_shot"}
+        assert {c.algorithm for c in bench.asked[3]} == {"one_shot", "vendor"}, "the vendor library is always compared"
+
+    def test_one_disturbed_moment_costs_no_place(self) -> None:
+        calls = itertools.count()
+        found = search(problem(), Bench(lambda c: BY_ALGORITHM[c.algorithm] * (50 if next(calls) == 0 else 1)), 1.0)
+        assert found.best.algorithm == "one_shot"
 
     @pytest.mark.parametrize(("gain", "by_default"), [(1.01, True), (1.1, False)])
     def test_a_shape_must_gain_something(self, gain: float, by_default: bool) -> None:
@@ -116,7 +121,7 @@ class TestSearch:
         bench = Bench(lambda c: times[c.algorithm])
         best = search(problem(), bench, 1.0, launches={"two_shot": shape}).best
         assert (best.algorithm, best.launch, best.by_default) == ("two_shot", shape, False)
-        assert len(bench.asked) == 2
+        assert len(bench.asked) == 3
         assert {c.launch for c in bench.asked[0] if c.algorithm == "two_shot"} == {shape}
 
     def test_wrong_ones_cannot_win_at_any_stage(self) -> None:
@@ -132,12 +137,8 @@ class TestSearch:
         assert all(c.algorithm != "one_shot" for asked in bench.asked[1:] for c in asked)
 
     def test_one_that_goes_wrong_in_the_last_stage_cannot_win(self) -> None:
-        seen: list[str] = []
-
         def times(candidate: Candidate) -> float | None:
-            seen.append(candidate.algorithm)
-            wrong = candidate.algorithm == "one_shot" and seen.count("vendor") > 1 - (candidate.algorithm == "vendor")
-            return None if wrong or (len(bench.asked) == 3 and candidate.algorithm == "one_shot") else 10.0
+            return None if len(bench.asked) == 4 and candidate.algorithm == "one_shot" else 10.0
 
         bench = Bench(times)
         found = search(problem(), bench, 1.0)
@@ -149,7 +150,7 @@ class TestSearch:
             search(problem(), Bench(lambda c: None), 1.0)
         stages = itertools.count()
         with pytest.raises(ShotcastError, match="right results and then wrong ones for all_reduce of bfloat16, 1 MiB"):
-            search(problem(nbytes=1 << 20), Bench(lambda c: 1.0 if next(stages) < 3 else None), 1.0)
+            search(problem(nbytes=1 << 20), Bench(lambda c: 1.0 if next(stages) < 6 else None), 1.0)
 
     @given(
         st.sampled_from([Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER]),

@@ -147,6 +147,16 @@ class TestOrder:
         assert choose(problem(nbytes=100), "auto", "auto", tables).candidate.launch.chunk_bytes == 640
         assert choose(problem(nbytes=101), "auto", "auto", tables).candidate.launch.chunk_bytes == 0
 
+    @pytest.mark.parametrize(("algorithm", "tiles"), [("one_shot", 64), ("two_shot", 16)])
+    def test_a_launch_has_no_programs_without_tiles(self, algorithm: str, tiles: int) -> None:
+        """The row was won by a larger message. One-shot's tiles are of the message, two-shot's of a slice."""
+        shape = {"programs": 100, "block_words": 128, "num_warps": 1}
+        rows = (("user table", table([1 << 18, algorithm, shape])),)
+        place = ground("triton")
+        for nbytes, programs in ((64 * 512, tiles), (64 * 512 - 16, tiles), (1 << 18, 100)):
+            launch = choose(problem(nbytes=nbytes, topology=place), "auto", "auto", rows).candidate.launch
+            assert (launch.programs, launch.block_words, launch.num_warps) == (programs, 128, 1)
+
     def test_reasons(self) -> None:
         rows = table([2048, "ring", None], [None, "two_shot", None], name="mine.json")
         tables = (("user table", rows),)

@@ -192,10 +192,11 @@ def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
     return subprocess.run([_tool(tool), *options, str(file)], capture_output=True, text=True, check=True).stdout
 
 
-def touched(ptx: str, signature: dict[str, str]) -> list[tuple[str, str]]:
+def touched(ptx: str, signature: dict[str, str], addresses: Collection[str] = ()) -> list[tuple[str, str]]:
     """What each access to global memory goes to: (instruction, argument).
 
-    By following registers from the parameters they come from; what was loaded from memory comes from none.
+    By following registers from the parameters they come from, pointers and ``addresses``; what was loaded from memory
+    comes from none.
     """
     arguments = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
     origins: dict[str, frozenset[str]] = {}
@@ -206,7 +207,9 @@ def touched(ptx: str, signature: dict[str, str]) -> list[tuple[str, str]]:
         name, _, operands = text.partition(" ")
         registers = re.findall(r"%\w+", operands)
         if name.startswith("ld.param") and (parameter := re.search(r"_param_(\d+)\]", operands)):
-            of = [name for name, kind in arguments[int(parameter[1]) :][:1] if kind.startswith("*")]
+            of = [
+                name for name, kind in arguments[int(parameter[1]) :][:1] if kind.startswith("*") or name in addresses
+            ]
             origins[registers[0]] = frozenset(of)
         elif re.match(r"(ld|st|atom|red|cp)\..*global", name):
             address = re.search(r"\[\s*(%\w+)", operands)
@@ -219,3 +222,11 @@ def touched(ptx: str, signature: dict[str, str]) -> list[tuple[str, str]]:
             sources = [origins.get(register, frozenset()) for register in registers[1:]]
             origins[registers[0]] = frozenset().union(*sources)
     return found
+
+
+def read_before_waiting(kernel: Any) -> list[tuple[str, str]]:
+    """What a kernel does before the one before it has ended that is more than arithmetic: accesses as :func:`touched`
+    tells them, branches and atomics as (instruction, "")."""
+    before = kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
+    others = [(key, "") for key in instructions(before) if key.startswith(("atom", "red", "bra", "ret"))]
+    return touched(before, kernel.src.signature, ("peers",)) + others

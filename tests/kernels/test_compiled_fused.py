@@ -66,8 +66,8 @@ def check(form: Form, tmp_path: Path) -> None:
     assert counts["griddepcontrol.wait"] == pdl
     assert (counts["griddepcontrol.launch_dependents"] > 0) == pdl
     if pdl:
-        before = cross.instructions(ptx.partition("griddepcontrol.wait")[0])
-        assert not [key for key in before if ".global" in key or key.startswith(("atom", "red", "bra", "ret"))]
+        early = {("ld.global.b64", "peers")} if "shot" in form.name else set()  # where peers lie never changes
+        assert set(cross.read_before_waiting(kernel)) == early
     # tiles move in 16 bytes; single words are control words and scales
     loaded, polled, stored = of_kind(counts, "ld"), of_kind(counts, "ld", "volatile"), of_kind(counts, "st")
     assert set(loaded) - {"b64", "sys.relaxed.b64"} == {"v4.b32"} | ({"b32"} if form.quantize == "static" else set())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shotcast import wire
-from shotcast.collectives.candidates import PLAIN, candidates, keeps_bits, obstacle
+from shotcast.collectives.candidates import PLAIN, candidates, fitted, keeps_bits, obstacle
 from shotcast.collectives.problem import Candidate, Choice, CollectiveProblem
 from shotcast.collectives.table import Table
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
@@ -71,7 +71,7 @@ def choose(
             continue
         candidate = legal[row.algorithm]
         if tuned is not None and row.algorithm != "vendor":
-            candidate = Candidate(row.algorithm, tuned)
+            candidate = Candidate(row.algorithm, fitted(problem, row.algorithm, tuned))
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
         of = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
         return Choice(candidate, source, "; ".join((f"{table.name}: {row.algorithm} for {limit}{of}", *passed)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from shotcast.kernels.sync import (
+    addresses_of_peers,
     await_words,
     cells_of,
     clear_parts,
@@ -20,6 +21,7 @@ from shotcast.kernels.sync import (
     enter,
     exchange_headers,
     leave_epoch,
+    peer_in_turn,
     slots_of,
     store_to,
     store_to_all,
@@ -67,6 +69,9 @@ def copy(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
+    addresses = addresses_of_peers(peers, rank, worker, WORLD)
     call = enter(own, peers, rank, header, WARPS, PDL)
     starts = (s0, s1, s2, s3, s4, s5, s6, s7, s8)
     quads = (part + 15) // 16  # of a slot
@@ -74,12 +79,8 @@ def copy(
     senders: tl.constexpr = 1 if KIND == BROADCAST else WORLD
     extent = 0 if CLEARS else quads * senders
     if tl.program_id(0) == 0:
-        leave_epoch(call, extent, not CELLS)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
     else:
-        worker = tl.program_id(0) - 1
-        workers = tl.num_programs(0) - 1
         if CELLS:
             box = cells_of(call.epoch, cells_at, cells_quads)
             stride = quads * 2
@@ -104,22 +105,25 @@ def copy(
             if KIND == EXCHANGE:
                 words = load_words(x, rank.to(tl.int64) * part, offs, part, UNIT)
                 store_words(out, rank.to(tl.int64) * part, offs, words, part, UNIT)
+                tiles = ()
                 for i in tl.static_range(WORLD - 1):
-                    peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
-                    words = load_words(x, peer.to(tl.int64) * part, offs, part, UNIT)
+                    peer = peer_in_turn(rank, worker, i, WORLD)
+                    tiles = tiles + (load_words(x, peer.to(tl.int64) * part, offs, part, UNIT),)
+                for i in tl.static_range(WORLD - 1):
+                    words = tiles[i]
                     if not CELLS:
                         words = without_sentinel(words)
-                    store_to(call, peer, box + seat * stride, offs, words, mask, CELLS)
+                    store_to(call, addresses[i], box + seat * stride, offs, words, mask, CELLS)
             else:
                 words = load_words(x, 0, offs, mine, UNIT)
                 store_words(out, begins, offs, words, mine, UNIT)
                 if not CELLS:
                     words = without_sentinel(words)
-                store_to_all(call, box + seat * stride, offs, words, mask, CELLS, MULTICAST, WORLD, True, worker)
-        leave_epoch(call, extent, not CELLS)
+                store_to_all(call, addresses, box + seat * stride, offs, words, mask, CELLS, MULTICAST, WORLD - 1)
+        left = leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
         if not CELLS:
-            clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
+            clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             for r in tl.static_range(senders):

@@ -93,8 +93,7 @@ class TritonExecutor:
         self._own_address, self._peers_address = buffer.addresses[self._rank], self._peers.data_ptr()
         self.many_bytes = layout.MANY_BYTES
         self._multicast = bool(buffer.multicast_address)
-        # parts of rows' sums: a cell of 8 bytes a tile of 128 words, and up to as many again in each of two places
-        self._cells = torch.zeros(4 * (max_bytes // 512 + wire.MAX_WORLD_SIZE), dtype=torch.int64, device=device)
+        self._cells = torch.zeros(2 * layout.row_cells(max_bytes), dtype=torch.int64, device=device)
         self._prepared: set[str] = set()
         self._entries: dict[tuple[int, bool], _Entry] = {}
         self._timeout_s = timeout_s
@@ -284,12 +283,14 @@ class TritonExecutor:
         assert plan.norm is not None
         row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
         if plan.op is Op.ALL_REDUCE_RMS_NORM:
+            parts = -(-row_words // plan.launch.block_words)
             cells = self._cells.data_ptr()
             arguments = norm_arguments(plan.norm, self._own_address) | {
                 "nbytes": plan.nbytes,
                 "cells": cells,
                 "more_cells": cells + self._cells.nbytes // 2,
-                "PARTS": -(-row_words // plan.launch.block_words),
+                "apart": layout.cells_apart(plan.nbytes // (4 * row_words), parts),
+                "PARTS": parts,
             }
             if plan.algorithm == "one_shot":
                 return one_shot_rms_norm, plan.launch.num_warps, arguments

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from shotcast.kernels.fused_tiles import finish_tiles, load_tiles, where_tile
 from shotcast.kernels.sync import (
+    addresses_of_peers,
     await_words,
     clear_previous,
     enter,
@@ -42,6 +43,7 @@ def one_shot_rms_norm(
     nbytes,
     cells,
     more_cells,
+    apart,
     slots_at,
     slots_quads,
     HIDDEN: tl.constexpr,
@@ -67,21 +69,21 @@ def one_shot_rms_norm(
     tile = tl.program_id(0) - 1
     offs = tl.arange(0, BLOCK)
     _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
+    addresses = addresses_of_peers(peers, rank, tile, WORLD)
     await_prior_kernel(PDL)
     words = load_words(x, at, offs, here, 16)
     before = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, PARTS, False)
     gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
     call = enter(own, peers, rank, header, WARPS, False)  # it has been waited for
     if tl.program_id(0) == 0:
-        leave_epoch(call, extent, True)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, extent, True, WORLD, WARPS, False)
     else:
         slots = slots_of(call.generation, slots_at, slots_quads)
         span = here // 16 * 4
         place = slots + (rank * tiles + tile) * TILE
-        store_to_all(call, place, offs, without_sentinel(words), offs < span, False, False, WORLD, True, tile)
-        leave_epoch(call, extent, True)
-        clear_previous(call, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
+        store_to_all(call, addresses, place, offs, without_sentinel(words), offs < span, False, False, WORLD - 1)
+        dirty = leave_epoch(call, extent, True)
+        clear_previous(call, dirty, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
         parts, call = await_words(
             call, slots + tile * TILE, tiles * TILE, offs, span, 0, span, 0, False, WORLD, WORLD, True
         )
@@ -90,6 +92,7 @@ def one_shot_rms_norm(
             call,
             cells,
             more_cells,
+            apart,
             tile,
             0,
             tiles,

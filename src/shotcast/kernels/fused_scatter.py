@@ -15,11 +15,13 @@ import triton.language as tl
 
 from shotcast.kernels.norm import DYNAMIC, NONE, finish_row
 from shotcast.kernels.sync import (
+    addresses_of_peers,
     await_words,
     clear_previous,
     enter,
     exchange_headers,
     leave_epoch,
+    peer_in_turn,
     slots_of,
     store_to,
     store_to_all,
@@ -183,31 +185,30 @@ def scatter_rms_norm(
     pushers = programs - 1 - row_programs
     slots = slots_of(call.generation, slots_at, slots_quads)
     if program == 0:
-        leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     elif program <= pushers:
         worker = program - 1
+        summers = addresses_of_peers(peers, rank, worker, WORLD, OWN)
         span = quads * 4
         for start in range(worker * BLOCK, span, pushers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             parts = ()
             for i in tl.static_range(WORLD - OWN):
-                peer = (rank + 1 + (worker + i) % (WORLD - OWN)) % WORLD
-                parts = parts + (load_words(x, peer * nbytes, offs, nbytes, 16),)
+                parts = parts + (load_words(x, peer_in_turn(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),)
             for i in tl.static_range(WORLD - OWN):
-                peer = (rank + 1 + (worker + i) % (WORLD - OWN)) % WORLD
-                store_to(call, peer, slots + rank * quads, offs, without_sentinel(parts[i]), offs < span, False)
-        leave_epoch(call, extent, True)
+                words = without_sentinel(parts[i])
+                store_to(call, summers[i], slots + rank * quads, offs, words, offs < span, False)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, programs - 1, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, BLOCK)
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
         gain = load_words(weight, 0, offs, ROW, 16)
-        clear_previous(call, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
-        leave_epoch(call, extent, True)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
+        addresses = addresses_of_peers(peers, rank, worker, WORLD, OTHERS)
         second_shot = slots + quads * WORLD
         first_row = 0
         if GATHER:
@@ -248,17 +249,17 @@ def scatter_rms_norm(
                 to = second_shot + (first_row + row) * SENT_QUADS
                 if KEEPS_NORMED:
                     words = without_sentinel(norm)
-                    store_to_all(call, to, offs, words, offs < ROW // 4, False, MULTICAST, WORLD, OTHERS, worker)
+                    store_to_all(call, addresses, to, offs, words, offs < ROW // 4, False, MULTICAST, WORLD - OTHERS)
                 if QUANTIZE != NONE:
                     few = tl.arange(0, FP8_BLOCK)
                     at = to + NORM_QUADS
-                    store_to_all(call, at, few, packed, few < FP8_WORDS, False, MULTICAST, WORLD, OTHERS, worker)
+                    store_to_all(call, addresses, at, few, packed, few < FP8_WORDS, False, MULTICAST, WORLD - OTHERS)
                 if QUANTIZE == DYNAMIC:
                     # by a store to each peer: of a tile this small, each thread would multicast the whole
                     four = tl.arange(0, 4)
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
                     at = to + NORM_QUADS + FP8_QUADS
-                    store_to_all(call, at, four, words, four < 4, False, False, WORLD, OTHERS, worker)
+                    store_to_all(call, addresses, at, four, words, four < 4, False, False, WORLD - OTHERS)
         if GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):

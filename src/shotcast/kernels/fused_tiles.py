@@ -3,7 +3,8 @@
 Tiles are as small as those of the plain all-reduce, as that is what makes it fast; a row's programs tell each other
 their part of the sum of squares (and, for FP8 by rows, of the largest value) through cells in this GPU's memory: 32
 bits of value, 32 of the call's number, so a cell is its own flag and is never cleared. All cells of a row are polled at
-once.
+once, but for a program's own: a load waits for the program's store to the same 128 bytes to end. So that the others are
+not in those, cells are ``apart`` as many words, where there is room.
 
 Every program writes its cell, also when the call was stopped, so nobody waits here for longer than its row's programs
 wait for their peers. They start in the order of their numbers; a row's fit on any GPU together.
@@ -34,14 +35,15 @@ def tag_of(epoch):
 
 
 @triton.jit
-def load_cells(base, rows, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """All cells of COUNT rows; those that there are none of read as 0."""
+def load_cells(base, apart, rows, parts, given, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
+    """All cells of COUNT rows, with ``given[i]`` as part ``parts[i]``; those that there are none of read as 0."""
     WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
     lanes = tl.arange(0, WIDTH)
     cells = ()
     for i in tl.static_range(COUNT):
-        there = (lanes < PARTS) & (present[i] != 0)
-        cells = cells + (tl.load(base + rows[i] * WIDTH + lanes, mask=there, other=0, volatile=True),)
+        there = (lanes < PARTS) & (present[i] != 0) & (lanes != parts[i])
+        seen = tl.load(base + (rows[i] * WIDTH + lanes) * apart, mask=there, other=0, volatile=True)
+        cells = cells + (tl.where(lanes == parts[i], given[i], seen),)
     return cells
 
 
@@ -56,22 +58,31 @@ def any_missing(cells, tag, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def exchange(call, cells, rows, parts, bits, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """Give ``bits[i]`` (int32) as part ``parts[i]`` of row ``rows[i]``; returns, for each, the bits of all its parts.
+def give(call, cells, apart, rows, parts, bits, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
+    """Give ``bits[i]`` (int32) as part ``parts[i]`` of row ``rows[i]``, if ``present[i]`` is not 0. Returns cells."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
+    base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
+    given = ()
+    for i in tl.static_range(COUNT):
+        cell = (bits[i].to(tl.int64) & 0xFFFFFFFF) | (tag_of(call.epoch) << 32)
+        tl.store(base + (rows[i] * WIDTH + parts[i]) * apart, cell, mask=present[i] != 0)
+        given = given + (cell,)
+    return given
+
+
+@triton.jit
+def take(call, cells, apart, rows, parts, given, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
+    """The bits of all parts of each row, once they are given. ``given`` is what :func:`give` returned.
 
     Those are tensors of PARTS rounded up to a power of two, 0 beyond PARTS. Where ``present[i]`` is 0 there is no tile.
     For programs of one warp, which sees one result of a reduction.
     """
-    WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
     base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
     tag = tag_of(call.epoch)
-    for i in tl.static_range(COUNT):
-        cell = (bits[i].to(tl.int64) & 0xFFFFFFFF) | (tag << 32)
-        tl.store(base + rows[i] * WIDTH + parts[i], cell, mask=present[i] != 0)
-    seen = load_cells(base, rows, present, COUNT, PARTS)
+    seen = load_cells(base, apart, rows, parts, given, present, COUNT, PARTS)
     waiting = any_missing(seen, tag, present, COUNT, PARTS)
     while waiting != 0:
-        seen = load_cells(base, rows, present, COUNT, PARTS)
+        seen = load_cells(base, apart, rows, parts, given, present, COUNT, PARTS)
         waiting = any_missing(seen, tag, present, COUNT, PARTS)
     all_bits = ()
     for i in tl.static_range(COUNT):
@@ -84,6 +95,7 @@ def finish_tiles(
     call,
     cells,
     more_cells,
+    apart,
     first,
     stride,
     tiles,
@@ -117,10 +129,7 @@ def finish_tiles(
         row, part, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
         low, high = unpack(nan_unless(call.live, sums[i], DTYPE), DTYPE)
         more_low, more_high = unpack(before[i], DTYPE)
-        after = pack(low + more_low, high + more_high, DTYPE)
-        store_words(new_residual, at, offs, after, nbytes, 16)
-        beyond = offs >= nbytes // 4
-        after = tl.where(beyond, 0, after)
+        after = tl.where(offs < nbytes // 4, pack(low + more_low, high + more_high, DTYPE), 0)
         rows, parts, present = rows + (row,), parts + (part,), present + (nbytes,)
         afters = afters + (after,)
         squares = squares + (tree_sum_of_squares(after, BLOCK, DTYPE),)
@@ -128,7 +137,12 @@ def finish_tiles(
         bits = ()
         for i in tl.static_range(COUNT):
             bits = bits + (squares[i].to(tl.int32, bitcast=True),)
-        all_bits = exchange(call, cells, rows, parts, bits, present, COUNT, PARTS)
+        given = give(call, cells, apart, rows, parts, bits, present, COUNT, PARTS)
+    for i in tl.static_range(COUNT):  # what nobody waits for goes after what the row's programs wait for
+        _, _, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
+        store_words(new_residual, at, offs, afters[i], nbytes, 16)
+    if PARTS > 1:
+        all_bits = take(call, cells, apart, rows, parts, given, present, COUNT, PARTS)
         squares = ()
         for i in tl.static_range(COUNT):
             squares = squares + (tree_sum(all_bits[i].to(tl.float32, bitcast=True), triton.next_power_of_2(PARTS)),)
@@ -138,16 +152,19 @@ def finish_tiles(
         low, high = unpack(afters[i], DTYPE)
         gain_low, gain_high = unpack(gains[i], DTYPE)
         norm = pack(low * factor * gain_low, high * factor * gain_high, DTYPE)
-        _, _, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
-        if KEEPS_NORMED:
-            store_words(normed, at, offs, norm, nbytes, 16)
         norms = norms + (norm,)
         if QUANTIZE == DYNAMIC:
             low, high = unpack(norm, DTYPE)
-            inside = offs < nbytes // 4
+            inside = offs < present[i] // 4
             largest = largest + (tl.max(tl.where(inside, tl.maximum(magnitude(low), magnitude(high)), 0), axis=0),)
     if QUANTIZE == DYNAMIC and PARTS > 1:
-        all_bits = exchange(call, more_cells, rows, parts, largest, present, COUNT, PARTS)
+        given = give(call, more_cells, apart, rows, parts, largest, present, COUNT, PARTS)
+    if KEEPS_NORMED:
+        for i in tl.static_range(COUNT):
+            _, _, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
+            store_words(normed, at, offs, norms[i], nbytes, 16)
+    if QUANTIZE == DYNAMIC and PARTS > 1:
+        all_bits = take(call, more_cells, apart, rows, parts, given, present, COUNT, PARTS)
         largest = ()
         for i in tl.static_range(COUNT):
             largest = largest + (tl.max(all_bits[i], axis=0),)

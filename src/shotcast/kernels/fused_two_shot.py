@@ -14,18 +14,20 @@ import triton.language as tl
 
 from shotcast.kernels.fused_tiles import finish_tiles, load_tiles, where_tile
 from shotcast.kernels.sync import (
+    addresses_of_peers,
     await_words,
     clear_parts,
     clear_previous,
     enter,
     exchange_headers,
     leave_epoch,
+    peer_in_turn,
     slots_of,
     store_to,
     store_to_all,
     without_sentinel,
 )
-from shotcast.kernels.target import kernel, release_next_kernel
+from shotcast.kernels.target import await_prior_kernel, kernel, release_next_kernel
 from shotcast.kernels.words import load_words, sum_words, with_own
 
 
@@ -46,6 +48,7 @@ def two_shot_rms_norm(
     nbytes,
     cells,
     more_cells,
+    apart,
     slots_at,
     slots_quads,
     MULTICAST: tl.constexpr,
@@ -63,42 +66,45 @@ def two_shot_rms_norm(
     """As many programs as a slice has tiles, of BLOCK words."""
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    worker = tl.program_id(0) - 1
     tiles = nbytes // ROW * PARTS
     slice_tiles = (tiles + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    offs = tl.arange(0, BLOCK)
+    addresses = addresses_of_peers(peers, rank, worker, WORLD)
+    await_prior_kernel(PDL)
+    words = ()
+    for i in tl.static_range(WORLD - 1):
+        _, _, at, here = where_tile(
+            peer_in_turn(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, PARTS
+        )
+        words = words + (load_words(x, at, offs, here, 16),)
+    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
     extent = 0 if CLEARS else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
-        leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
-        worker = tl.program_id(0) - 1
         first_shot = slots_of(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_tiles * (WORLD * TILE)
         stride = slice_tiles * TILE
-        offs = tl.arange(0, BLOCK)
         for i in tl.static_range(WORLD - 1):
-            peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
-            tile = peer * slice_tiles + worker
-            _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
-            words = load_words(x, at, offs, here, 16)
             # whole tiles travel, with zeros beyond a row's end, so that all tiles are waited for alike
+            there = (offs >= 0) & (peer_in_turn(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
             place = first_shot + (rank * slice_tiles + worker) * TILE
-            store_to(call, peer, place, offs, without_sentinel(words), (offs >= 0) & (tile < tiles), False)
+            store_to(call, addresses[i], place, offs, without_sentinel(words[i]), there, False)
         own_tile = rank * slice_tiles + worker
         _, _, at, here = where_tile(own_tile, tiles, ROW, BLOCK, PARTS)
         own_words = load_words(x, at, offs, here, 16)
         before = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, False)
         gains = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, True)
-        leave_epoch(call, extent, True)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         place = first_shot + worker * TILE
         parts, call = await_words(call, place, stride, offs, span, 0, span, 0, False, WORLD, WORLD, True)
         mine = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
         sums = second_shot + own_tile * TILE
-        store_to_all(call, sums, offs, mine, offs < span, False, MULTICAST, WORLD, True, worker)
+        store_to_all(call, addresses, sums, offs, mine, offs < span, False, MULTICAST, WORLD - 1)
         if CLEARS:
             clear_parts(call, place, stride, offs, span, 0, span, WORLD, True)
         place = second_shot + worker * TILE
@@ -113,6 +119,7 @@ def two_shot_rms_norm(
             call,
             cells,
             more_cells,
+            apart,
             worker,
             slice_tiles,
             tiles,

@@ -48,6 +48,9 @@ FLAG_ROW_QUADS = MAX_WORLD_SIZE // 2
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
 
+CELLS_SPREAD = 1024
+"""Cells of the largest fused call that has them 128 bytes apart."""
+
 MANY_BYTES = 4 << 20
 """Calls with larger slots clear them as they read; of smaller ones the next call clears them, hidden under its wait."""
 
@@ -102,6 +105,16 @@ def row_tile(words: int) -> tuple[int, int]:
     """
     block = max(16, 1 << (words - 1).bit_length())
     return block, max(1, min(16, block // 256))
+
+
+def row_cells(max_bytes: int) -> int:
+    """Cells of 8 bytes by which programs with tiles of a row add up: one a tile of 128 words, up to twice as many."""
+    return max(2 * (max_bytes // 512 + MAX_WORLD_SIZE), CELLS_SPREAD * cells_apart(1, CELLS_SPREAD))
+
+
+def cells_apart(rows: int, parts: int) -> int:
+    """Cells from one part's to the next: 128 bytes in a call of few. Each row has a power of two of them."""
+    return 16 if rows << (parts - 1).bit_length() <= CELLS_SPREAD else 1
 
 
 def slots_at_once(block: int, warps: int) -> int:

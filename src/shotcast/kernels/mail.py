@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from shotcast.kernels import layout
-from shotcast.kernels.sync import KIND_MISMATCH, POLLS_PER_LOOK, Call, enter, every_thread, look_at_clock, stop
+from shotcast.kernels.sync import (
+    KIND_MISMATCH,
+    POLLS_PER_LOOK,
+    Call,
+    enter,
+    every_thread,
+    look_at_clock,
+    stop,
+    tell_host_if_stopped,
+)
 from shotcast.kernels.target import kernel, relax, release_next_kernel
 from shotcast.kernels.words import load_words, nan_unless, store_words
 
@@ -178,6 +187,7 @@ def mail(
         tl.debug_barrier()
         tl.store(progress, count)
     tl.debug_barrier()
+    tell_host_if_stopped(call)
     readers = tl.atomic_add(call.own + MAIL_READERS, 1, sem="relaxed", scope="gpu")
     if readers == tl.num_programs(0) - 1:
         tl.store(call.own + MAIL_READERS, readers * 0)

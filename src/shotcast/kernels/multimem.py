@@ -62,9 +62,7 @@ def multimem_all_reduce(
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     if tl.program_id(0) == 0:
-        leave_epoch(call, slice_quads * (2 * WORLD), True)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, slice_quads * (2 * WORLD), True, WORLD, WARPS, PDL)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
@@ -78,11 +76,11 @@ def multimem_all_reduce(
             for r in tl.static_range(WORLD):
                 words = load_words(x, r * slice_quads * 16, offs, nbytes - r * slice_quads * 16, UNIT)
                 mask = (offs < slice_words) & (offs < total - r * slice_words)
-                store_to(call, rank, staging + r * slice_quads, offs, words, mask, False)
+                store_to(call, call.own.to(tl.int64), staging + r * slice_quads, offs, words, mask, False)
         raise_flags(call, flags, WORLD, WARPS)
-        leave_epoch(call, slice_quads * (2 * WORLD), True)
+        dirty = leave_epoch(call, slice_quads * (2 * WORLD), True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         if worker * BLOCK < mine:  # all ranks need what this program will send
             call = await_flags(call, flags, WORLD, WARPS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from shotcast.kernels.sync import (
+    address_of,
     await_words,
     clear_previous,
     enter,
@@ -49,19 +50,17 @@ def ring(
     PDL: tl.constexpr,
 ):
     """REDUCE and GATHER: all_reduce. REDUCE alone: reduce_scatter, out is a slice. GATHER alone: x is a slice."""
+    after = address_of(peers, (rank + 1) % WORLD)
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (slice_nbytes + 15) // 16
     HOPS: tl.constexpr = (WORLD - 1) * (REDUCE + GATHER)
     if tl.program_id(0) == 0:
-        leave_epoch(call, quads * HOPS, True)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, quads * HOPS, True, WORLD, WARPS, PDL)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
         slots = slots_of(call.generation, slots_at, slots_quads)
         span = quads * 4
-        after = (rank + 1) % WORLD
         before = (rank + WORLD - 1) % WORLD
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
@@ -72,9 +71,9 @@ def ring(
                 words = load_words(x, 0, offs, slice_nbytes, UNIT)
                 store_words(out, rank.to(tl.int64) * slice_nbytes, offs, words, slice_nbytes, UNIT)
             store_to(call, after, slots, offs, without_sentinel(words), offs < span, False)
-        leave_epoch(call, quads * HOPS, True)
+        dirty = leave_epoch(call, quads * HOPS, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for hop in tl.static_range(HOPS):
             for start in range(worker * BLOCK, span, workers * BLOCK):
                 offs = start + tl.arange(0, BLOCK)

@@ -1,9 +1,14 @@
 """The vocabulary of synchronisation; ``docs/protocols.md`` says why each protocol is right.
 
-A kernel opens a call with :func:`enter`, pushes with :func:`store_to` and :func:`store_to_all`, waits with
-:func:`await_words`, and lets the epoch move on with :func:`leave_epoch`. Program 0 of every grid does
-:func:`exchange_headers` and nothing else. A call that cannot complete is stopped: ``live`` becomes 0, waits end, stores
-to peers are masked, and outputs become NaN.
+A kernel looks up :func:`addresses_of_peers`, opens a call with :func:`enter`, pushes with :func:`store_to` and
+:func:`store_to_all`, lets the epoch move on with :func:`leave_epoch`, and waits with :func:`await_words`. Program 0 of
+every grid does :func:`exchange_headers` and nothing else. A call that cannot complete is stopped: ``live`` becomes 0,
+waits end, stores to peers are masked, and outputs become NaN.
+
+Of a small call's time a third is loads that wait for one another. So nothing is used, and nothing branched on, before
+all that a program needs first is on its way: peers' addresses before the prior kernel has ended, what it sends beside
+the epoch, the extent to clear beside the count of readers. One warp issues in order: a use stands in the way of what
+follows it.
 
 Ordering. A word is its own flag, so data needs no fence: words are compared with the sentinel as integers, one by one,
 through volatile (uncached) loads. Between calls the kernel boundary orders clearing before the next push. Decisions
@@ -21,7 +26,14 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.kernels import layout
 from shotcast.kernels.multicast import multicast_words
-from shotcast.kernels.target import acquire, await_prior_kernel, now_ns, relax, store_release
+from shotcast.kernels.target import (
+    acquire,
+    await_prior_kernel,
+    now_ns,
+    relax,
+    release_next_kernel,
+    store_release,
+)
 
 EPOCH = tl.constexpr(layout.EPOCH)
 READERS = tl.constexpr(layout.READERS)
@@ -77,17 +89,15 @@ def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl
     """Open a call: its epoch, and whether the communicator was stopped before (then ``live`` is 0).
 
     Under programmatic dependent launch the wait for the prior kernel comes first, in every program: it is not
-    transitive. The epoch load is volatile because an L1 line may hold the prior kernel's view of it.
+    transitive. The epoch load is volatile because an L1 line may hold the prior kernel's view of it. The host is told
+    of a call stopped before by :func:`leave_epoch`.
     """
     await_prior_kernel(PDL)
     own = tl.multiple_of(own_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     peers = tl.multiple_of(peers_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     epoch = tl.load(own + EPOCH, volatile=True)
     generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
-    fault = look_at_abort(own, WARPS)
-    if fault != 0:
-        tell_host(own, fault)
-    live = (fault == 0).to(tl.int32)
+    live = (look_at_abort(own, WARPS) == 0).to(tl.int32)
     return Call(own, peers, rank, header, epoch, generation, live, epoch * 0)
 
 
@@ -98,13 +108,25 @@ def tell_host(own, fault):
 
 
 @triton.jit
+def tell_host_if_stopped(call):
+    if call.live == 0:
+        tell_host(call.own, tl.load(call.own + ABORT))
+
+
+@triton.jit
 def leave_epoch(call, extent, SLOTS: tl.constexpr):
     """Say that this program has read the epoch; the last program of the grid to do so advances it for the next kernel.
 
     Precondition: every thread has used what it read (it is in the addresses of the pushes before). With SLOTS, also
     records that this call put ``extent`` quads into its generation, for the next one to clear, and moves on to the next
     generation; a call without slots leaves all generations as they are.
+
+    Returns the extent of the previous call with slots, for :func:`clear_previous`.
     """
+    tell_host_if_stopped(call)
+    left = call.generation * 0
+    if SLOTS:
+        left = tl.load(call.own + EXTENT + previous(call), volatile=True).to(tl.int32) * call.live
     tl.debug_barrier()
     readers = tl.atomic_add(call.own + READERS, 1, sem="relaxed", scope="gpu")
     if readers == tl.num_programs(0) - 1:
@@ -113,6 +135,13 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
             tl.store(call.own + EXTENT + call.generation, extent.to(tl.int64))
             tl.store(call.own + GENERATION, ((call.generation + 1) % GENERATIONS).to(tl.int64))
         tl.store(call.own + EPOCH, call.epoch + 1)
+    return left
+
+
+@triton.jit
+def previous(call):
+    """The generation of the previous call with slots."""
+    return (call.generation + 2) % GENERATIONS
 
 
 @triton.jit
@@ -128,19 +157,17 @@ def cells_of(epoch, cells_at, cells_quads):
 
 
 @triton.jit
-def clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
-    """Put sentinels back where the previous call with slots left words: generation g + 2 (of 3), up to its extent.
+def clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
+    """Put sentinels back where the previous call with slots left words: ``left`` quads, as :func:`leave_epoch` says.
 
     No peer writes there before this rank finishes this call: a peer one call ahead uses generation g + 1, and none gets
     two calls ahead of a rank whose header it still needs. The programs of the grid share the work evenly.
     """
-    previous = (call.generation + 2) % GENERATIONS
-    extent = tl.load(call.own + EXTENT + previous, volatile=True).to(tl.int32) * call.live
-    base = words_at(call.own.to(tl.int64), slots_of(previous, slots_at, slots_quads))
+    base = words_at(call.own.to(tl.int64), slots_of(previous(call), slots_at, slots_quads))
     offs = tl.arange(0, BLOCK)
     clean = tl.full([BLOCK], SENTINEL, tl.int32)
-    for start in range(worker * BLOCK, extent * 4, workers * BLOCK):
-        tl.store(base + start + offs, clean, mask=start + offs < extent * 4)
+    for start in range(worker * BLOCK, left * 4, workers * BLOCK):
+        tl.store(base + start + offs, clean, mask=start + offs < left * 4)
 
 
 @triton.jit
@@ -165,19 +192,38 @@ def without_sentinel(words):
 
 
 @triton.jit
-def address_of(call, rank):
-    return tl.load(call.peers + rank)
+def peer_in_turn(rank, turn, i: tl.constexpr, WORLD: tl.constexpr, OTHERS: tl.constexpr = True):
+    """Which rank a program sends to as its i-th: all others, or with OTHERS false all and itself.
+
+    Programs with different ``turn`` begin with different ranks, which keeps all wires busy.
+    """
+    return (rank + 1 + (turn + i) % (WORLD - OTHERS)) % WORLD
 
 
 @triton.jit
-def store_to(call, rank, quads, offs, words, mask, CELLS: tl.constexpr):
-    """Push words (as flag cells with CELLS) to ``quads`` past the start of a rank's region."""
+def address_of(peers, rank):
+    """Of a rank's region, by the table of all. It never changes, so it may be read before the prior kernel's end."""
+    return tl.load(peers.to(tl.int64).to(tl.pointer_type(tl.int64)) + rank)
+
+
+@triton.jit
+def addresses_of_peers(peers, rank, turn, WORLD: tl.constexpr, OTHERS: tl.constexpr = True):
+    """Addresses of the regions of :func:`peer_in_turn`, in that order."""
+    addresses = ()
+    for i in tl.static_range(WORLD - OTHERS):
+        addresses = addresses + (address_of(peers, peer_in_turn(rank, turn, i, WORLD, OTHERS)),)
+    return addresses
+
+
+@triton.jit
+def store_to(call, address, quads, offs, words, mask, CELLS: tl.constexpr):
+    """Push words (as flag cells with CELLS) to ``quads`` past the start of the region at ``address``."""
     if CELLS:
-        base = tl.multiple_of(address_of(call, rank).to(tl.pointer_type(tl.int64)), 16) + quads * 2
+        base = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + quads * 2
         cells = (words.to(tl.int64) & 0xFFFFFFFF) | (call.epoch << 32)
         tl.store(base + offs, cells, mask=mask & (call.live != 0))
     else:
-        tl.store(words_at(address_of(call, rank), quads) + offs, words, mask=mask & (call.live != 0))
+        tl.store(words_at(address, quads) + offs, words, mask=mask & (call.live != 0))
 
 
 @triton.jit
@@ -189,27 +235,24 @@ def multicast_address(call, quads):
 @triton.jit
 def store_to_all(
     call,
+    addresses,
     quads,
     offs,
     words,
     mask,
     CELLS: tl.constexpr,
     MULTICAST: tl.constexpr,
-    WORLD: tl.constexpr,
-    OTHERS: tl.constexpr = False,
-    turn=0,
+    COUNT: tl.constexpr,
 ):
-    """Push words to the same place in every rank's region, this one's included (but with OTHERS).
+    """Push words to the same place in the COUNT regions at ``addresses``.
 
-    Programs with different ``turn`` begin with different ranks, which keeps all wires busy.
-
-    With MULTICAST that is one store, which the switch repeats for all; ``mask`` must take whole quads.
+    With MULTICAST that is one store, which the switch repeats for all ranks; ``mask`` must take whole quads.
     """
     if MULTICAST:
         multicast_words(multicast_address(call, quads), offs, words, mask & (call.live != 0))
     else:
-        for i in tl.static_range(WORLD - OTHERS):
-            store_to(call, (call.rank + 1 + (turn + i) % (WORLD - OTHERS)) % WORLD, quads, offs, words, mask, CELLS)
+        for i in tl.static_range(COUNT):
+            store_to(call, addresses[i], quads, offs, words, mask, CELLS)
 
 
 @triton.jit
@@ -257,11 +300,22 @@ def absent(part, epoch, CELLS: tl.constexpr):
 
 @triton.jit
 def any_absent(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
-    """1 while a word of any tile has not arrived."""
-    hit = absent(parts[0], epoch, CELLS)
-    for r in tl.static_range(1, COUNT):
-        hit = hit | absent(parts[r], epoch, CELLS)
-    return tl.max(hit.to(tl.int32), axis=0)
+    """1 while a word of any tile has not arrived.
+
+    The sentinel is the largest word, so one of many is found by their maximum: a fifth of the instructions that as many
+    comparisons take, which a small call has between a word's arrival and its use.
+    """
+    if CELLS:
+        hit = absent(parts[0], epoch, CELLS)
+        for r in tl.static_range(1, COUNT):
+            hit = hit | absent(parts[r], epoch, CELLS)
+        waiting = tl.max(hit.to(tl.int32), axis=0)
+    else:
+        largest = parts[0].to(tl.uint32, bitcast=True)
+        for r in tl.static_range(1, COUNT):
+            largest = tl.maximum(largest, parts[r].to(tl.uint32, bitcast=True))
+        waiting = (tl.max(largest, axis=0) == 0xFFFFFFFF).to(tl.int32)
+    return waiting
 
 
 @triton.jit
@@ -416,10 +470,13 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def exchange_headers(call, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Tell every rank what this one calls, and wait until each has told the same.
+def exchange_headers(
+    call, extent, SLOTS: tl.constexpr, WORLD: tl.constexpr, WARPS: tl.constexpr, RELEASES: tl.constexpr
+):
+    """Tell every rank what this one calls, and wait until each has told the same; :func:`leave_epoch` in between.
 
-    Returns when every rank has begun this call: no call ends before that, which is what lets slots be used again.
+    Returns when every rank has begun this call: no call ends before that, which is what lets slots be used again. With
+    RELEASES the next kernel is let in before the wait.
     """
     threads = every_thread(WARPS)
     lanes = threads % MAX_WORLD
@@ -429,6 +486,8 @@ def exchange_headers(call, WORLD: tl.constexpr, WARPS: tl.constexpr):
     bases = tl.load(call.peers + lanes, mask=ranks, other=0)
     once = ranks & (threads < MAX_WORLD) & (call.live != 0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank, mine, mask=once)
+    leave_epoch(call, extent, SLOTS)
+    release_next_kernel(RELEASES)
     waiting = call.live
     started = call.started
     polls = 0

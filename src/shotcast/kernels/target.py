@@ -60,6 +60,7 @@ _NOT_SPECIALIZED = [
     "row_programs",
     "cells",
     "more_cells",
+    "apart",
 ]
 
 
@@ -154,6 +155,10 @@ if INTERPRETED:
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             return tl.where(value != value, 0x7FFF, rounded.to(tl.int32))
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+    def round_pair(low: Any, high: Any, DTYPE: Any) -> Any:
+        """Two float32 to a word of two 16-bit floats, each as :func:`round_to` does."""
+        return round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
 
 else:
 
@@ -291,3 +296,15 @@ else:
     @triton.jit
     def round_to(value, DTYPE: tl.constexpr):
         return value.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+    @triton.jit
+    def round_pair(low, high, DTYPE: tl.constexpr):
+        if DTYPE == tl.bfloat16:
+            word = tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            word = tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+        return word

@@ -11,22 +11,46 @@ has one tile, and the grid passes over the message as a window (docs/design/all_
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from shotcast.kernels.sync import (
+    addresses_of_peers,
     await_words,
     clear_parts,
     clear_previous,
     enter,
     exchange_headers,
     leave_epoch,
+    peer_in_turn,
     slots_of,
     store_to,
     store_to_all,
     without_sentinel,
 )
-from shotcast.kernels.target import kernel, release_next_kernel
+from shotcast.kernels.target import await_prior_kernel, kernel, release_next_kernel
 from shotcast.kernels.words import load_words, nan_unless, store_words, sum_words, with_own
+
+
+@triton.jit
+def tiles_to_send(
+    x,
+    rank,
+    turn,
+    slice_quads,
+    nbytes,
+    offs,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Tiles of peers' slices, for the peers FIRST to END - 1 in the order of ``peer_in_turn``."""
+    tiles = ()
+    for i in tl.static_range(FIRST, END):
+        start = peer_in_turn(rank, turn, i, WORLD) * slice_quads * 16
+        tiles = tiles + (load_words(x, start, offs, nbytes - start, UNIT),)
+    return tiles
 
 
 @kernel
@@ -49,18 +73,23 @@ def two_shot_all_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     slice_words = slice_quads * 4
-    worker = tl.program_id(0) - 1
-    workers = tl.num_programs(0) - 1
+    addresses = addresses_of_peers(peers, rank, worker, WORLD)
+    await_prior_kernel(PDL)
+    offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
+    # of a small message all that is sent is on its way before the epoch is known; of a large one, whose loads are what
+    # the wires would wait for, one tile after the other
+    EARLY: tl.constexpr = WORLD - 1 if WARPS == 1 else 1
+    tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
+    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     extent = 0 if CLEARS else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:
-        leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
         first_shot = slots_of(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * WORLD
@@ -68,13 +97,19 @@ def two_shot_all_reduce(
         for c in range(0, rounds):
             offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
-                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
-                words = load_words(x, peer * slice_quads * 16, offs, nbytes - peer * slice_quads * 16, UNIT)
+                peer = peer_in_turn(rank, worker, i, WORLD)
                 mask = (offs < slice_words) & (offs < total - peer * slice_words)
-                store_to(call, peer, first_shot + rank * slice_quads, offs, without_sentinel(words), mask, False)
-        leave_epoch(call, extent, True)
+                if i < EARLY:
+                    words = tiles[i]
+                else:
+                    (words,) = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, WORLD)
+                words = without_sentinel(words)
+                store_to(call, addresses[i], first_shot + rank * slice_quads, offs, words, mask, False)
+            ahead = offs + workers * BLOCK
+            tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, ahead, 0, EARLY, UNIT, WORLD)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         sums = second_shot + rank * slice_quads
         for c in range(0, rounds + 1):
@@ -86,7 +121,7 @@ def two_shot_all_reduce(
                     call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD, True
                 )
                 words = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
-                store_to_all(call, sums, offs, words, offs < mine, False, MULTICAST, WORLD, True, worker)
+                store_to_all(call, addresses, sums, offs, words, offs < mine, False, MULTICAST, WORLD - 1)
                 left = tl.minimum(slice_quads * 16, left)
                 store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), left, UNIT)
                 if CLEARS:

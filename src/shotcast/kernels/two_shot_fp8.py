@@ -243,10 +243,11 @@ def send(call, rank, quads, word_quads, rows, words, scales, part_quads, DTYPE: 
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     offs = places(rows, ROW, DTYPE)
-    store_to(call, rank, quads, offs, words, offs < slot_quads_of(part_quads, DTYPE) * 4, False)
+    address = address_of(call.peers, rank)
+    store_to(call, address, quads, offs, words, offs < slot_quads_of(part_quads, DTYPE) * 4, False)
     once = to_quads(tl.arange(0, ROW // 4) == 0)
     mask = to_rows(rows < groups_of(part_quads, DTYPE)) & once & (call.live != 0)
-    store_words_of_quad(scales_at(address_of(call, rank), quads + word_quads, rows, DTYPE), scales, mask, PER)
+    store_words_of_quad(scales_at(address, quads + word_quads, rows, DTYPE), scales, mask, PER)
 
 
 @triton.jit
@@ -301,10 +302,13 @@ def absent(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def any_absent(words, scales, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """1 while a word or a scale of any slot has not arrived."""
-    hit = absent(words, scales, 0, DTYPE)
-    for i in tl.static_range(1, COUNT):
-        hit = hit | absent(words, scales, i, DTYPE)
-    return tl.max(hit)
+    largest = tl.max(words[0].to(tl.uint32, bitcast=True), axis=2)
+    for i in tl.static_range(COUNT):
+        largest = tl.maximum(largest, tl.max(words[i].to(tl.uint32, bitcast=True), axis=2))
+        part = scales_of(scales, i, DTYPE)
+        for block in tl.static_range(4 if DTYPE == tl.float32 else 2):
+            largest = tl.maximum(largest, part[block].to(tl.uint32, bitcast=True))
+    return (tl.max(largest) == 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -416,9 +420,7 @@ def two_shot_fp8_all_reduce(
     rounds = (groups + workers * ROWS - 1) // (workers * ROWS)
     extent = 0 if CLEARS else stride * (2 * WORLD)
     if tl.program_id(0) == 0:
-        leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        exchange_headers(call, WORLD, WARPS)
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
         first_shot = slots_of(call.generation, slots_at, slots_quads)
         second_shot = first_shot + stride * WORLD
@@ -431,9 +433,9 @@ def two_shot_fp8_all_reduce(
                 words, scales = quantize(values, DTYPE, NATIVE)
                 size = quads_of_slice(peer, quads, slice_quads)
                 send(call, peer, first_shot + rank * stride, word_quads, rows, words, scales, size, DTYPE)
-        leave_epoch(call, extent, True)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         mine = quads_of_slice(rank, quads, slice_quads)
         for c in range(0, rounds + 1):
             if c < rounds:

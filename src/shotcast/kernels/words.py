@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shotcast.kernels.target import round_to
+from shotcast.kernels.target import round_pair, round_to
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def pack(low, high, DTYPE: tl.constexpr):
     if DTYPE == tl.float32:
         words = low.to(tl.int32, bitcast=True)
     else:
-        words = round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
+        words = round_pair(low, high, DTYPE)
     return words
 
 

@@ -1,0 +1,24 @@
+"""Where a row's programs leave their parts of its sum of squares."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.kernels import layout
+
+
+@given(st.integers(16, 1 << 24), st.integers(1, layout.MAX_ROW_WORDS), st.data())
+def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: int, data: st.DataObject) -> None:
+    """As the kernel numbers them: a power of two for each row, all ``apart`` from one another."""
+    rows = data.draw(st.integers(0, max_bytes // (4 * row_words)))
+    parts = -(-row_words // 128)
+    apart = layout.cells_apart(rows, parts)
+    width = 1 << (parts - 1).bit_length()
+    assert width >= parts
+    assert rows * width * apart <= layout.row_cells(max_bytes)
+
+
+def test_few_are_a_cache_line_apart() -> None:
+    """A load waits for the program's own store to the same 128 bytes; rows of 8192 16-bit values have 32 parts."""
+    assert [layout.cells_apart(rows, 32) * 8 for rows in (1, 8, 32, 33, 512)] == [128, 128, 128, 8, 8]
