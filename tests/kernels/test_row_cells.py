@@ -17,8 +17,3 @@ def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: in
     width = 1 << (parts - 1).bit_length()
     assert width >= parts
     assert rows * width * apart <= layout.row_cells(max_bytes)
-
-
-def test_few_are_a_cache_line_apart() -> None:
-    """A load waits for the program's own store to the same 128 bytes; rows of 8192 16-bit values have 32 parts."""
-    assert [layout.cells_apart(rows, 32) * 8 for rows in (1, 8, 32, 33, 512)] == [128, 128, 128, 8, 8]

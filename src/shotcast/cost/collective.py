@@ -46,9 +46,9 @@ class LinkCost:
         return nbytes / (self.bw_gbps * 1e3)
 
 
-NVLINK4 = LinkCost(fixed_us=1.286, step_us=0.871, bw_gbps=473.5, local_gbps=1448.0)
+NVLINK4 = LinkCost(fixed_us=0.988, step_us=0.857, bw_gbps=474.1, local_gbps=1386.0)
 """Hopper, 18 links: :func:`shotcast.cost.calibration.fit` of benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json.
-Off by 10% in the mean square; a choice by it costs at most 4% more than the fastest measured, 1 KiB to 256 MiB."""
+Off by 8% in the mean square; a choice by it costs at most 4% more than the fastest measured, 1 KiB to 256 MiB."""
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0)
 """Processes of one host. Only the order of the algorithms is meant: with 4 ranks on 2 cores two-shot overtakes one-shot
 between 16 and 64 KiB (benchmarks/data/cpu)."""

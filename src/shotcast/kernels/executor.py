@@ -283,16 +283,17 @@ class TritonExecutor:
         assert plan.norm is not None
         row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
         if plan.op is Op.ALL_REDUCE_RMS_NORM:
-            parts = -(-row_words // plan.launch.block_words)
+            one_shot, parts = plan.algorithm == "one_shot", -(-row_words // plan.launch.block_words)
             cells = self._cells.data_ptr()
             arguments = norm_arguments(plan.norm, self._own_address) | {
                 "nbytes": plan.nbytes,
                 "cells": cells,
                 "more_cells": cells + self._cells.nbytes // 2,
-                "apart": layout.cells_apart(plan.nbytes // (4 * row_words), parts),
+                # two-shot, with four rows a program, gains nothing by it
+                "apart": layout.cells_apart(plan.nbytes // (4 * row_words), parts) if one_shot else 1,
                 "PARTS": parts,
             }
-            if plan.algorithm == "one_shot":
+            if one_shot:
                 return one_shot_rms_norm, plan.launch.num_warps, arguments
             more = {"MULTICAST": self._multicast, "CLEARS": self._clears(plan)}
             return two_shot_rms_norm, plan.launch.num_warps, arguments | more

@@ -1,17 +1,18 @@
-"""How the executor launches kernels that multicast, decided where there is no GPU."""
+"""How the executor launches kernels that multicast, or that norm tiles; decided where there is no GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from shotcast.kernels import layout
 from shotcast.kernels.executor import TritonExecutor
 from shotcast.kernels.launch import Launch
 from shotcast.kernels.layout import Layout
 from shotcast.kernels.multimem import multimem_all_reduce
-from shotcast.wire import CallPlan, LaunchShape, Op
+from shotcast.wire import CallPlan, LaunchShape, Norm, Op
 
 MAX_BYTES = 1 << 20
 
@@ -22,6 +23,7 @@ def launches(
     multicast: bool = True,
     op: Op = Op.ALL_REDUCE,
     nbytes: int = 1 << 16,
+    norm: Norm | None = None,
 ) -> list[tuple[Launch, int]]:
     """What a rank of four would launch, each with its first byte; nothing is compiled."""
     executor: Any = object.__new__(TritonExecutor)
@@ -29,7 +31,8 @@ def launches(
     executor._rank, executor._world, executor._pdl = 1, 4, True
     executor._layout, executor.many_bytes = Layout.of(MAX_BYTES), layout.MANY_BYTES
     executor._multicast, executor._entries = multicast, {}
-    plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape)
+    executor._cells = torch.zeros(2 * layout.row_cells(MAX_BYTES), dtype=torch.int64)
+    plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape, norm=norm)
     return list(executor._ready(plan, True).launches)
 
 
@@ -54,3 +57,14 @@ def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
     made = launches(LaunchShape(8, 128, 1), nbytes=2 * MAX_BYTES + 32)
     assert [start for _, start in made] == [0, MAX_BYTES, 2 * MAX_BYTES]
     assert [launch._arguments["nbytes"] for launch, _ in made] == [MAX_BYTES, MAX_BYTES, 32]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "apart"), [("one_shot", 8, 16), ("one_shot", 32, 16), ("one_shot", 33, 1), ("two_shot", 8, 1)]
+)
+def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, apart: int) -> None:
+    ((launch, _),) = launches(
+        LaunchShape(rows * 32, 128, 1), algorithm, False, Op.ALL_REDUCE_RMS_NORM, rows * 16384, Norm(8192)
+    )
+    assert (launch._arguments["PARTS"], launch._arguments["apart"]) == (32, apart)
+    assert launch._arguments["more_cells"] - launch._arguments["cells"] == 8 * layout.row_cells(MAX_BYTES)
