@@ -3,8 +3,8 @@
 Tiles are as small as those of the plain all-reduce, as that is what makes it fast; a row's programs tell each other
 their part of the sum of squares (and, for FP8 by rows, of the largest value) through cells in this GPU's memory: 32
 bits of value, 32 of the call's number, so a cell is its own flag and is never cleared. All cells of a row are polled at
-once, but for a program's own: a load seems to wait for the program's store to the same 128 bytes. So that the others are
-not in those, cells are ``apart`` as many words, where there is room.
+once, but for a program's own: a load seems to wait for the program's store to the same 128 bytes. Cells of few rows are
+so far apart (``apart``, in cells) that the others are not in those.
 
 Every program writes its cell, also when the call was stopped, so nobody waits here for longer than its row's programs
 wait for their peers. They start in the order of their numbers; a row's fit on any GPU together.
