@@ -47,6 +47,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", buffer)
     monkeypatch.setattr("shotcast.kernels.executor.TritonExecutor", executor)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return calls
 
 
@@ -56,6 +57,13 @@ def test_gpus_with_peer_access(built: dict[str, tuple[Any, ...]]) -> None:
     assert placed == ("executor", "triton", "", True)
     assert built["buffer"] == ("group", Layout.of(1 << 20).nbytes, GPU, (0, 1), False)
     assert built["executor"][1:] == (host, 1 << 20, 3.0, GPU)
+
+
+def test_gpus_older_than_the_instructions(built: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    placed = placement.executor_for("group", TwoRanks(), GPU, 1 << 20, 3.0)
+    assert placed.obstacle == "rank 1: kernels need compute capability 8.0, as Triton does, and GPU 1 has 7.5"
+    assert not built
 
 
 def test_ranks_that_share_a_gpu(built: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,14 @@ class TestOrder:
             launch = choose(problem(nbytes=nbytes, topology=place), "auto", "auto", rows).candidate.launch
             assert (launch.programs, launch.block_words, launch.num_warps) == (programs, 128, 1)
 
+    def test_a_launch_covers_the_largest_part_of_an_uneven_gather(self) -> None:
+        shape = {"programs": 4096, "block_words": 128, "num_warps": 1}
+        rows = (("user table", table([1 << 20, "one_shot", shape], op="all_gather")),)
+        asked = dataclasses.replace(
+            problem(Op.ALL_GATHER, 1 << 18, topology=ground("triton")), sizes=(1 << 16, 0, 0, 0)
+        )
+        assert choose(asked, "auto", "auto", rows).candidate.launch.programs == 512
+
     def test_reasons(self) -> None:
         rows = table([2048, "ring", None], [None, "two_shot", None], name="mine.json")
         tables = (("user table", rows),)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from shotcast import wire
 from shotcast.collectives import table as tables
-from shotcast.collectives.candidates import keeps_bits, launch_obstacle, obstacle
+from shotcast.collectives.candidates import PLAIN, keeps_bits, launch_obstacle, obstacle
 from shotcast.collectives.problem import CollectiveProblem, Topology
 from shotcast.collectives.table import KERNELS, MODES, Row, file_name, fit_for, load, packaged, parse, render
 from shotcast.errors import ConfigError
-from shotcast.wire import ALGORITHMS, LaunchShape, Op
+from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
 
 
 def made(**changes: Any) -> str:
@@ -164,6 +164,10 @@ class TestRefused:
             (entries([1024, "ring", {"num_warps": True}]), "num_warps is a whole number from 0 up, not True"),
             (entries(["1K", "ring", None]), "up to a whole number of bytes, or null for any, not '1K'"),
             (entries([-1, "ring", None]), "up to a whole number of bytes, or null for any, not -1"),
+            (
+                {"entries": {"eager": {"all_reduce_rms_norm": {"bfloat16": [[64, "one_shot", {"programs": 4}]]}}}},
+                "all_reduce_rms_norm/bfloat16: the launch of fused calls follows from their rows; null is meant",
+            ),
             (entries([2048, "ring", None], [1024, "one_shot", None]), "all_reduce/bfloat16: sizes must ascend"),
             (entries([1024, "ring", None], [1024, "one_shot", None]), "sizes must ascend"),
             (entries([None, "ring", None], [1024, "one_shot", None]), "sizes must ascend"),
@@ -233,8 +237,9 @@ class TestRender:
             limits: list[float] = [*data.draw(self.ROWS)]
             if data.draw(st.booleans()):
                 limits.append(float("inf"))
+            shapes = st.none() if Op[key[1].upper()] in PLAIN else self.SHAPES
             rows[key] = tuple(
-                Row(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(self.SHAPES), key[0]) for limit in limits
+                Row(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(shapes), key[0]) for limit in limits
             )
         text = render(part, world_size, rows, {"today": {"a": [1, {"b": 2}], "c": {}}}, [{"x": 1}, {"y": [2]}])
         table = parse(text, "t")
@@ -345,7 +350,11 @@ class TestPackaged:
             least = 0
             for row in rows:
                 for nbytes in {least, int(min(row.nbytes, 256 << 20))}:
-                    problem = CollectiveProblem(Op[op.upper()], nbytes, dtype, place)
+                    # fused calls have whole rows
+                    norm = Norm(8) if Op[op.upper()] in PLAIN else None
+                    problem = CollectiveProblem(
+                        Op[op.upper()], nbytes // 32 * 32 if norm else nbytes, dtype, place, norm=norm
+                    )
                     assert obstacle(problem, row.algorithm) == "", (mode, op, dtype, row)
                     assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
                     if row.launch is not None:

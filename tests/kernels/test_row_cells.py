@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import row_cell_targets as targets
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shotcast
 from shotcast.kernels import layout
 
 
@@ -17,3 +20,9 @@ def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: in
     width = 1 << (parts - 1).bit_length()
     assert width >= parts
     assert rows * width * apart <= layout.row_cells(max_bytes)
+
+
+@pytest.mark.parametrize("apart", [1, 16])
+def test_a_program_takes_what_all_gave(apart: int) -> None:
+    """Its own part it keeps: the cell of it is damaged before the others are read."""
+    shotcast.spawn(targets.exchanges, 1, apart, timeout_s=60, env={"TRITON_INTERPRET": "1"})

@@ -240,13 +240,14 @@ def launch_shapes(problem: CollectiveProblem, algorithm: str) -> tuple[LaunchSha
 
 
 def fitted(problem: CollectiveProblem, algorithm: str, shape: LaunchShape) -> LaunchShape:
-    """``shape``, found for a larger message, without the programs that have no tile of this one.
+    """``shape``, found for a larger message of a plain operation, without programs that have no tile of this one.
 
     (Those are not free: at 2 ranks 32768 programs instead of 8192 took twice as long for 64 MiB.)
     """
     if problem.topology.kernels == "compiled":
         return shape
-    tiles = -(-max(_share(problem, algorithm) // 4, 1) // shape.block_words)
+    share = max(problem.sizes) * wire.DTYPES[problem.dtype] if problem.sizes else _share(problem, algorithm)
+    tiles = -(-max(share // 4, 1) // shape.block_words)
     return dataclasses.replace(shape, programs=min(shape.programs, tiles))
 
 

@@ -169,6 +169,9 @@ def peer_obstacle(device: torch.device, indices: Sequence[int]) -> str:
     """Why own kernels cannot run between these GPUs of this host; empty if they can."""
     if len(set(indices)) != len(indices) and not env.share_gpus():
         return f"several ranks use one GPU (indices {list(indices)}), which SHOTCAST_SHARE_GPUS=1 would allow"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"kernels need compute capability 8.0, as Triton does, and GPU {device.index} has {major}.{minor}"
     for index in indices:
         if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
             return f"GPU {device.index} has no peer access to GPU {index}"

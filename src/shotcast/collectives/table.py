@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shotcast import wire
-from shotcast.collectives.candidates import launch_obstacle
+from shotcast.collectives.candidates import PLAIN, launch_obstacle
 from shotcast.errors import ConfigError
 from shotcast.wire import LaunchShape
 
@@ -119,6 +119,8 @@ def parse(text: str, name: str) -> Table:
                 if not isinstance(listed, list):
                     raise ConfigError(f"{where}: a list of rows is meant, not {listed!r}")
                 rows[mode, op, dtype] = parsed = tuple(_row(row, mode, where) for row in listed)
+                if wire.Op[op.upper()] in PLAIN and any(row.launch is not None for row in parsed):
+                    raise ConfigError(f"{where}: the launch of fused calls follows from their rows; null is meant")
                 limits = [row.nbytes for row in parsed]
                 if limits != sorted(set(limits)):
                     raise ConfigError(f"{where}: sizes must ascend")

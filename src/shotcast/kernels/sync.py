@@ -5,8 +5,8 @@ A kernel looks up :func:`addresses_of_peers`, opens a call with :func:`enter`, p
 every grid does :func:`exchange_headers` and nothing else. A call that cannot complete is stopped: ``live`` becomes 0,
 waits end, stores to peers are masked, and outputs become NaN.
 
-Of a small call's time a third is loads that wait for one another. So nothing is used, and nothing branched on, before
-all that a program needs first is on its way: peers' addresses before the prior kernel has ended, what it sends beside
+Loads that wait for one another were a seventh of a small call's time. So nothing is used, or branched on, before all
+that a program needs first is on its way: peers' addresses before the prior kernel has ended, what it sends beside
 the epoch, the extent to clear beside the count of readers. One warp issues in order: a use stands in the way of what
 follows it.
 
@@ -109,7 +109,8 @@ def tell_host(own, fault):
 
 @triton.jit
 def tell_host_if_stopped(call):
-    if call.live == 0:
+    """What :func:`enter` found, by a branch: past it, every thread has the abort word and the epoch."""
+    if (call.live == 0) | (call.epoch < 0):  # no epoch is negative
         tell_host(call.own, tl.load(call.own + ABORT))
 
 
@@ -117,9 +118,10 @@ def tell_host_if_stopped(call):
 def leave_epoch(call, extent, SLOTS: tl.constexpr):
     """Say that this program has read the epoch; the last program of the grid to do so advances it for the next kernel.
 
-    Precondition: every thread has used what it read (it is in the addresses of the pushes before). With SLOTS, also
-    records that this call put ``extent`` quads into its generation, for the next one to clear, and moves on to the next
-    generation; a call without slots leaves all generations as they are.
+    Every thread has the epoch (by the branch), and the generation (by the extent's address), before it passes the
+    barrier to the count, so the last program's stores follow all readers' loads. With SLOTS, also records that this
+    call put ``extent`` quads into its generation, for the next one to clear, and moves on to the next generation; a
+    call without slots leaves all generations as they are.
 
     Returns the extent of the previous call with slots, for :func:`clear_previous`.
     """
@@ -333,13 +335,11 @@ def await_words(
     WORLD: tl.constexpr,
     OTHERS: tl.constexpr = False,
     PATIENT: tl.constexpr = False,
-    SHARED: tl.constexpr = False,
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
 
-    What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0. With
-    SHARED the one tile lies ``first`` quads into slices of ``step`` quads that come from rank 0, 1, ... PATIENT: see
-    :func:`look_at_clock`.
+    What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0. For
+    PATIENT see :func:`look_at_clock`.
     """
     parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
     waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
@@ -353,16 +353,9 @@ def await_words(
         polls += 1
         if polls % POLLS_PER_LOOK == 0:
             silent = call.rank * 0
-            if SHARED:
-                sender = (first + offs // 4) // step
-                for r in tl.static_range(WORLD):
-                    lacking = absent(parts[0], call.epoch, CELLS) & (sender == r)
-                    silent = silent | (tl.max(lacking.to(tl.int32), axis=0) << r)
-            else:
-                for r in tl.static_range(COUNT):
-                    silent = silent | (
-                        tl.max(absent(parts[r], call.epoch, CELLS).to(tl.int32), axis=0) << ((first + r) % WORLD)
-                    )
+            for r in tl.static_range(COUNT):
+                lacking = absent(parts[r], call.epoch, CELLS)
+                silent = silent | (tl.max(lacking.to(tl.int32), axis=0) << ((first + r) % WORLD))
             started, live = look_at_clock(call, started, silent, True, WORLD, PATIENT)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)

@@ -45,11 +45,11 @@ def tiles_to_send(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Tiles of peers' slices, for the peers FIRST to END - 1 in the order of ``peer_in_turn``."""
+    """Tiles of peers' slices, for the peers FIRST to END - 1 in the order of ``peer_in_turn``; zero beyond a slice."""
     tiles = ()
     for i in tl.static_range(FIRST, END):
         start = peer_in_turn(rank, turn, i, WORLD) * slice_quads * 16
-        tiles = tiles + (load_words(x, start, offs, nbytes - start, UNIT),)
+        tiles = tiles + (load_words(x, start, offs, tl.minimum(nbytes - start, slice_quads * 16), UNIT),)
     return tiles
 
 

@@ -1,0 +1,57 @@
+"""What a rank of tests/kernels/test_row_cells.py runs: how a row's programs add up, under the interpreter.
+
+A module of its own, since Triton decides at import whether it interprets.
+"""
+
+# ruff: noqa: N803, N806 (Triton: what is known when compiling is upper case)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.kernels.fused_tiles import give, tag_of, take
+from shotcast.kernels.sync import Call
+
+PARTS = 5
+
+
+@triton.jit
+def exchange(cells, apart, row, mine, bits, seen, epoch, PARTS: tl.constexpr):
+    """Parts of two rows: this program's and, as the others would, all others; then what this program takes."""
+    address = cells.to(tl.int64)
+    number = tl.load(epoch)
+    call = Call(cells, cells, row, row, number, row, row, number)
+    for part in range(PARTS):
+        give(
+            call,
+            address,
+            apart,
+            (row, row + 1),
+            (row * 0 + part, row * 0 + part),
+            (tl.load(bits + part), tl.load(bits + PARTS + part)),
+            (row * 0 + 1, row * 0 + 1),
+            2,
+            PARTS,
+        )
+    own = (tl.load(bits + mine), tl.load(bits + PARTS + mine))
+    given = give(call, address, apart, (row, row + 1), (mine, mine), own, (row * 0 + 1, row * 0 + 1), 2, PARTS)
+    WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
+    for i in tl.static_range(2):  # nobody may need to read its own
+        tl.store(cells + ((row + i) * WIDTH + mine) * apart, tag_of(number) << 32)
+    taken = take(call, address, apart, (row, row + 1), (mine, mine), given, (row * 0 + 1, row * 0 + 1), 2, PARTS)
+    for i in tl.static_range(2):
+        tl.store(seen + i * WIDTH + tl.arange(0, WIDTH), taken[i])
+
+
+def exchanges(apart: int) -> None:
+    width = triton.next_power_of_2(PARTS)
+    for epoch, row, mine in ((1, 0, 0), (2, 3, 4), ((1 << 31) + 5, 1, 2)):
+        bits = torch.randint(-(1 << 31), 1 << 31, (2, PARTS), dtype=torch.int32)
+        cells = torch.full([8 * width * apart], -1, dtype=torch.int64)
+        seen = torch.full([2, width], 7, dtype=torch.int32)
+        exchange[(1,)](cells, apart, row, mine, bits, seen, torch.tensor([epoch]), PARTS)
+        assert torch.equal(seen[:, :PARTS], bits), (epoch, row, mine)
+        assert not seen[:, PARTS:].any()
+        written = (cells != -1).nonzero().flatten().tolist()
+        assert written == [((row + i) * width + part) * apart for i in range(2) for part in range(PARTS)]
