@@ -1,0 +1,102 @@
+#!/bin/sh
+# Measures again what data/h200 holds: sh benchmarks/measure.sh FOLDER PART..., from the repository's root, with the
+# package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says how each command ended.
+set -u
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
+parts="x4 x2 fused tune_x4 tune_x2 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages tests_cuda tests_fused"
+[ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
+out=$1
+shift
+mkdir -p "$out"
+start=$(date +%s)
+
+ran() { echo "$1: code $2, $(($(date +%s) - start)) s"; }
+
+# seconds, name, arguments of `shotcast bench`
+bench() {
+    limit=$1 name=$2
+    shift 2
+    timeout -k 5 "$limit" python3 -m shotcast bench "$@" --json "$out/$name.json" >"$out/$name.txt" 2>&1
+    ran "$name" $?
+}
+
+# seconds, name, arguments of `shotcast tune`
+tune() {
+    limit=$1 name=$2
+    shift 2
+    timeout -k 5 "$limit" python3 -m shotcast tune "$@" --mode graph -f 4 -o "$out/$name.json" --merge >>"$out/$name.txt" 2>&1
+    ran "$name" $?
+}
+
+# seconds, name, model, layouts, batches, algorithms and more
+engine() {
+    limit=$1 name=$2 model=$3 layouts=$4 batches=$5
+    shift 5
+    bench "$limit" "$name" engine --device cuda --prompt 512 --output 128 --rounds 1 --model "random:llama-3.1-$model" \
+        --layouts "$layouts" --batches "$batches" --algorithms "$@"
+}
+
+# seconds, name, tests
+tests() {
+    limit=$1 name=$2
+    shift 2
+    timeout -k 5 "$limit" python3 -m pytest -q -m gpu -p no:cacheprovider --junit-xml "$out/$name.xml" "$@" >"$out/$name.txt" 2>&1
+    ran "$name" $?
+}
+
+plain=tests/collectives/test_cuda.py
+fused=tests/collectives/test_cuda_fused.py
+for part in "$@"; do
+    case $part in
+    x4)
+        bench 120 all_reduce_bf16_x4 all-reduce -b 1K -e 256M -f 2 --seconds 0.05
+        bench 60 all_reduce_f16_x4 all-reduce -b 1K -e 256M -f 4 -d float16 --seconds 0.04 --algorithms one_shot,two_shot,auto,nccl
+        bench 60 all_reduce_f32_x4 all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 --algorithms one_shot,two_shot,auto,nccl
+        bench 60 between_bf16_x4 all-reduce --between gemm -b 16K -e 1M -f 8 --seconds 0.1 --algorithms auto,nccl
+        bench 60 reduce_scatter_bf16_x4 reduce-scatter -b 8K -e 64M -f 8 --seconds 0.04 --algorithms auto,one_shot,nccl
+        bench 60 all_gather_bf16_x4 all-gather -b 8K -e 64M -f 8 --seconds 0.04 --algorithms auto,one_shot,nccl
+        ;;
+    x2)
+        bench 120 all_reduce_bf16_x2 all-reduce -b 1K -e 256M -f 2 --seconds 0.04 --world-size 2
+        more="one_shot,two_shot,ring,auto,nccl"
+        bench 60 all_reduce_f16_x2 all-reduce -b 1K -e 256M -f 4 -d float16 --seconds 0.04 --world-size 2 --algorithms $more
+        bench 60 all_reduce_f32_x2 all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 --world-size 2 --algorithms $more
+        ;;
+    fused)
+        bench 120 fused_bf16_x4 all-reduce-rms-norm --tokens 1,2,4,8,16,32,64,128,256,512 --seconds 0.03 \
+            --algorithms one_shot,two_shot,unfused,plain_one_shot,plain_two_shot,fp8_dynamic,nccl
+        ;;
+    tune_x[24])
+        ranks=${part#tune_x}
+        tune 200 "nvidia_h200_x$ranks" --op all_reduce -d bfloat16,float32 --seconds 0.3 --world-size "$ranks"
+        tune 200 "nvidia_h200_x$ranks" --op reduce_scatter,all_gather -d bfloat16 --seconds 0.3 --world-size "$ranks"
+        ;;
+    engine_8b) engine 200 engine_8b 8b 4x1 1,64 auto,nccl ;;
+    engine_70b) engine 300 engine_70b 70b 4x1 1,64,256 auto,nccl ;;
+    engine_70b_stages) engine 400 engine_70b_stages 70b 1x4,2x2 1,64,256 auto ;;
+    engine_405b) engine 400 engine_405b 405b 4x1 1,64 auto,nccl --quantization fp8 ;;
+    engine_405b_stages) engine 500 engine_405b_stages 405b 1x4,2x2 1,64 auto --quantization fp8 ;;
+    tests_cuda) # four processes at once: most of the time goes into compiling
+        tests 400 cuda_a "$plain::test_numerics[4]" "$plain::test_graphs_replay_on_changed_inputs[4]" "$plain::test_two_streams[4]" \
+            "$plain::test_calls_made_again[4]" "$plain::test_epochs_across_borders[4]" &
+        tests 400 cuda_b "$plain::test_matrix[0-4]" "$plain::test_matrix[1-4]" &
+        tests 400 cuda_c "$plain::test_ten_thousand_calls_of_changing_size_with_stragglers[4]" \
+            "$plain::test_messages_wait_in_the_mailbox[4]" &
+        wait
+        tests 200 cuda_d "$plain" -k "(4- or 4]) and (killed or late or mismatch)"
+        ;;
+    tests_fused)
+        tests 400 fused_a "$fused" -k "4- and values and all_reduce" &
+        tests 400 fused_b "$fused" -k "4- and values and not all_reduce and not all_gather" &
+        tests 400 fused_c "$fused" -k "4- and values and all_gather" &
+        tests 400 fused_d "$fused" -k "(4- or 4]) and (sentinels or given or graphs or bits)" &
+        tests 500 fused_e "$fused" -k "4] and two_thousand" &
+        wait
+        tests 200 fused_f "$fused" -k "(4- or 4]) and (killed or late or mismatch)"
+        ;;
+    *)
+        echo "no part $part; parts: $parts" >&2
+        exit 2
+        ;;
+    esac
+done

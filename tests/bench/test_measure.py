@@ -1,0 +1,64 @@
+"""benchmarks/measure.sh asks for what there is: every command of it is understood, every test it names exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from shotcast.cli import app
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks/measure.sh"
+ENDED = "code 0"
+
+
+def run(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    """The script, with a python3 that notes what it was asked for, an argument a line, and does nothing."""
+    fake = folder / "python3"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@" --- >>"$ASKED"\n')  # one write: parts of the script run at once
+    fake.chmod(0o755)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "ASKED": str(folder / "asked")}
+    command = ["sh", str(SCRIPT), str(folder / "out"), *parts]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def understand(arguments: list[str]) -> None:
+    """Take them as the command line would, and run nothing."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    command.make_context("shotcast", arguments)
+
+
+def test_every_part_is_understood(tmp_path: Path) -> None:
+    parts = re.search('parts="(.*)"', SCRIPT.read_text())
+    assert parts is not None
+    done = run(tmp_path, *parts[1].split())
+    assert done.returncode == 0, done.stderr
+    asked = [text.splitlines() for text in (tmp_path / "asked").read_text().split("---\n") if text]
+    assert len(asked) == len(done.stdout.splitlines()) > 20
+    assert all(ENDED in line for line in done.stdout.splitlines())
+    modules = {"shotcast": 0, "pytest": 0}
+    for arguments in asked:
+        assert arguments[0] == "-m"
+        modules[arguments[1]] += 1
+        if arguments[1] == "shotcast":
+            understand(arguments[2:])
+            continue
+        for argument in arguments:
+            file, _, name = argument.partition("::")
+            if file.startswith("tests/"):
+                text = (ROOT / file).read_text()
+                assert not name or f"def {name.partition('[')[0]}(" in text, argument
+    assert min(modules.values()) > 5
+
+
+def test_what_it_does_not_know(tmp_path: Path) -> None:
+    assert run(tmp_path).returncode == run(tmp_path, "nonsense").returncode == 2
+    assert "no part nonsense; parts: x4 x2" in run(tmp_path, "nonsense").stderr
