@@ -288,6 +288,22 @@ def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
         assert not [key for key in counts if re.match(r"(LDG|STG)\.E(\.(U|S)?(8|16))(\.|$)", key)]
 
 
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in MAIL])
+def test_a_program_counts_itself_in_once_it_has_the_epoch(name: str, warps: int) -> None:
+    """A load that is merely under way could see what the last program to count itself in writes for the next kernel."""
+    ptx = form(name, block=128 * warps, warps=warps).ptx.partition("griddepcontrol.wait")[2]
+    epoch = re.search(r"ld\.volatile\.global\.b64\s+\{ (%rd\d+) \}", ptx)
+    assert epoch is not None
+    counts = [match.start() for match in re.finditer(r"atom\.global\.gpu\.relaxed\.add\.u64", ptx)]
+    used = [match.start() for match in re.finditer(rf"setp\.\w+\.s64\s+%p\d+, {epoch[1]}, -1;", ptx)]
+    assert counts
+    assert used
+    if used[0] > ptx.index("bra"):  # program 0 and the others each for themselves
+        assert len(used) == len(counts)
+    assert all(before < count for before, count in zip(used, counts, strict=False))
+
+
 CHECKS = (
     waits_for_the_prior_kernel_first,
     polls_volatile_and_wide,

@@ -194,7 +194,7 @@ def without_sentinel(words):
 
 
 @triton.jit
-def peer_in_turn(rank, turn, i: tl.constexpr, WORLD: tl.constexpr, OTHERS: tl.constexpr = True):
+def peer_in_turn(rank, turn, i, WORLD: tl.constexpr, OTHERS: tl.constexpr = True):
     """Which rank a program sends to as its i-th: all others, or with OTHERS false all and itself.
 
     Programs with different ``turn`` begin with different ranks, which keeps all wires busy.

@@ -32,6 +32,7 @@ from shotcast.kernels.sync import (
     exchange_headers,
     leave_epoch,
     look_at_clock,
+    peer_in_turn,
     slots_of,
     store_to,
     without_sentinel,
@@ -427,7 +428,7 @@ def two_shot_fp8_all_reduce(
         for c in range(0, rounds):
             rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
             for i in range(0, WORLD - 1):
-                peer = (rank + 1 + (worker + i) % (WORLD - 1)) % WORLD
+                peer = peer_in_turn(rank, worker, i, WORLD)
                 left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
                 values = load_group(x, peer * slice_quads * 16, rows, left, DTYPE, UNIT)
                 words, scales = quantize(values, DTYPE, NATIVE)
@@ -467,7 +468,7 @@ def two_shot_fp8_all_reduce(
                         total = plus(total, values)
                 sums, sum_scales = quantize(total, DTYPE, NATIVE)
                 for i in tl.static_range(WORLD - 1):
-                    peer = (me + 1 + (worker + i) % (WORLD - 1)) % WORLD
+                    peer = peer_in_turn(me, worker, i, WORLD)
                     send(call, peer, second_shot + me * stride, word_quads, rows, sums, sum_scales, mine, DTYPE)
                 values = dequantize(sums, sum_scales, DTYPE, NATIVE)
                 store_group(out, me * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
