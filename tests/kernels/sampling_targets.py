@@ -16,6 +16,7 @@ from shotcast.engine.draw import exponential, inverse_temperature, scramble
 from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import Sampler, row_key
 from shotcast.kernels import sampling
+from shotcast.kernels.scores import highest, noise, race, value_of
 
 CLOSE = 1e-5
 """Of scores that rounding may order otherwise, what they differ by at most, relative."""
@@ -262,9 +263,9 @@ def tail(count: int) -> list[int]:
 def race_kernel(keys, made, SIZE: tl.constexpr):  # noqa: N803
     i = tl.arange(0, SIZE)
     pair = tl.load(keys + 2 * i).to(tl.uint32, bitcast=True), tl.load(keys + 2 * i + 1).to(tl.uint32, bitcast=True)
-    bits, distance = sampling.noise(i * 0, pair), tl.zeros([SIZE], tl.float32)
-    tl.store(made + i, sampling.value_of(sampling.race(distance, i * 0, bits)))
-    tl.store(made + SIZE + i, sampling.highest(distance, bits))
+    bits, distance = noise(i * 0, pair), tl.zeros([SIZE], tl.float32)
+    tl.store(made + i, value_of(race(distance, i * 0, bits)))
+    tl.store(made + SIZE + i, highest(distance, bits))
 
 
 def scores(bits: list[int]) -> tuple[list[float], list[float], list[float]]:

@@ -21,32 +21,44 @@ that. A row that holds NaN or plus infinity is given some token.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from shotcast.kernels.cut import (
+    BINS,
+    NOTHING,
+    bin_of,
+    bracket,
+    cuts_of,
+    element,
+    elements,
+    find_cut,
+    reach_of,
+    weight_up_to,
+)
+from shotcast.kernels.scores import (
+    INTEGERS,
+    NOBODY,
+    REALS,
+    STATE,
+    distances,
+    entry,
+    has_penalties,
+    highest,
+    keys_of,
+    largest_of,
+    noise,
+    penalised,
+    race,
+    source_of,
+    token_of,
+    value_of,
+    weight_of,
+)
 from shotcast.kernels.target import processors
-
-BINS = tl.constexpr(2048)
-"""Ranges of distances: 64 from each power of two to the next, from 2^-9 (the first has less too) to 2^23."""
-BIN_SHIFT = tl.constexpr(17)
-BIN_FIRST = tl.constexpr((127 - 9) << 6)
-FAN = tl.constexpr(16)
-"""Values of a digit of the cut."""
-UNIT = tl.constexpr(2.0**44)
-"""Units of weight of the likeliest token."""
-STEEP = tl.constexpr(2.0**-23 * math.log(2.0))
-HIGHEST = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
-"""Of :func:`highest`; 0.01 is more than all that is rounded."""
-NOTHING = tl.constexpr(2**63 - 1)
-"""An element after all others."""
-NOBODY = tl.constexpr(-(2**63) + 2**31 - 1)
-"""An entry below all others, of token 0."""
-INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(3)
-"""Columns of :class:`Rows`."""
 
 TILE = 512
 """Tokens that a program has at once."""
@@ -83,144 +95,6 @@ class Rows(NamedTuple):
 START = NOBODY.value, NOBODY.value, 0
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def entry(value, token):
-    """An int64 in the order of float32 values; of equal ones, that of the lower token is larger."""
-    bits = value.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-
-
-@triton.jit
-def token_of(made):
-    return 0x7FFFFFFF - (made & 0x7FFFFFFF)
-
-
-@triton.jit
-def value_of(made):
-    order = (made >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def element(distance, token, BITS: tl.constexpr):
-    """An int64 in the order of distances, and then of tokens, which have BITS bits."""
-    return (distance.to(tl.int32, bitcast=True).to(tl.int64) << BITS) | token.to(tl.int64)
-
-
-@triton.jit
-def bin_of(distance):
-    place = (distance.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BIN_FIRST
-    return tl.minimum(tl.maximum(place, 0), BINS - 1)
-
-
-@triton.jit
-def weight_of(distance):
-    return (tl.exp(-distance) * UNIT).to(tl.int64)
-
-
-@triton.jit
-def reach_of(total, top_p):
-    """The weight with which top_p is reached."""
-    return tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
-
-
-@triton.jit
-def scramble(x, first, second):
-    """``engine.draw.scramble`` of uint32."""
-    x ^= first
-    x ^= x >> 16
-    x *= 0x21F0AAAD
-    x ^= x >> 15
-    x ^= second
-    x *= 0xD35A2D97
-    return x ^ (x >> 15)
-
-
-@triton.jit
-def noise(token, keys):
-    """31 bits, uniform."""
-    first, second = keys
-    return (scramble(scramble(token.to(tl.uint32, bitcast=True), 0, 0), first, second) & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def uniform_of(bits):
-    """In units of 2^-31."""
-    return bits.to(tl.float32) + 0.5
-
-
-@triton.jit
-def highest(distance, bits):
-    """What scores are no higher than, for a third of the work: a time is not below its uniform number, nor the
-    logarithm of a number below the bits of its float read as a number."""
-    number = uniform_of(bits).to(tl.int32, bitcast=True).to(tl.float32)
-    return -distance + HIGHEST - number * STEEP
-
-
-@triton.jit
-def race(distance, token, bits):
-    """Entries of scores; the time is ``engine.draw.exponential``'s of ``bits``, which are the token's :func:`noise`."""
-    uniform = uniform_of(bits) * (2.0**-31)
-    uniform = tl.minimum(uniform, 1 - 2.0**-24)
-    # log1p: by what 1 - uniform is rounded, its logarithm is off in proportion
-    left = 1.0 - uniform
-    gone = 1.0 - left
-    tiny = gone == 0
-    time = tl.where(tiny, uniform, -tl.log(left) * tl.div_rn(uniform, tl.where(tiny, 1.0, gone)))
-    return entry(-distance - tl.log(time), token)
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def source_of(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
-    """Where a row's logits and counts begin; its presence and frequency penalty, and 1 / its temperature."""
-    slot = tl.load(integers + row * INTEGERS).to(tl.int64)
-    mine = reals + row * REALS
-    return logits + row * VOCAB, counts + slot * VOCAB, tl.load(mine + 2), tl.load(mine + 3), tl.load(mine)
-
-
-@triton.jit
-def has_penalties(source):
-    return (source[2] != 0) | (source[3] != 0)
-
-
-@triton.jit
-def penalised(source, token, inside):
-    """Logits after penalties; minus infinity where not ``inside``."""
-    logits, counts, presence, frequency, _ = source
-    value = tl.load(logits + token, mask=inside, other=float("-inf"))
-    if has_penalties(source):
-        count = tl.load(counts + token, mask=inside, other=0)
-        value = value - (tl.where(count > 0, presence, 0.0) + count.to(tl.float32) * frequency)
-    return value
-
-
-@triton.jit
-def largest_of(source, best, state, row):
-    """The row's largest logit after penalties, and its token."""
-    if has_penalties(source):
-        made = tl.load(state + row * STATE)
-        token = token_of(made)
-        value = value_of(made)
-    else:
-        token = tl.load(best + row * 2)
-        value = tl.load(source[0] + token)
-    return value, token
-
-
-@triton.jit
-def distances(source, largest, token, inside):
-    """Infinite where not ``inside``."""
-    # abs, for the sign of a zero
-    return tl.abs((largest - penalised(source, token, inside)) * source[4])
-
-
 @triton.jit
 def span(VOCAB: tl.constexpr, TILE: tl.constexpr):
     """The first of the tokens that program (row, part) has, and the end: whole tiles."""
@@ -228,136 +102,6 @@ def span(VOCAB: tl.constexpr, TILE: tl.constexpr):
     width = tl.cdiv(tiles, tl.num_programs(1)) * TILE
     first = tl.program_id(1) * width
     return first, tl.minimum(first + width, VOCAB)
-
-
-@triton.jit
-def cuts_of(integers, top_p, row):
-    """top_k and top_p, and whether they may cut anything."""
-    k = tl.load(integers + row * INTEGERS + 1)
-    p = tl.load(top_p + row)
-    return k, p, (k > 0) | (p < 1)
-
-
-@triton.jit
-def keys_of(integers, row):
-    mine = integers + row * INTEGERS
-    return tl.load(mine + 2).to(tl.uint32, bitcast=True), tl.load(mine + 3).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def bracket(bins, row, k, p):
-    """Where the cut may be: in bins ``first`` to ``last``, BINS if nothing is cut.
-
-    Returns:
-        ``first`` and ``last``; tokens and weight of the bins before; weight of the row; whether top_k cuts.
-    """
-    bin = tl.arange(0, BINS)
-    amounts = tl.load(bins + row * (2 * BINS) + bin)
-    weights = tl.load(bins + row * (2 * BINS) + BINS + bin)
-    last = tl.sum((tl.cumsum(amounts, axis=0) < k).to(tl.int32), axis=0)
-    by_count = (k > 0) & (last < BINS)
-    first = tl.where(by_count, last, BINS)
-    last = first
-    if p < 1:
-        # What top_k keeps weighs no less than what is before its bin.
-        least = reach_of(tl.sum(tl.where(bin < first, weights, 0), axis=0), p)
-        first = tl.minimum(first, tl.sum((tl.cumsum(weights, axis=0) < least).to(tl.int32), axis=0))
-        last = tl.where(by_count, last, first)
-    amount = tl.sum(tl.where(bin < first, amounts, 0), axis=0)
-    weight = tl.sum(tl.where(bin < first, weights, 0), axis=0)
-    return first, last, amount, weight, tl.sum(weights, axis=0), by_count
-
-
-@triton.jit
-def elements(
-    source, largest, listed, start, VOCAB: tl.constexpr, BITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """BLOCK elements between bins, from ``start`` on, and their distances: of the list, or if it is full of the row."""
-    list, length, first, last = listed
-    i = start + tl.arange(0, BLOCK)
-    if length <= CAPACITY:
-        made = tl.load(list + i, mask=i < length, other=NOTHING)
-    else:
-        distance = distances(source, largest, i, i < VOCAB)
-        between = (distance < float("inf")) & (bin_of(distance) >= first) & (bin_of(distance) <= last)
-        made = tl.where(between, element(distance, i, BITS), NOTHING)
-    bits = tl.where(made == NOTHING, 0x7F800000, (made >> BITS).to(tl.int32))
-    return made, bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight_up_to(
-    source,
-    largest,
-    listed,
-    end,
-    cut,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of the elements of the list up to ``cut``."""
-    weight = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, end, BLOCK):
-        made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
-        weight += tl.where(made <= cut, weight_of(distance), 0)
-    return tl.sum(weight, axis=0)
-
-
-@triton.jit
-def amounts(distance, WEIGHS: tl.constexpr):
-    return weight_of(distance) if WEIGHS else tl.full(distance.shape, 1, tl.int64)
-
-
-@triton.jit
-def amount_before(made, each, bounds):
-    """What elements before each of the bounds amount to."""
-    return tl.sum(tl.where(made[:, None] < bounds[None, :], each[:, None], 0), axis=0)
-
-
-@triton.jit
-def find_cut(
-    source,
-    largest,
-    listed,
-    end,
-    wanted,
-    WEIGHS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The first element up to which the list has ``wanted`` elements, with WEIGHS that weight; at least 1."""
-    DIGITS: tl.constexpr = (31 + BITS + 3) // 4
-    IN_BIN: tl.constexpr = (BIN_SHIFT + BITS + 3) // 4
-    _, _, first, last = listed
-    # Elements of one bin, but for those at the ends, which have no bounds, begin with its bits.
-    alike = (first == last) & (first > 0) & (first < BINS - 1)
-    cut = tl.where(alike, (first + BIN_FIRST).to(tl.int64) << (BIN_SHIFT + BITS), 0)
-    digits = tl.where(alike, IN_BIN, DIGITS)
-    if end <= BLOCK:  # it stays in registers
-        made, distance = elements(source, largest, listed, 0, VOCAB, BITS, CAPACITY, BLOCK)
-        each = amounts(distance, WEIGHS)
-        for digit in range(digits):
-            shift = (digits - 1 - digit) * 4
-            bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
-            before = amount_before(made, each, bounds)
-            cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
-    else:
-        for digit in range(digits):
-            shift = (digits - 1 - digit) * 4
-            bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
-            before = tl.zeros([FAN], tl.int64)
-            for start in range(0, end, BLOCK):
-                made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
-                before += amount_before(made, amounts(distance, WEIGHS), bounds)
-            cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
-    return cut
-
-
-# -- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
