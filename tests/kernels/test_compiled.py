@@ -48,12 +48,13 @@ LOADS: dict[str, Callable[[int], int]] = {
     "multimem": lambda n: n,
     "ring": lambda n: n,
     "ring_scatter": lambda n: n,
-    "exchange": lambda n: n,
-    "exchange_cells": lambda n: n,
+    "exchange": lambda n: 2 * n - 1,
+    "exchange_cells": lambda n: 2 * n - 1,
     "barrier": lambda n: 0,
     "recv": lambda n: 0,
 }
 """Tiles of the caller's tensor that a kernel loads (1 if not listed). All other loads of tiles are polls."""
+LOADS |= {name: lambda n: 2 for name in cross.KERNELS if name.startswith(("gather", "broadcast"))}  # to send, twice
 POLLS: dict[str, Callable[[int], int]] = {
     "one_shot": lambda n: n,
     "one_shot_scatter": lambda n: n,
@@ -302,6 +303,26 @@ def test_a_program_counts_itself_in_once_it_has_the_epoch(name: str, warps: int)
     if used[0] > ptx.index("bra"):  # program 0 and the others each for themselves
         assert len(used) == len(counts)
     assert all(before < count for before, count in zip(used, counts, strict=False))
+
+
+@pytest.mark.parametrize("name", ["one_shot", "one_shot_scatter", "two_shot", "gather", "gather_cells", "exchange"])
+def test_all_senders_are_polled_at_once(name: str) -> None:
+    """Waited for one after the other, each would cost a trip to the cache, though all had come."""
+    made = form(name)
+    access = "ld.volatile.global." + ("v2.b64" if name in CELLS else "v4.b32")
+    straight = re.split(r"^\$L__BB\w+:|\bbra(?:\.uni)?\b", made.ptx, flags=re.M)
+    polled = max(block.count(access) for block in straight)
+    assert polled == made.world_size * made.accesses * (2 if name in CELLS else 1)
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot", "gather", "gather_cells", "exchange", "broadcast"])
+def test_what_is_sent_is_on_its_way_before_the_epoch_is_used(name: str) -> None:
+    ptx = form(name).ptx.partition("griddepcontrol.wait")[2]
+    epoch = re.search(r"ld\.volatile\.global\.b64\s+\{ (%rd\d+) \}", ptx)
+    assert epoch is not None
+    used = re.search(rf"{epoch[1]}\b", ptx[epoch.end() :])
+    assert used is not None
+    assert "ld.global.v4.b32" in ptx[: epoch.end() + used.start()]
 
 
 CHECKS = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from shotcast.kernels.one_shot import tiles_to_send
 from shotcast.kernels.sync import (
     addresses_of_peers,
     await_words,
@@ -21,13 +22,12 @@ from shotcast.kernels.sync import (
     enter,
     exchange_headers,
     leave_epoch,
-    peer_in_turn,
     slots_of,
     store_to,
     store_to_all,
     without_sentinel,
 )
-from shotcast.kernels.target import kernel, release_next_kernel
+from shotcast.kernels.target import await_prior_kernel, kernel, release_next_kernel
 from shotcast.kernels.words import load_words, nan_unless, store_words
 
 GATHER = tl.constexpr(0)
@@ -72,11 +72,23 @@ def copy(
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     addresses = addresses_of_peers(peers, rank, worker, WORLD)
-    call = enter(own, peers, rank, header, WARPS, PDL)
     starts = (s0, s1, s2, s3, s4, s5, s6, s7, s8)
-    quads = (part + 15) // 16  # of a slot
-    span = quads * 4
+    mine = part  # bytes that this rank sends
+    begins = part * 0  # where they lie in out
+    seat = rank
     senders: tl.constexpr = 1 if KIND == BROADCAST else WORLD
+    if KIND == GATHER:
+        for r in tl.static_range(WORLD):
+            mine = tl.where(rank == r, starts[r + 1] - starts[r], mine)
+            begins = tl.where(rank == r, starts[r], begins)
+    if KIND == BROADCAST:
+        mine = tl.where(rank == root, part, 0)
+        seat = rank * 0
+    await_prior_kernel(PDL)
+    offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
+    tiles = tiles_to_send(x, rank, worker, mine, offs, KIND == EXCHANGE, UNIT, WORLD)
+    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    quads = (part + 15) // 16  # of a slot
     extent = 0 if CLEARS else quads * senders
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
@@ -87,53 +99,39 @@ def copy(
         else:
             box = slots_of(call.generation, slots_at, slots_quads)
             stride = quads
-        mine = part
-        begins = part * 0
-        if KIND == GATHER:
-            for r in tl.static_range(WORLD):
-                mine = tl.where(rank == r, starts[r + 1] - starts[r], mine)
-                begins = tl.where(rank == r, starts[r], begins)
-        sends = mine > 0
-        seat = rank
-        if KIND == BROADCAST:
-            sends = sends & (rank == root)
-            seat = rank * 0
-        reach = tl.where(sends, (mine + 15) // 16 * 4, 0)
+        reach = (mine + 15) // 16 * 4
+        place = box + seat * stride
         for start in range(worker * BLOCK, reach, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            mask = offs < reach
             if KIND == EXCHANGE:
-                words = load_words(x, rank.to(tl.int64) * part, offs, part, UNIT)
-                store_words(out, rank.to(tl.int64) * part, offs, words, part, UNIT)
-                tiles = ()
                 for i in tl.static_range(WORLD - 1):
-                    peer = peer_in_turn(rank, worker, i, WORLD)
-                    tiles = tiles + (load_words(x, peer.to(tl.int64) * part, offs, part, UNIT),)
-                for i in tl.static_range(WORLD - 1):
-                    words = tiles[i]
-                    if not CELLS:
-                        words = without_sentinel(words)
-                    store_to(call, addresses[i], box + seat * stride, offs, words, mask, CELLS)
+                    words = tiles[i] if CELLS else without_sentinel(tiles[i])
+                    store_to(call, addresses[i], place, offs, words, offs < reach, CELLS)
             else:
-                words = load_words(x, 0, offs, mine, UNIT)
-                store_words(out, begins, offs, words, mine, UNIT)
-                if not CELLS:
-                    words = without_sentinel(words)
-                store_to_all(call, addresses, box + seat * stride, offs, words, mask, CELLS, MULTICAST, WORLD - 1)
+                words = tiles[0] if CELLS else without_sentinel(tiles[0])
+                store_to_all(call, addresses, place, offs, words, offs < reach, CELLS, MULTICAST, WORLD - 1)
+                store_words(out, begins, offs, tiles[0], mine, UNIT)
+            tiles = tiles_to_send(x, rank, worker, mine, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
         left = leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
         if not CELLS:
             clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK)
-        for start in range(worker * BLOCK, span, workers * BLOCK):
+        for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
+            if KIND == EXCHANGE:
+                own_at = rank.to(tl.int64) * part
+                store_words(out, own_at, offs, load_words(x, own_at, offs, part, UNIT), part, UNIT)
+            sizes = ()
+            masks = ()
             for r in tl.static_range(senders):
-                sender = root if KIND == BROADCAST else r
                 size = starts[r + 1] - starts[r]
                 if not MULTICAST:
-                    size = tl.where(rank == sender, 0, size)  # it sends itself nothing
-                reach = (size + 15) // 16 * 4
-                place = box + r * stride
-                words, call = await_words(call, place, 0, offs, reach, 0, reach, sender, CELLS, 1, WORLD)
-                store_words(out, starts[r], offs, nan_unless(call.live, words[0], DTYPE), size, UNIT)
-                if CLEARS:
-                    clear_parts(call, place, 0, offs, reach, 0, reach, 1, False)
+                    size = tl.where(rank == (root if KIND == BROADCAST else r), 0, size)  # it sends itself nothing
+                sizes = sizes + (size,)
+                masks = masks + (offs < (size + 15) // 16 * 4,)
+            first = root if KIND == BROADCAST else rank * 0
+            parts, call = await_words(call, box, stride, offs, masks, first, CELLS, senders, WORLD)
+            for r in tl.static_range(senders):
+                store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT)
+            if CLEARS:
+                clear_parts(call, box, stride, offs, masks, senders)

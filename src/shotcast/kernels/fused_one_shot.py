@@ -17,6 +17,7 @@ from shotcast.kernels.sync import (
     clear_previous,
     enter,
     exchange_headers,
+    expected,
     leave_epoch,
     slots_of,
     store_to_all,
@@ -84,9 +85,8 @@ def one_shot_rms_norm(
         store_to_all(call, addresses, place, offs, without_sentinel(words), offs < span, False, False, WORLD - 1)
         dirty = leave_epoch(call, extent, True)
         clear_previous(call, dirty, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
-        parts, call = await_words(
-            call, slots + tile * TILE, tiles * TILE, offs, span, 0, span, 0, False, WORLD, WORLD, True
-        )
+        masks = expected(call, offs, span, 0, span, WORLD, True)
+        parts, call = await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
         total = sum_words(with_own(parts, words, rank, WORLD), WORLD, DTYPE)
         finish_tiles(
             call,

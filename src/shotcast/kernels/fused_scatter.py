@@ -20,6 +20,7 @@ from shotcast.kernels.sync import (
     clear_previous,
     enter,
     exchange_headers,
+    expected,
     leave_epoch,
     peer_in_turn,
     slots_of,
@@ -58,20 +59,9 @@ def sum_of_slots(
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, WORLD, GROUP):
-        parts, call = await_words(
-            call,
-            at + first * stride,
-            stride,
-            offs,
-            SPAN,
-            0,
-            SPAN,
-            first,
-            False,
-            smaller(GROUP, WORLD - first),
-            WORLD,
-            OWN,
-        )
+        place = at + first * stride
+        masks = expected(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
+        parts, call = await_words(call, place, stride, offs, masks, first, False, smaller(GROUP, WORLD - first), WORLD)
         if OWN:
             parts = with_own(parts, mine, call.rank, WORLD)
         low, high = sum_on(low, high, parts, smaller(GROUP, WORLD - first), DTYPE)
@@ -109,16 +99,16 @@ def take_rows(
     stride = rows * SENT_QUADS
     if KEEPS_NORMED:
         span = ROW // 4
-        parts, call = await_words(call, at, stride, offs, span, 0, span, FIRST, False, COUNT, WORLD, OTHERS, True)
+        masks = expected(call, offs, span, 0, span, COUNT, OTHERS)
+        parts, call = await_words(call, at, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             there = (FIRST + r) * rows + row
             left = tl.where(call.rank == FIRST + r, 0, ROW)
             store_words(normed, there * ROW, offs, nan_unless(call.live, parts[r], DTYPE), left, 16)
     if QUANTIZE != NONE:
         span = (FP8_QUADS + SCALE_QUADS) * 4
-        parts, call = await_words(
-            call, at + NORM_QUADS, stride, offs, span, 0, span, FIRST, False, COUNT, WORLD, OTHERS, True
-        )
+        masks = expected(call, offs, span, 0, span, COUNT, OTHERS)
+        parts, call = await_words(call, at + NORM_QUADS, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             there = (FIRST + r) * rows + row
             left = tl.where(call.rank == FIRST + r, 0, HIDDEN)

@@ -20,6 +20,7 @@ from shotcast.kernels.sync import (
     clear_previous,
     enter,
     exchange_headers,
+    expected,
     leave_epoch,
     peer_in_turn,
     slots_of,
@@ -101,20 +102,18 @@ def two_shot_rms_norm(
         clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         place = first_shot + worker * TILE
-        parts, call = await_words(call, place, stride, offs, span, 0, span, 0, False, WORLD, WORLD, True)
+        masks = expected(call, offs, span, 0, span, WORLD, True)
+        parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD)
         mine = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
         sums = second_shot + own_tile * TILE
         store_to_all(call, addresses, sums, offs, mine, offs < span, False, MULTICAST, WORLD - 1)
         if CLEARS:
-            clear_parts(call, place, stride, offs, span, 0, span, WORLD, True)
+            clear_parts(call, place, stride, offs, masks, WORLD)
         place = second_shot + worker * TILE
-        step = slice_tiles * BLOCK
-        beyond = (tiles - worker) * BLOCK
-        parts, call = await_words(
-            call, place, stride, offs, BLOCK, step, beyond, 0, False, WORLD, WORLD, not MULTICAST, True
-        )
+        masks = expected(call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not MULTICAST)
+        parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD, True)
         if CLEARS:
-            clear_parts(call, place, stride, offs, BLOCK, step, beyond, WORLD, not MULTICAST)
+            clear_parts(call, place, stride, offs, masks, WORLD)
         finish_tiles(
             call,
             cells,

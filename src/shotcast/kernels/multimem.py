@@ -26,6 +26,7 @@ from shotcast.kernels.sync import (
     clear_previous,
     enter,
     exchange_headers,
+    expected,
     leave_epoch,
     multicast_address,
     raise_flags,
@@ -96,9 +97,8 @@ def multimem_all_reduce(
             multicast_quads(sent_to, places, words, mask)
         for start in range(worker * BLOCK, slice_words, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            parts, call = await_words(
-                call, second_shot, slice_quads, offs, slice_words, slice_words, total, 0, False, WORLD, WORLD
-            )
+            masks = expected(call, offs, slice_words, slice_words, total, WORLD)
+            parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
             for r in tl.static_range(WORLD):
                 words = nan_unless(call.live, parts[r], DTYPE)
                 left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)

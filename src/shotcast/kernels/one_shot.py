@@ -18,6 +18,7 @@ from shotcast.kernels.sync import (
     clear_previous,
     enter,
     exchange_headers,
+    expected,
     leave_epoch,
     peer_in_turn,
     slots_of,
@@ -87,9 +88,10 @@ def one_shot_reduce(
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)
-            parts, call = await_words(call, slots, quads, offs, span, 0, span, 0, False, WORLD, WORLD, True)
+            masks = expected(call, offs, span, 0, span, WORLD, True)
+            parts, call = await_words(call, slots, quads, offs, masks, 0, False, WORLD, WORLD)
             words = sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE)
             words = nan_unless(call.live, words, DTYPE)
             store_words(out, 0, offs, words, nbytes, UNIT)
             if CLEARS:
-                clear_parts(call, slots, quads, offs, span, 0, span, WORLD, True)
+                clear_parts(call, slots, quads, offs, masks, WORLD)

@@ -77,7 +77,8 @@ def ring(
         for hop in tl.static_range(HOPS):
             for start in range(worker * BLOCK, span, workers * BLOCK):
                 offs = start + tl.arange(0, BLOCK)
-                parts, call = await_words(call, slots + hop * quads, 0, offs, span, 0, span, before, False, 1, WORLD)
+                masks = (offs < span,)
+                parts, call = await_words(call, slots + hop * quads, 0, offs, masks, before, False, 1, WORLD)
                 words = parts[0]
                 if REDUCE and hop < WORLD - 1:
                     which = (rank + 2 * WORLD - 2 - hop) % WORLD

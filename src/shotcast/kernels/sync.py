@@ -173,7 +173,7 @@ def clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK: tl
 
 
 @triton.jit
-def clear_parts(call, quads, stride, offs, span, step, total, COUNT: tl.constexpr, OTHERS: tl.constexpr):
+def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
     """Put sentinels back where :func:`await_words`, called with the same arguments, has read words.
 
     For kernels with CLEARS, which leave an extent of 0: where slots are many, they are better cleared while their lines
@@ -181,10 +181,7 @@ def clear_parts(call, quads, stride, offs, span, step, total, COUNT: tl.constexp
     """
     clean = tl.full([offs.shape[0]], SENTINEL, tl.int32)
     for r in tl.static_range(COUNT):
-        mask = (offs < span) & (offs + r * step < total)
-        if OTHERS:
-            mask = mask & (call.rank != r)
-        tl.store(words_at(call.own.to(tl.int64), quads + r * stride) + offs, clean, mask=mask)
+        tl.store(words_at(call.own.to(tl.int64), quads + r * stride) + offs, clean, mask=masks[r])
 
 
 @triton.jit
@@ -258,35 +255,35 @@ def store_to_all(
 
 
 @triton.jit
-def load_parts(
-    call,
-    quads,
-    stride,
-    offs,
-    span,
-    step,
-    total,
-    CELLS: tl.constexpr,
-    COUNT: tl.constexpr,
-    OTHERS: tl.constexpr = False,
-):
-    """COUNT tiles of this rank's region, ``stride`` quads apart; all loads are under way before one is used.
+def expected(call, offs, span, step, total, COUNT: tl.constexpr, OTHERS: tl.constexpr = False):
+    """Which words of COUNT tiles come: of tile r those up to word ``min(span, total - r * step)``.
 
-    Tile r counts up to word ``min(span, total - r * step)``; beyond it, it reads as arrived. So does, with OTHERS, the
-    tile of this rank, which then sends nothing to itself.
+    With OTHERS none of the tile of this rank, which then sends nothing to itself.
     """
-    parts = ()
+    masks = ()
     for r in tl.static_range(COUNT):
         mask = (offs < span) & (offs + r * step < total)
         if OTHERS:
             mask = mask & (call.rank != r)
+        masks = masks + (mask,)
+    return masks
+
+
+@triton.jit
+def load_parts(call, quads, stride, offs, masks, CELLS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT tiles of this rank's region, ``stride`` quads apart; all loads are under way before one is used.
+
+    What ``masks`` leave out reads as arrived.
+    """
+    parts = ()
+    for r in tl.static_range(COUNT):
         if CELLS:
             base = tl.multiple_of(call.own, 16) + (quads + r * stride) * 2
-            part = tl.load(base + offs, mask=mask, other=0, volatile=True)
-            part = tl.where(mask, part, call.epoch << 32)
+            part = tl.load(base + offs, mask=masks[r], other=0, volatile=True)
+            part = tl.where(masks[r], part, call.epoch << 32)
         else:
             base = words_at(call.own.to(tl.int64), quads + r * stride)
-            part = tl.load(base + offs, mask=mask, other=0, volatile=True)
+            part = tl.load(base + offs, mask=masks[r], other=0, volatile=True)
         parts = parts + (part,)
     return parts
 
@@ -326,14 +323,11 @@ def await_words(
     quads,
     stride,
     offs,
-    span,
-    step,
-    total,
+    masks,
     first,
     CELLS: tl.constexpr,
     COUNT: tl.constexpr,
     WORLD: tl.constexpr,
-    OTHERS: tl.constexpr = False,
     PATIENT: tl.constexpr = False,
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
@@ -341,14 +335,14 @@ def await_words(
     What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0. For
     PATIENT see :func:`look_at_clock`.
     """
-    parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
+    parts = load_parts(call, quads, stride, offs, masks, CELLS, COUNT)
     waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         relax()
-        parts = load_parts(call, quads, stride, offs, span, step, total, CELLS, COUNT, OTHERS)
+        parts = load_parts(call, quads, stride, offs, masks, CELLS, COUNT)
         waiting = any_absent(parts, call.epoch, CELLS, COUNT)
         polls += 1
         if polls % POLLS_PER_LOOK == 0:

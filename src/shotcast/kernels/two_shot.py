@@ -21,6 +21,7 @@ from shotcast.kernels.sync import (
     clear_previous,
     enter,
     exchange_headers,
+    expected,
     leave_epoch,
     peer_in_turn,
     slots_of,
@@ -117,37 +118,22 @@ def two_shot_all_reduce(
                 offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
                 left = nbytes - rank * slice_quads * 16
                 own_words = load_words(x, rank * slice_quads * 16, offs, left, UNIT)
-                parts, call = await_words(
-                    call, first_shot, slice_quads, offs, mine, 0, mine, 0, False, WORLD, WORLD, True
-                )
+                masks = expected(call, offs, mine, 0, mine, WORLD, True)
+                parts, call = await_words(call, first_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
                 words = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
                 store_to_all(call, addresses, sums, offs, words, offs < mine, False, MULTICAST, WORLD - 1)
                 left = tl.minimum(slice_quads * 16, left)
                 store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), left, UNIT)
                 if CLEARS:
-                    clear_parts(call, first_shot, slice_quads, offs, mine, 0, mine, WORLD, True)
+                    clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
             if c > 0:
                 offs = ((c - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
-                parts, call = await_words(
-                    call,
-                    second_shot,
-                    slice_quads,
-                    offs,
-                    slice_words,
-                    slice_words,
-                    total,
-                    0,
-                    False,
-                    WORLD,
-                    WORLD,
-                    not MULTICAST,
-                )
+                masks = expected(call, offs, slice_words, slice_words, total, WORLD, not MULTICAST)
+                parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
                 for r in tl.static_range(WORLD):
                     words = nan_unless(call.live, parts[r], DTYPE)
                     left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                     left = tl.where(rank == r, 0, left)
                     store_words(out, r * slice_quads * 16, offs, words, left, UNIT)
                 if CLEARS:
-                    clear_parts(
-                        call, second_shot, slice_quads, offs, slice_words, slice_words, total, WORLD, not MULTICAST
-                    )
+                    clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)
