@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from shotcast import Communicator
 from shotcast.errors import CollectiveTimeout
 
 
@@ -33,6 +34,14 @@ def numpy_draw() -> int:
     import numpy as np
 
     return int(np.random.randint(1 << 62))
+
+
+def what_a_call_loads() -> tuple[list[str], list[str]]:
+    """Modules that a rank has from the start, and those that an all-reduce adds."""
+    before = set(sys.modules)
+    with Communicator() as comm:
+        comm.all_reduce(torch.ones(3))
+    return sorted(before), sorted(set(sys.modules) - before)
 
 
 def numba_setting() -> bool:

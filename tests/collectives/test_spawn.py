@@ -62,6 +62,14 @@ class TestResults:
         assert time.monotonic() - start < 8 * 0.5, "eight ranks take as long as eight imports of torch"
 
 
+def test_a_rank_begins_with_all_loaded_that_collectives_need() -> None:
+    """The server that ranks are forked from passes over what it cannot import, without a word."""
+    before, added = shotcast.spawn(targets.what_a_call_loads, 1)[0]
+    assert {"numba.np.npyfuncs", "shotcast.cpu.executor"} <= set(before)
+    assert [name for name in added if name.startswith(("numba", "shotcast"))] == []
+    assert "triton" not in before, "it reads TRITON_INTERPRET when it is imported"
+
+
 class TestEnvironment:
     def test_is_the_callers_at_call_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shotcast.spawn(targets.threads, 1)  # the server runs, with another environment

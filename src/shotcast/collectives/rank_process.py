@@ -74,7 +74,9 @@ def _close_fds(*fds: int) -> None:
 
 _server = multiprocessing.forkserver.ForkServer()
 """A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
-_server.set_forkserver_preload(["numba", "torch", "torch.distributed", __name__])
+_server.set_forkserver_preload(
+    ["torch", "torch.distributed", __name__, "shotcast.cpu.preload", "shotcast.collectives.communicator"]
+)
 
 _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 

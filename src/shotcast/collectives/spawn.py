@@ -96,7 +96,8 @@ def spawn(
         return_exceptions: do not end the other ranks when one fails; the list then holds, at the place of a rank that
             failed, its exception (:class:`RankFailed` if it was killed, exited, or was ended by ``timeout_s``).
 
-    OMP_NUM_THREADS, unless set, shares the cores among the ranks; GLOO_SOCKET_IFNAME, unless set, is the loopback.
+    OMP_NUM_THREADS, unless set, shares the cores among the ranks; GLOO_SOCKET_IFNAME, unless set, is the loopback. What
+    numba compiles for (NUMBA_CPU_NAME and the like) is what the caller's environment says at its first call.
 
     Raises:
         RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed. The other ranks were ended. When
