@@ -3,7 +3,7 @@
 # package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 x2 fused tune_x4 tune_x2 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages tests_cuda tests_fused"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages tests_cuda tests_fused"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -53,6 +53,8 @@ for part in "$@"; do
         bench 60 all_reduce_f16_x4 all-reduce -b 1K -e 256M -f 4 -d float16 --seconds 0.04 --algorithms one_shot,two_shot,auto,nccl
         bench 60 all_reduce_f32_x4 all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 --algorithms one_shot,two_shot,auto,nccl
         bench 60 between_bf16_x4 all-reduce --between gemm -b 16K -e 1M -f 8 --seconds 0.1 --algorithms auto,nccl
+        ;;
+    slices)
         bench 60 reduce_scatter_bf16_x4 reduce-scatter -b 8K -e 64M -f 8 --seconds 0.04 --algorithms auto,one_shot,nccl
         bench 60 all_gather_bf16_x4 all-gather -b 8K -e 64M -f 8 --seconds 0.04 --algorithms auto,one_shot,nccl
         ;;

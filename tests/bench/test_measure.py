@@ -61,4 +61,4 @@ def test_every_part_is_understood(tmp_path: Path) -> None:
 
 def test_what_it_does_not_know(tmp_path: Path) -> None:
     assert run(tmp_path).returncode == run(tmp_path, "nonsense").returncode == 2
-    assert "no part nonsense; parts: x4 x2" in run(tmp_path, "nonsense").stderr
+    assert "no part nonsense; parts: x4 slices" in run(tmp_path, "nonsense").stderr
