@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.bench import harness
 from shotcast.bench.cases import Place, Reference
 from shotcast.bench.fused_case import E4M3_MAX, EPS, FusedCase
@@ -131,7 +132,6 @@ def test_fused_kernels_are_right() -> None:
     """The Triton kernels, interpreted."""
     names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")
     plan = dataclasses.replace(PLAN, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
-    environment = {"TRITON_INTERPRET": "1", "SHOTCAST_CPU_KERNELS": "interpreter"}
-    rows = shotcast.spawn(harness.measure, 2, plan, names, timeout_s=110, env=environment)[0]
+    rows = interpret(harness.measure, 2, plan, names, timeout_s=110, env=GPU_COLLECTIVES)[0]
     assert [(row.algorithm, row.errors) for row in rows] == [(name, 0) for name in names]
     assert [row.time_us for row in rows if row.time_us is None] == []

@@ -31,7 +31,7 @@ PLAN = TunePlan(
     sizes=(4096,),
     modes=("eager",),
     seconds=0.05,
-    timeout_s=90,
+    timeout_s=500,
 )
 
 
@@ -331,7 +331,7 @@ class TestRanks:
     def test_a_wrong_candidate_never_enters(self, rank: int) -> None:
         """Wrong on one rank, known on all."""
         plan = dataclasses.replace(PLAN, sizes=(4096, 8192))
-        for points in shotcast.spawn(targets.one_is_wrong, 2, plan, rank, timeout_s=90):
+        for points in shotcast.spawn(targets.one_is_wrong, 2, plan, rank, timeout_s=500):
             for found in points:
                 assert found.choice.best.algorithm != "two_shot"
                 assert {c.algorithm for c in found.choice.wrong} == {"two_shot"}
@@ -343,7 +343,7 @@ class TestRanks:
 
     def test_a_wrong_launch_never_enters(self) -> None:
         plan = dataclasses.replace(PLAN, sizes=(100_000,))
-        for (found,) in shotcast.spawn(targets.one_launch_is_wrong, 2, plan, timeout_s=90):
+        for (found,) in shotcast.spawn(targets.one_launch_is_wrong, 2, plan, timeout_s=500):
             assert {(c.algorithm, c.launch.chunk_bytes > 0) for c in found.choice.wrong} == {("two_shot", True)}
             assert not [
                 t
@@ -352,11 +352,11 @@ class TestRanks:
             ]
 
     def test_nothing_right_is_no_table(self) -> None:
-        for said in shotcast.spawn(targets.nothing_is_right, 2, PLAN, timeout_s=90):
+        for said in shotcast.spawn(targets.nothing_is_right, 2, PLAN, timeout_s=500):
             assert said == "no algorithm gives right results for all_reduce of float32, 4 KiB"
 
     def test_all_ranks_decide_alike_by_the_slowest(self) -> None:
-        first, second = shotcast.spawn(targets.ranks_differ, 2, PLAN, timeout_s=90)
+        first, second = shotcast.spawn(targets.ranks_differ, 2, PLAN, timeout_s=500)
         assert first == second
         assert first[0].choice.best.algorithm == "ring", "the only one that is slow to nobody"
 
@@ -376,7 +376,7 @@ class TestRanks:
         counts = [100, 256, 300, 16384, 16400]
         for op in plan.ops:
             settings = {"SHOTCAST_TABLE": str(path)}
-            for said in shotcast.spawn(targets.by_table, 3, counts, op, env=settings, timeout_s=60):
+            for said in shotcast.spawn(targets.by_table, 3, counts, op, env=settings, timeout_s=500):
                 for count, (source, reason, algorithm, got) in zip(counts, said, strict=True):
                     nbytes = 4 * count * (3 if op == "all_gather" else 1)
                     row = parse(path.read_text(), "t").lookup(op, "float32", nbytes)

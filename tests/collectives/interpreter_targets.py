@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from quick_interpreter import quicken
 from workers import changing_sizes, check, failing_call, inputs, shifted, straggle, warm
 
 import shotcast
@@ -25,13 +23,6 @@ class Case(NamedTuple):
     world_size: int
     count: int
     shift: int
-
-
-def quietly(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` in a quick interpreter, with no warning of overflow and NaN, which are among the data."""
-    quicken()
-    np.seterr(all="ignore")
-    return fn(*args)
 
 
 def in_turn(fn: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:

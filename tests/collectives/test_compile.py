@@ -14,7 +14,7 @@ import pytest
 
 import shotcast
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(600)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
@@ -31,67 +31,67 @@ def code_of_this_test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_every_call(backend: str) -> None:
-    assert shotcast.spawn(targets.compiled_equals_eager, 2, backend, timeout_s=140) == [1, 1]
+    assert shotcast.spawn(targets.compiled_equals_eager, 2, backend, timeout_s=500) == [1, 1]
 
 
 @pytest.mark.full
 def test_every_call_of_three() -> None:
-    assert shotcast.spawn(targets.compiled_equals_eager, 3, "aot_eager", timeout_s=140) == [1, 1, 1]
+    assert shotcast.spawn(targets.compiled_equals_eager, 3, "aot_eager", timeout_s=500) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_fused_calls(backend: str) -> None:
-    graphs = shotcast.spawn(targets.fused_equals_eager, 2, backend, timeout_s=140)
+    graphs = shotcast.spawn(targets.fused_equals_eager, 2, backend, timeout_s=500)
     assert graphs == [1, 1]
 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_one_graph_for_all_sizes(backend: str) -> None:
-    assert shotcast.spawn(targets.dynamic_sizes, 2, backend, timeout_s=140) == [1, 1]
+    assert shotcast.spawn(targets.dynamic_sizes, 2, backend, timeout_s=500) == [1, 1]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gradients(world_size: int) -> None:
-    assert shotcast.spawn(targets.gradients, world_size, "aot_eager", timeout_s=140) == [26] * world_size
+    assert shotcast.spawn(targets.gradients, world_size, "aot_eager", timeout_s=500) == [26] * world_size
 
 
 def test_operators_are_what_they_say() -> None:
-    checked = shotcast.spawn(targets.opcheck, 2, timeout_s=140)[0]
+    checked = shotcast.spawn(targets.opcheck, 2, timeout_s=500)[0]
     assert len(checked) == 13
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model(backend: str) -> None:
-    assert shotcast.spawn(targets.model_equals_eager, 2, backend, timeout_s=140) == [2, 2]  # inference, training
+    assert shotcast.spawn(targets.model_equals_eager, 2, backend, timeout_s=500) == [2, 2]  # inference, training
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_the_program(backend: str) -> None:
     """Left alone, compilers drop the call whose result nobody uses; Inductor starts with the barrier, gathers last."""
-    made = shotcast.spawn(targets.order_of_the_program, 2, backend, timeout_s=140)
+    made = shotcast.spawn(targets.order_of_the_program, 2, backend, timeout_s=500)
     assert made[0] == made[1]
     assert made[0][:6] == ["all_to_all", "all_reduce", "barrier", "all_gather", "all_reduce", "reduce_scatter"]
     assert sorted(made[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # the backward's
 
 
 def test_what_a_graph_says() -> None:
-    shotcast.spawn(targets.cached_by_what_it_says, 2, timeout_s=140)
+    shotcast.spawn(targets.cached_by_what_it_says, 2, timeout_s=500)
 
 
 def test_who_is_called() -> None:
-    shotcast.spawn(targets.who_is_called, 2, "aot_eager", timeout_s=140)
+    shotcast.spawn(targets.who_is_called, 2, "aot_eager", timeout_s=500)
 
 
 def test_bad_calls() -> None:
-    shotcast.spawn(targets.bad_calls, 2, "aot_eager", timeout_s=140)
+    shotcast.spawn(targets.bad_calls, 2, "aot_eager", timeout_s=500)
 
 
 def test_selective_checkpoints() -> None:
-    shotcast.spawn(targets.checkpointed, 2, "aot_eager", timeout_s=140)
+    shotcast.spawn(targets.checkpointed, 2, "aot_eager", timeout_s=500)
 
 
 def test_order_that_cannot_be_kept_is_refused() -> None:
-    said = shotcast.spawn(targets.without, 1, "Inductor's kernels", timeout_s=140)[0]
+    said = shotcast.spawn(targets.without, 1, "Inductor's kernels", timeout_s=500)[0]
     assert "the order of calls in code of PyTorch" in said
 
 

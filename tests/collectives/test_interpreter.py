@@ -21,7 +21,6 @@ from interpreter_targets import (
     long_messages,
     norm,
     pieces,
-    quietly,
     replayed,
     run_cases,
     sentinels,
@@ -41,6 +40,7 @@ from workers import (
 )
 
 import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
 
 WORLD_SIZES = range(2, 9)
 SUMS = [f"{kind}/{name}" for kind in ("all_reduce", "in_place") for name in ("one_shot", "two_shot", "ring")]
@@ -97,13 +97,12 @@ def pairwise() -> list[Case]:
 
 
 def interpreted(
-    fn: Callable[..., Any], world_size: int, *args: Any, run: Any = quietly, timeout_s: float = 100, **kwargs: Any
-) -> Any:
-    """``shotcast.spawn`` for ranks that interpret kernels, with shared memory that nobody else's tests use."""
-    env = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100, **kwargs: Any
+) -> list[Any]:
+    """The ranks' collectives are those of GPUs, in shared memory that nobody else's tests use."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
-        env |= {"SHOTCAST_SHM_DIR": folder}
-        return shotcast.spawn(run, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
+        env = {**GPU_COLLECTIVES, "SHOTCAST_SHM_DIR": folder}
+        return interpret(fn, world_size, *args, timeout_s=timeout_s, env=env, **kwargs)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

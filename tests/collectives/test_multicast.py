@@ -5,7 +5,7 @@ Each test counts what went by multicast, so it fails if a kernel falls back to p
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,8 +31,9 @@ from shotcast.wire import Op
 COUNTS = [0, 1, 5, 333, 2048]
 
 
-interpreted = functools.partial(test_interpreter.interpreted, run=with_multicast)
-"""For ranks that have a multicast address."""
+def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """For ranks that have a multicast address."""
+    return test_interpreter.interpreted(with_multicast, world_size, fn, *args, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def bound(xs: list[torch.Tensor], dtype: torch.dtype, hops: int) -> torch.Tensor
     return relative * total + hops * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dtypes, st.integers(1, 8), st.integers(0, 70), st.integers(0, 1 << 20))
 def test_within_the_roundings_that_are_stated(dtype: torch.dtype, world_size: int, count: int, seed: int) -> None:
     xs = drawn(dtype, world_size, count, seed)
@@ -86,7 +86,7 @@ def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, 
     return first + fp8_off(total, widened(total, width)) + last, 0.13 * sum(largest) + 2.0**-100 + last
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     dtypes,
     st.integers(1, 8),

@@ -14,7 +14,7 @@ from shotcast.cpu.attention import decode, rotate_into_cache
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     kv_of=st.sampled_from([(0,), (0, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 3)]),
@@ -82,7 +82,7 @@ def test_scores_that_overflow_without_their_maximum() -> None:
     assert torch.equal(out, torch.full_like(out, 2.0))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     tokens=st.integers(1, 6),
     heads=st.integers(1, 4),

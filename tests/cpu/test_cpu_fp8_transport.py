@@ -128,7 +128,7 @@ def test_blocks_of_the_smallest_and_the_largest(kind):
     kind=st.sampled_from(["float32", "bfloat16", "float16 by bits"]),
     words=st.lists(st.integers(0, (1 << 32) - 1), max_size=200),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_blocks_of_any_bits(kind, words):
     dtype = KINDS[kind][0]
     if dtype is torch.float32:

@@ -12,7 +12,7 @@ from shotcast.layers.linear import Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 4),
     inputs=st.integers(1, 300),

@@ -79,7 +79,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_all_tokens_come_in_order(data: st.DataObject) -> None:
     """However the steps fall between the looks of the loop."""

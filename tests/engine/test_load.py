@@ -8,7 +8,7 @@ import load_targets as targets
 import pytest
 import torch
 
-import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _LEAST_WORKSPACE as LEAST
@@ -17,7 +17,6 @@ from shotcast.errors import UnsupportedError
 from shotcast.kernels.layout import Layout
 from shotcast.models.presets import preset
 
-GPU_KERNELS = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
 LARGE = 4 << 20
 """The longest message within a stage, in these tests."""
 
@@ -47,16 +46,16 @@ def test_only_ranks_that_share_layers_take_a_large_workspace(
     tensor: int, stages: int, expected: tuple[int, int]
 ) -> None:
     """By the layout of GPUs, whose workspaces are in proportion; those of compiled ranks end at some 4 MiB."""
-    found = shotcast.spawn(targets.workspaces, tensor * stages, tensor, stages, LARGE, env=GPU_KERNELS, timeout_s=60)
+    found = interpret(targets.workspaces, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=60)
     assert found == [tuple(Layout.of(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
 
 
 def test_a_rank_alone_has_no_algorithm_that_a_workspace_could_bound() -> None:
-    shotcast.spawn(targets.alone, 1, "ring", env=GPU_KERNELS, timeout_s=60)
+    interpret(targets.alone, 1, "ring", env=GPU_COLLECTIVES, timeout_s=60)
 
 
 def test_what_goes_between_stages_may_be_longer_than_their_workspace() -> None:
-    shotcast.spawn(targets.passed_on, 4, 2, 2, LEAST + 4096, env=GPU_KERNELS, timeout_s=100)
+    interpret(targets.passed_on, 4, 2, 2, LEAST + 4096, env=GPU_COLLECTIVES, timeout_s=100)
 
 
 @pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

@@ -15,7 +15,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.engine import steps
 from shotcast.engine.capture import Graphs
 from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
@@ -29,7 +29,6 @@ from shotcast.kernels.steps import FIELDS
 from shotcast.layers.batch import Logits
 from shotcast.layers.clock import HostClock
 
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
 """Tokens of steps with prompts on static memory."""
@@ -118,7 +117,7 @@ def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, stages: int) -> None:
     def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
         options = str(folder), requests(), 7, blocks, static, lookahead, stages
-        ranks = shotcast.spawn(targets.answered, tensor * stages, *options, env=INTERPRETED, timeout_s=110)
+        ranks = interpret(targets.answered, tensor * stages, *options)
         assert all(found == ranks[-1][0] for found, _ in ranks)
         return ranks[-1]
 
@@ -149,7 +148,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(folder: Path, static
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     asked = [Request("good", (30, 31), params), Request("bad", (30, BAD), params), Request("other", (33, 34), params)]
     options = str(folder), asked, 4, 64, SIZES if static else (), int(static)
-    ((found, _),) = shotcast.spawn(targets.answered, 1, *options, env=INTERPRETED, timeout_s=60)
+    ((found, _),) = interpret(targets.answered, 1, *options)
     assert outputs(found)["bad"] == ([], "error")
     assert "not numbers" in found["bad"][-1].error
     for name in ("good", "other"):

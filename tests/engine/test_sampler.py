@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import pytest
 import sampler_targets as targets
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.engine import draw
 from shotcast.engine.draw import exponential, likeliest, nucleus, scramble
 from shotcast.engine.requests import SamplingParams
@@ -136,7 +136,7 @@ def test_kernels_draw_from_the_distribution_that_is_asked_for() -> None:
     row = logits(1)[0]
     output = (int(row.argmax()),) * 2 + (3, 4, 4, 4)
     kinds = [SETTINGS[number] for number in (10, 11, 16)]
-    (found,) = shotcast.spawn(targets.drawn, 1, row, kinds, 120, output, env={"TRITON_INTERPRET": "1"}, timeout_s=110)
+    (found,) = interpret(targets.drawn, 1, row, kinds, 120, output)
     for p, observed in zip(kinds, found, strict=True):
         assert abs(chi_square(observed, [120 * probability for probability in reference(row, p, output)])) < 4
 
@@ -231,7 +231,6 @@ def test_the_likeliest_are_in_order_and_the_lower_first(rows: list[list[float]],
         assert some == [row[place] for place in order]
 
 
-@settings(deadline=None)
 @given(
     st.lists(values, min_size=12, max_size=12),
     st.integers(0, 12),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.engine.plan import NO_TOKEN, PENDING, StepPlan
@@ -225,7 +225,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2000, derandomize=True)
 @given(configs, actions)
 def test_every_output_is_what_the_request_gives_alone(config: SchedulerConfig, actions: list[object]) -> None:
     engine = Engine(config)

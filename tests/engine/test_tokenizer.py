@@ -78,7 +78,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) ->
 KINDS = ["byte level", "sentencepiece"]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_make_the_whole(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
@@ -89,7 +89,7 @@ def test_pieces_make_the_whole(tokenizers: dict[str, Tokenizer], kind: str, data
     assert "".join(streamed(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_of_text_are_whole_characters(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
@@ -100,7 +100,6 @@ def test_pieces_of_text_are_whole_characters(tokenizers: dict[str, Tokenizer], k
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 49155), max_size=60), st.booleans())
 def test_pieces_make_the_whole_of_a_real_one(smollm2: Tokenizer, ids: list[int], skip_special: bool) -> None:
     assert "".join(streamed(smollm2, ids, skip_special)) == smollm2.decode(ids, skip_special)

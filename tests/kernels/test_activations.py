@@ -9,23 +9,22 @@ import cross
 import pytest
 from activation_targets import both, edges
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.kernels.activations import rows_kernel
 
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 SHAPES = [(1, 1), (2, 48), (3, 100), (1, 2047), (2, 2048), (2, 3584), (1, 8193)]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1.0), ("float16", 20.0), ("float32", 1e-3)])
 def test_within_rounding(dtype: str, size: float) -> None:
-    ((gated, quantized, together),) = shotcast.spawn(both, 1, SHAPES, dtype, size, env=INTERPRETED, timeout_s=60)
+    ((gated, quantized, together),) = interpret(both, 1, SHAPES, dtype, size)
     assert gated <= 1
     assert quantized <= 1
     assert together <= 1
 
 
 def test_edges() -> None:
-    zeros, numbers, odd, steep = shotcast.spawn(edges, 1, env=INTERPRETED, timeout_s=60)[0]
+    zeros, numbers, odd, steep = interpret(edges, 1)[0]
     assert zeros == [0.0, -0.0, 0.0, 0.0]
     assert numbers == [448.0, -448.0, 1.0, 2.0**-9]
     assert math.isnan(odd[0])

@@ -11,14 +11,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.kernels import embedding, steps
 from shotcast.kernels.embedding import embed_kernel
 from shotcast.kernels.logits import TILE, best_kernel, join_kernel
 from shotcast.kernels.stamps import begin_kernel, end_kernel
 from shotcast.kernels.steps import FIELDS, unpack_kernel, unpack_prompts_kernel
-
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 def test_what_begins_a_step_is_not_overtaken() -> None:
@@ -39,9 +37,7 @@ def test_a_step_is_unpacked() -> None:
         (3, 0, 0, -1),
         (3, 0, 0, -1),
     ]
-    (found,) = shotcast.spawn(
-        targets.unpacked, 1, torch.tensor(packed, dtype=torch.int32), drawn, tables, 4, env=INTERPRETED, timeout_s=60
-    )
+    (found,) = interpret(targets.unpacked, 1, torch.tensor(packed, dtype=torch.int32), drawn, tables, 4)
     tokens, positions, slots, lengths, rows, after = (tensor.tolist() for tensor in found)
     assert tokens == [41, 70, 43, 0, 0]
     assert positions == [4, 6, 3, 0, 0]
@@ -62,9 +58,7 @@ def test_a_step_with_prompts_is_unpacked(count: int, sequences: int, cells: int)
     places = torch.randperm(tables.numel(), generator=generator)[:cells]
     blocks = torch.randint(100, 999, [cells], generator=generator)
     filled = torch.stack((places, blocks), dim=1).int()
-    (found,) = shotcast.spawn(
-        targets.unpacked_prompts, 1, ids, rows, filled, drawn, tables, env=INTERPRETED, timeout_s=60
-    )
+    (found,) = interpret(targets.unpacked_prompts, 1, ids, rows, filled, drawn, tables)
     tokens, positions, slots, drawn_rows, after = found
     assert tokens.tolist() == [token if token >= 0 else int(drawn[-1 - token]) for token in ids.tolist()]
     assert positions.tolist() == list(range(1000, 1000 + count))
@@ -90,7 +84,7 @@ def test_columns_are_joined_and_the_largest_found(widths: tuple[int, ...], dtype
     whole[7] = -3.0
     whole[8] = torch.where(torch.arange(last + 1) % 2 == 0, -0.0, 0.0)
     parts = [part.contiguous() for part in whole.split(list(widths), dim=1)]
-    ((values, best),) = shotcast.spawn(targets.joined, 1, parts, env=INTERPRETED, timeout_s=60)
+    ((values, best),) = interpret(targets.joined, 1, parts)
     torch.testing.assert_close(values, whole.float(), rtol=0, atol=0, equal_nan=True)
     assert best[:, 1].tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
     numbers = best[:, 1] == 1
@@ -104,14 +98,14 @@ def test_columns_are_joined_and_the_largest_found(widths: tuple[int, ...], dtype
 def test_rows_of_other_ranks_are_zero(hidden: int) -> None:
     weight = torch.arange(1.0, 5 * hidden + 1).view(5, hidden)
     tokens = torch.tensor([9, 10, 14, 15, 0, 12])
-    (found,) = shotcast.spawn(targets.embedded, 1, tokens, weight, 10, env=INTERPRETED, timeout_s=60)
+    (found,) = interpret(targets.embedded, 1, tokens, weight, 10)
     wanted = torch.zeros(6, hidden)
     wanted[[1, 2, 5]] = weight[[0, 4, 2]]
     assert found.equal(wanted)
 
 
 def test_spans_add_up() -> None:
-    ((totals, took_s),) = shotcast.spawn(targets.stamped, 1, 3, 0.02, env=INTERPRETED, timeout_s=60)
+    ((totals, took_s),) = interpret(targets.stamped, 1, 3, 0.02)
     (outer_ns, outer), (inner_ns, inner) = totals.tolist()
     assert (outer, inner) == (3, 3)
     assert inner_ns / 1e9 >= 3 * 0.02

@@ -7,26 +7,25 @@ from typing import Any
 
 import multicast_word_targets as targets
 import pytest
-from word_targets import quietly
 
-import shotcast
+from quick_interpreter import interpret
 
 
-def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
-    return shotcast.spawn(quietly, 1, fn, *args, timeout_s=60, env={"TRITON_INTERPRET": "1"})[0]
+def run(fn: Callable[..., Any], *args: Any) -> Any:
+    return interpret(fn, 1, *args)[0]
 
 
 def test_a_tile_is_taken_apart_into_quads() -> None:
-    interpreted(targets.takes_quads_apart)
+    run(targets.takes_quads_apart)
 
 
 def test_a_store_reaches_every_rank_and_nothing_beside() -> None:
-    assert interpreted(targets.stores) == 3 * 17 * 2
+    assert run(targets.stores) == 3 * 17 * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_load_sums_every_rank(dtype: str) -> None:
-    interpreted(targets.sums, dtype)
+    run(targets.sums, dtype)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +40,6 @@ def test_a_load_sums_every_rank(dtype: str) -> None:
     ],
 )
 def test_other_addresses_are_errors(first_byte: int, count: int, right: bool) -> None:
-    said = interpreted(targets.outside, first_byte, count)
+    said = run(targets.outside, first_byte, count)
     assert (said == "") == right
     assert right or "no multicast memory is emulated" in said

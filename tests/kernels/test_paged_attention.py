@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.kernels import paged_attention
 from shotcast.kernels.paged_attention import (
     SMALL_TILE,
@@ -25,8 +25,6 @@ from shotcast.kernels.paged_attention import (
     tile_of,
 )
 from shotcast.kernels.rotation import rotate_kernel
-
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def test_kernels_do_what_the_host_does(
 ) -> None:
     """In 2 or 4 parts; in many, most without tokens; in one, which needs no join."""
     case = kv_of, head_dim, block_size, window, dtype, normed, processors
-    (worst,) = shotcast.spawn(both_ways, 1, *case, env=INTERPRETED, timeout_s=60)
+    (worst,) = interpret(both_ways, 1, *case)
     assert worst < close
 
 

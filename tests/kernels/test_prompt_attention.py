@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.kernels.prompt_attention import (
     FEW_ROWS,
     FLOAT32_KEYS,
@@ -29,11 +29,10 @@ from shotcast.kernels.prompt_attention import (
 
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program may have; that of 8.6 and 8.9 for 8.0."""
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 def test_any_step_is_attended_to() -> None:
-    shotcast.spawn(targets.any_step_is_attended_to, 1, 40, env=INTERPRETED, timeout_s=110)
+    interpret(targets.any_step_is_attended_to, 1, 40)
 
 
 @pytest.mark.parametrize(

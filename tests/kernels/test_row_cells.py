@@ -7,7 +7,7 @@ import row_cell_targets as targets
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.kernels import layout
 
 
@@ -25,4 +25,4 @@ def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: in
 @pytest.mark.parametrize("apart", [1, 16])
 def test_a_program_takes_what_all_gave(apart: int) -> None:
     """Its own part it keeps: the cell of it is damaged before the others are read."""
-    shotcast.spawn(targets.exchanges, 1, apart, timeout_s=60, env={"TRITON_INTERPRET": "1"})
+    interpret(targets.exchanges, 1, apart)

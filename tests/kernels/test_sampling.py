@@ -10,46 +10,44 @@ import cross
 import pytest
 import sampling_targets as targets
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.kernels import sampling
-
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 @pytest.mark.parametrize(("vocabs", "examples"), [((1, 2, 31, 257), 40), ((1000, 5000), 8)])
 def test_the_tokens_that_pytorch_draws(vocabs: tuple[int, ...], examples: int) -> None:
     """Whatever rows ask for; but for scores, or cuts, that are as close as float32 is rounded."""
-    ((total, excused),) = shotcast.spawn(targets.compared, 1, vocabs, examples, env=INTERPRETED, timeout_s=110)
+    ((total, excused),) = interpret(targets.compared, 1, vocabs, examples)
     assert total >= 2 * examples
     assert excused <= total // 100 + 1, f"{excused} of {total} differ by rounding"
 
 
 def test_top_p_is_of_what_top_k_leaves() -> None:
-    assert shotcast.spawn(targets.both_cuts, 1, env=INTERPRETED, timeout_s=100) == [(32, 0)]
+    assert interpret(targets.both_cuts, 1) == [(32, 0)]
 
 
 def test_neither_company_nor_division_changes_a_draw() -> None:
-    (found,) = shotcast.spawn(targets.alone_and_together, 1, 700, env=INTERPRETED, timeout_s=60)
+    (found,) = interpret(targets.alone_and_together, 1, 700)
     assert all(tokens == found[0][0] for both in found for tokens in both)
 
 
 def test_rows_that_are_no_numbers_give_some_token_and_leave_others_alone() -> None:
-    (found,) = shotcast.spawn(targets.broken, 1, 300, env=INTERPRETED, timeout_s=60)
+    (found,) = interpret(targets.broken, 1, 300)
     assert found[:3] == found[3:]
 
 
 def test_warming_up_changes_no_draw() -> None:
-    assert shotcast.spawn(targets.warmed, 1, 100, env=INTERPRETED, timeout_s=60) == [True]
+    assert interpret(targets.warmed, 1, 100) == [True]
 
 
 def test_weights_far_off_count() -> None:
-    (found,) = shotcast.spawn(targets.tail, 1, 40, env=INTERPRETED, timeout_s=60)
+    (found,) = interpret(targets.tail, 1, 40)
     assert set(found) == {0, 1}
 
 
 def test_noise_at_its_ends() -> None:
     bits = [0, 1, 0x40, 0x7FFFFFFF, 0x7FFFFF80, 0xFFFFFFFF, 0x80000000, 0x12345678]
-    ((found, wanted, _),) = shotcast.spawn(targets.scores, 1, bits, env=INTERPRETED, timeout_s=60)
+    ((found, wanted, _),) = interpret(targets.scores, 1, bits)
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
@@ -57,14 +55,14 @@ def test_no_score_is_above_its_bound_and_few_tokens_are_looked_at_closer() -> No
     drawn = random.Random(0)
     bits = [drawn.getrandbits(31) >> drawn.randrange(31) for _ in range(4060)]
     bits += [edge for power in range(1, 19) for edge in (2**power - 1, 2**power)]
-    ((scores, _, bounds),) = shotcast.spawn(targets.scores, 1, bits, env=INTERPRETED, timeout_s=60)
+    ((scores, _, bounds),) = interpret(targets.scores, 1, bits)
     assert all(bound >= score for score, bound in zip(scores, bounds, strict=True))
     small = [bound - score for score, bound, number in zip(scores, bounds, bits, strict=True) if 64 < number < 2**26]
     assert max(small) < 0.1
 
 
 def test_zeros_of_either_sign_are_equal() -> None:
-    assert shotcast.spawn(targets.zeros, 1, env=INTERPRETED, timeout_s=60) == [[3, 3]]
+    assert interpret(targets.zeros, 1) == [[3, 3]]
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------

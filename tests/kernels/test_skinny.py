@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from matvec_targets import SkinnyCase, skinny_products
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import shotcast
+from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels import skinny
 from shotcast.kernels.skinny import Tiles, skinny_kernel
 
-INTERPRETED = {"TRITON_INTERPRET": "1"}
 DTYPES = ("bfloat16", "float16", "float8")
 MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
 """KiB of shared memory of a processor, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -39,7 +38,7 @@ def cases() -> list[SkinnyCase]:
 
 def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
     given = cases()
-    (found,) = shotcast.spawn(skinny_products, 1, given, env=INTERPRETED, timeout_s=100)
+    (found,) = interpret(skinny_products, 1, given)
     wrong = [(case, excess) for case, excess in zip(given, found, strict=True) if not excess <= 1]
     assert not wrong
 

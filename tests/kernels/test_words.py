@@ -9,67 +9,67 @@ from typing import Any
 import pytest
 import word_targets as targets
 
-import shotcast
+from quick_interpreter import interpret
 
 HALVES = ["float16", "bfloat16"]
 FLOATS = ["float32", *HALVES]
 
 
-def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
+def run(fn: Callable[..., Any], *args: Any) -> Any:
     """Run ``fn`` in a process that interprets kernels."""
-    return shotcast.spawn(targets.quietly, 1, fn, *args, timeout_s=60, env={"TRITON_INTERPRET": "1"})[0]
+    return interpret(fn, 1, *args)[0]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_unpack_knows_every_pattern(dtype: str) -> None:
-    interpreted(targets.unpacks_every_pattern, dtype)
+    run(targets.unpacks_every_pattern, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_pack_rounds_to_nearest_even(dtype: str) -> None:
-    interpreted(targets.packs, dtype)
+    run(targets.packs, dtype)
 
 
 def test_float32_words_are_their_values() -> None:
-    interpreted(targets.unpacks_float32)
-    interpreted(targets.packs_float32)
+    run(targets.unpacks_float32)
+    run(targets.packs_float32)
 
 
 def test_fp8_is_what_torch_makes_of_it() -> None:
-    interpreted(targets.fp8_of_every_byte)
-    interpreted(targets.fp8_rounds)
+    run(targets.fp8_of_every_byte)
+    run(targets.fp8_rounds)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_add_in_order_and_round_once(dtype: str) -> None:
-    interpreted(targets.sums, dtype)
+    run(targets.sums, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_start_at_plus_zero(dtype: str) -> None:
-    assert interpreted(targets.minus_zero, dtype) == [False, False]
+    assert run(targets.minus_zero, dtype) == [False, False]
 
 
 @pytest.mark.parametrize("unit", [16, 4, 2, 1])
 def test_every_tail_is_moved_and_nothing_beside(unit: int) -> None:
-    assert interpreted(targets.moves, unit) == 4 * (40 // unit + 1)
+    assert run(targets.moves, unit) == 4 * (40 // unit + 1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sentinel_is_sent_as_nan(dtype: str) -> None:
-    interpreted(targets.guards, dtype)
+    run(targets.guards, dtype)
 
 
 @pytest.mark.parametrize(
     ("waited", "patient", "goes_on"), [(0.9, False, True), (1.1, False, False), (1.1, True, True), (1.4, True, False)]
 )
 def test_patient_programs_wait_a_quarter_longer(waited: float, patient: bool, goes_on: bool) -> None:
-    assert interpreted(targets.patience, waited, patient) == (goes_on, not goes_on)
+    assert run(targets.patience, waited, patient) == (goes_on, not goes_on)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="memory below 2^31 is asked for as x86-64 has it")
 def test_small_addresses_are_addresses() -> None:
-    address, epoch, copied = interpreted(targets.small_addresses)
+    address, epoch, copied = run(targets.small_addresses)
     assert address < 2**31
     assert epoch == [0, 7]
     assert copied == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,12 +95,6 @@ def look_kernel(control, table, started, live, PATIENT: tl.constexpr):
     call = Call(own, peers, zero, tl.load(started) * 0, tl.load(started) * 0 + 5, zero, zero + 1, tl.load(started))
     _, still = look_at_clock(call, tl.load(started), zero + 1, False, 1, PATIENT)
     tl.store(live, still)
-
-
-def quietly(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, with no warning of overflow and NaN, which are among the data."""
-    np.seterr(all="ignore")
-    return fn(*args)
 
 
 def random_words(count: int, seed: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ def rounding(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (matrix.abs() / 16).maximum(scale * 2**-10) * (1 + 2**-10)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 9), SIDES, SIDES, st.integers(0, 99), st.sampled_from([1e-6, 1.0, 1e6]), st.booleans())
 def test_error_is_that_of_rounding(rows: int, inputs: int, outputs: int, seed: int, size: float, biased: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

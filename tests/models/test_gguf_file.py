@@ -132,7 +132,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GgufFile,
     return found
 
 
-@settings(deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", TYPES)
 def test_any_part_is_that_part(files: dict[str, tuple[GgufFile, Written]], kind: str, data: st.DataObject) -> None:
@@ -288,7 +287,7 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path / "model.gguf"))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_named(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
     folder = tmp_path_factory.mktemp("cut")

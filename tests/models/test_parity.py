@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 def run(folder: Path, layout: tuple[int, int], chunk: int = 9, decoded: int = 4, **options: Any) -> list[torch.Tensor]:
     tensor, stages = layout
     arguments = (str(folder), stages, prompts(), chunk, decoded, options)
-    results = shotcast.spawn(targets.logits, tensor * stages, *arguments, timeout_s=100)
+    results = shotcast.spawn(targets.logits, tensor * stages, *arguments, timeout_s=500)
     last = results[-tensor:]
     for other in last[1:]:
         for ours, theirs in zip(last[0], other, strict=True):

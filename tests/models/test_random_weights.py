@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
@@ -35,7 +35,6 @@ TINY = ModelConfig(
 WEIGHTS = RandomWeights(TINY)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_part_is_that_part(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(WEIGHTS.names())))

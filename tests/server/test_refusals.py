@@ -321,7 +321,7 @@ def refusal(kind: type[Body], raw: bytes) -> ApiError | None:
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(kind=st.sampled_from([CompletionBody, ChatBody]), extra=st.dictionaries(st.sampled_from(NAMES), JSON))
 def test_any_json_is_a_request_or_a_400_that_names_a_parameter(kind: type[Body], extra: dict[str, object]) -> None:
     prompt = {"prompt": "x"} if kind is CompletionBody else {"messages": HELLO}
@@ -331,7 +331,6 @@ def test_any_json_is_a_request_or_a_400_that_names_a_parameter(kind: type[Body],
         assert str(error.param).split(".")[0] in extra
 
 
-@settings(deadline=None)
 @given(raw=st.binary(max_size=50))
 def test_any_bytes_are_a_400(raw: bytes) -> None:
     error = refusal(CompletionBody, raw)

@@ -1,0 +1,96 @@
+"""Ranks in Triton's interpreter, without work whose result nobody sees: more than half of what it does for our kernels.
+
+Triton decides at import whether it interprets, so the functions that such ranks run stand in modules of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import shotcast
+
+GPU_COLLECTIVES = {"SHOTCAST_CPU_KERNELS": "interpreter"}
+"""Of :func:`interpret`'s ``env``: collectives too are those of GPUs, over shared memory."""
+
+COMPUTING_S = 500.0
+"""What ranks that mostly compute may take: they run beside others on few cores, and give way to them."""
+
+_PAUSE_S = 0.0005
+_POLLS_PER_LOOK = 16
+
+
+def interpret(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = COMPUTING_S,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """``shotcast.spawn`` of ranks for which kernels of GPUs are interpreted."""
+    env = {"TRITON_INTERPRET": "1", **(env or {})}
+    return shotcast.spawn(_quietly, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
+
+
+def _quietly(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)`` in a quick interpreter, with no warning of overflow and NaN, which are among the data."""
+    _quicken()
+    _yield_cores()
+    np.seterr(all="ignore")
+    return fn(*args)
+
+
+def _quicken() -> None:
+    """In this process. Raises AttributeError with a Triton where it is done otherwise."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    # Checks of overflow end in a device_assert, which does nothing where debug is off.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    # It makes a table of all types whenever it looks up one.
+    number = functools.cache(interpreter._get_np_dtype)
+    pointer = interpreter._get_np_dtype(tl.pointer_type(tl.int8))
+    interpreter._get_np_dtype = lambda kind: pointer if kind.scalar.is_ptr() else number(kind.scalar)
+
+    # Each call within a kernel looks through the whole language for functions to replace, which were replaced when the
+    # kernel began; those of tl.core, which Triton's own library calls, when that was called first.
+    patch = interpreter._patch_lang
+
+    @functools.cache
+    def languages(fn: Any) -> list[Any]:
+        seen = {id(value) for value in fn.__globals__.values()}
+        return [module for module in (tl, tl.core) if id(module) in seen]
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(tl.core.is_builtin(module.load) for module in languages(function.fn)):
+            patch(function.fn)
+        try:
+            return function.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def _yield_cores() -> None:
+    """Let ranks that wait leave the cores, which are fewer, to the rank that they wait for.
+
+    They see that a deadline has passed within a second: as many polls as a GPU makes from one look to the next take
+    longer.
+    """
+    import triton.language as tl
+
+    from shotcast.kernels import mail, sync, two_shot_fp8
+
+    for module in (mail, sync, two_shot_fp8):
+        module.relax = lambda: time.sleep(_PAUSE_S)
+        module.POLLS_PER_LOOK = tl.constexpr(_POLLS_PER_LOOK)
