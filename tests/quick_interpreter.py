@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,32 @@ def _quicken() -> None:
     number = functools.cache(interpreter._get_np_dtype)
     pointer = interpreter._get_np_dtype(tl.pointer_type(tl.int8))
     interpreter._get_np_dtype = lambda kind: pointer if kind.scalar.is_ptr() else number(kind.scalar)
+
+    # Every result is given a shape of its own, of objects of the language with types of their own.
+    original = tl.core.block_type.__init__
+
+    @functools.cache
+    def shape_of_block(sizes: tuple[int, ...]) -> tuple[Any, int]:
+        block = object.__new__(tl.core.block_type)
+        original(block, tl.int8, list(sizes))
+        return block.shape, block.numel
+
+    @functools.cache
+    def shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+
+    def begin_block(block: Any, element_ty: Any, shape: Any) -> None:
+        block.sizes = tuple([getattr(size, "value", size) for size in getattr(shape, "value", shape)])
+        block.element_ty = element_ty
+        block.shape, block.numel = shape_of_block(block.sizes)
+        block.name = f"<{block.sizes}, {element_ty}>"
+
+    def begin_tensor(tensor: Any, handle: Any, kind: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        tensor.numel, tensor.shape = shape_of_tensor(kind.sizes if kind.is_block() else ())
+
+    tl.core.block_type.__init__ = begin_block
+    tl.core.tensor.__init__ = begin_tensor
 
     # Each call within a kernel looks through the whole language for functions to replace, which were replaced when the
     # kernel began; those of tl.core, which Triton's own library calls, when that was called first.

@@ -2,8 +2,9 @@
 
 ``torchrun`` does this for a command line; :func:`spawn` does it for a function, with the same environment variables.
 
-- Ranks are forked from a server process that has torch and numba imported (multiprocessing's "forkserver"), so eight of
-  them start in the time of one. The server starts no thread pool and never touches CUDA.
+- Ranks are forked from a server process (multiprocessing's "forkserver") that has imported torch, the communicator and
+  what numba compiles with, so eight of them start in the time of one. The server starts no thread and never touches
+  CUDA, nor imports Triton, which reads its environment then.
 - The parent hosts the store that the ranks meet at, on a port the kernel picks; ranks join it as torchrun's workers do.
   So no port is guessed, and the store outlives every rank.
 - A rank's environment is the caller's at the time of the call, in place before the caller's modules are imported.
