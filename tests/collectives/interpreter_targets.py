@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from workers import changing_sizes, check, failing_call, inputs, shifted, straggle, warm
+from workers import changing_sizes, check, failing_call, inputs, settle, shifted, straggle, warm
 
 import shotcast
 from shotcast.collectives import reference
@@ -56,6 +56,40 @@ def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
 
     sync.await_prior_kernel = pause  # what every program does first, and for the interpreter nothing
     return fn(*args)
+
+
+def silent_after_its_header(operation: str, victim: int, timeout_s: float) -> dict[str, Any]:
+    """Rank ``victim`` exchanges headers and then sends nothing: only the place of what lacks tells who it is."""
+    from shotcast.kernels import sync
+
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+        x, out = torch.ones(4096), torch.zeros(comm.world_size * 4096)
+        programs = 0
+
+        def stall(pdl: Any) -> None:
+            nonlocal programs
+            programs += 1
+            if programs == 2:  # the first is the one that exchanges headers
+                time.sleep(timeout_s + 2)
+
+        def call() -> None:
+            if operation == "all_gather":
+                comm.all_gather(x, out=out)
+            else:
+                comm.broadcast(x, root=victim)
+            settle(comm)
+
+        call()
+        comm._host.barrier()
+        if comm.rank == victim:
+            sync.await_prior_kernel = stall
+        error = None
+        try:
+            call()
+        except shotcast.ShotcastError as caught:
+            error = caught
+        comm._host.barrier()
+        return {"error": error}
 
 
 def long_messages(count: int) -> int:

@@ -24,6 +24,7 @@ from interpreter_targets import (
     replayed,
     run_cases,
     sentinels,
+    silent_after_its_header,
     slots_left,
     with_late_programs,
 )
@@ -223,6 +224,14 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
         assert isinstance(said["again"], shotcast.CollectiveTimeout)
         assert said["again_s"] < 1
         assert said["left"] == []
+
+
+@pytest.mark.parametrize(("operation", "victim"), [("all_gather", 0), ("broadcast", 1)])
+def test_who_sends_nothing_after_its_header_is_named(operation: str, victim: int) -> None:
+    for rank, said in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 2.0)):
+        if rank != victim:
+            assert isinstance(said["error"], shotcast.CollectiveTimeout), said["error"]
+            assert (said["error"].op, said["error"].missing) == (operation, (victim,))
 
 
 @pytest.mark.parametrize(("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), (2, "ring")])

@@ -186,17 +186,18 @@ def resources(kernel: Any, folder: Path) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
-_SAID: dict[tuple[str, str], str] = {}
-"""By each tool, of each kernel."""
+_SAID: dict[tuple[str, ...], str] = {}
+"""By a tool, with its options, of a kernel."""
 
 
 def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
-    if (tool, kernel.hash) not in _SAID:
+    asked = (tool, *options, kernel.hash)
+    if asked not in _SAID:
         file = folder / f"{kernel.hash}.cubin"
         file.write_bytes(kernel.asm["cubin"])
         command = [_tool(tool), *options, str(file)]
-        _SAID[tool, kernel.hash] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return _SAID[tool, kernel.hash]
+        _SAID[asked] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _SAID[asked]
 
 
 def touched(ptx: str, signature: dict[str, str], addresses: Collection[str] = ()) -> list[tuple[str, str]]:

@@ -157,6 +157,7 @@ def chosen_forms() -> list[Form]:
     made += [form(name, block=512, warps=4) for name in some]
     made += [form(name, "float32", world_size=2, capability=80) for name in (*some, "barrier", *MAIL)]
     made += [form("one_shot", capability=80)]
+    made += [form(name, world_size=8) for name in ("gather", "gather_cells", "exchange", "exchange_cells")]
     made += [form("multimem", dtype, world_size=n) for dtype, n in zip(REDUCIBLE, (2, 3, 8), strict=True)]
     made += [form("multimem", unit=unit, world_size=8, block=512, warps=4) for unit in (16, 2)]
     made += [form("two_shot_multicast", unit=2, world_size=8, block=512, warps=4), form("multimem", block=256)]

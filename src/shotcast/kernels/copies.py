@@ -119,8 +119,7 @@ def copy(
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
-                own_at = rank.to(tl.int64) * part
-                store_words(out, own_at, offs, load_words(x, own_at, offs, part, UNIT), part, UNIT)
+                own_words = load_words(x, rank.to(tl.int64) * part, offs, part, UNIT)
             sizes = ()
             masks = ()
             for r in tl.static_range(senders):
@@ -133,5 +132,7 @@ def copy(
             parts, call = await_words(call, box, stride, offs, masks, first, CELLS, senders, WORLD)
             for r in tl.static_range(senders):
                 store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT)
+            if KIND == EXCHANGE:
+                store_words(out, rank.to(tl.int64) * part, offs, own_words, part, UNIT)
             if CLEARS:
                 clear_parts(call, box, stride, offs, masks, senders)
