@@ -30,7 +30,7 @@ def like_those_of_pytorch() -> int:
     """Each function on our communicator and on Gloo. Returns the number of comparisons."""
     done = 0
     warnings.simplefilter("ignore", FutureWarning)
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, group = comm.world_size, dist.group.WORLD
 
         def same(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
@@ -75,7 +75,7 @@ def like_those_of_pytorch() -> int:
 
 def averages() -> None:
     """Two roundings, as documented; and derivatives."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         parts = [
             torch.randn(n, 5, generator=torch.Generator().manual_seed(r)).to(torch.bfloat16).requires_grad_()
@@ -106,7 +106,7 @@ def averages() -> None:
 
 
 def refused() -> None:
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         x = torch.ones(2 * n, 3)
         for error, text, call in [
@@ -132,7 +132,7 @@ def refused() -> None:
 
 def mixed(backend: str) -> int:
     """PyTorch's functions and ours in one graph, on each other's results. Returns how many graphs were compiled."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         group = dist.group.WORLD
 
         def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

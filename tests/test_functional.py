@@ -7,8 +7,6 @@ import pytest
 import functional_targets as targets
 import shotcast
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_results_are_those_of_pytorch(world_size: int) -> None:

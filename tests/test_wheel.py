@@ -23,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = target.glob("*.whl")
     return built
@@ -50,18 +50,18 @@ def test_holds_tuned_tables(wheel: Path) -> None:
 
 def test_installs_elsewhere_and_runs_from_there(wheel: Path, tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
-    result = subprocess.run(install, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(install, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     code = "import shotcast, shotcast.cli; print(shotcast.__file__); shotcast.Communicator, shotcast.spawn"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment
     )
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "site")
     version = subprocess.run(
         [sys.executable, "-m", "shotcast", "--version"],
-        capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment,
     )  # fmt: skip
     assert version.returncode == 0, version.stderr
     assert version.stdout.startswith("shotcast ")

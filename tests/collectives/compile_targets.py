@@ -69,7 +69,7 @@ def every_call(comm: Communicator, x: torch.Tensor, into: torch.Tensor) -> tuple
 
 def compiled_equals_eager(backend: str) -> int:
     """Returns how many graphs were compiled for three calls."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         call = functools.partial(every_call, comm)
         traced = torch.compile(lambda x, into: call(x, into), fullgraph=True, backend=backend)
@@ -84,7 +84,7 @@ def compiled_equals_eager(backend: str) -> int:
 
 def dynamic_sizes(backend: str) -> int:
     """Returns how many graphs were compiled for four sizes."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
 
         def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,7 +105,7 @@ def dynamic_sizes(backend: str) -> int:
 def gradients(backend: str) -> int:
     """Backward of each differentiable call, compiled and eager."""
     done = 0
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank = comm.world_size, comm.rank
         lengths = [2 * r for r in range(n)]
         calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
@@ -151,7 +151,7 @@ def gradients(backend: str) -> int:
 
 def opcheck() -> list[str]:
     """PyTorch's own checks of schemas, fake kernels, derivatives and traces. Returns the operators checked."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank, name = comm.world_size, comm.rank, comm.name
         x = values(comm, 2 * n, 3).requires_grad_()
         normed = values(comm, 2 * n, 16), values(comm, 2 * n, 16, seed=1), values(comm, 16)
@@ -204,7 +204,7 @@ class Block(nn.Module):
 
 def model_equals_eager(backend: str) -> int:
     """Inference and training of three layers. Returns how many graphs were compiled."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         model = nn.Sequential(*(Block(comm, 24) for _ in range(3)))
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
         traced = torch.compile(model, fullgraph=True, backend=backend)
@@ -248,7 +248,7 @@ def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, wei
 
 def fused_equals_eager(backend: str) -> int:
     """Returns how many graphs were compiled for two calls."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         call = functools.partial(fused_calls, comm)
         traced = torch.compile(lambda *operands: call(*operands), fullgraph=True, backend=backend)
         for seed in range(2):
@@ -276,7 +276,7 @@ def fused_equals_eager(backend: str) -> int:
 
 def order_of_the_program(backend: str) -> list[str]:
     """Calls that do not depend on each other, between other work on each rank, one result unused. Returns them."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         made: list[str] = []
         run = comm._run
 
@@ -317,7 +317,7 @@ def order_of_the_program(backend: str) -> list[str]:
 
 def cached_by_what_it_says() -> None:
     """What depends on the number of ranks or on the rank is said by the graph: compiled code is shared by graph."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank = comm.world_size, comm.rank
         graphs: list[torch.fx.GraphModule] = []
 
@@ -355,7 +355,7 @@ class _Seen(TorchDispatchMode):
 
 def who_is_called(backend: str) -> None:
     """Eager calls go past the operators; names are those of all ranks; a communicator that is gone is said to be."""
-    comm = shotcast.Communicator(device="cpu", timeout_s=60)
+    comm = shotcast.Communicator(device="cpu", timeout_s=300)
     other = comm.split(0)
     half = comm.split(comm.rank)
     assert len({comm.name, other.name, half.name}) == 3
@@ -394,7 +394,7 @@ def who_is_called(backend: str) -> None:
 
 def bad_calls(backend: str) -> None:
     """What eager calls refuse is refused while tracing or when called, with the same words."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         x = torch.ones(2 * n, 3)
         for text, call in {
@@ -418,7 +418,7 @@ def bad_calls(backend: str) -> None:
 
 def checkpointed(backend: str) -> None:
     """Recomputed in the backward but for the collectives, which are kept."""
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         block = Block(comm, 8)
         kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.shotcast.all_reduce.default])
 

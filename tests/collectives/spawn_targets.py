@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shotcast import Communicator
 from shotcast.errors import CollectiveTimeout
 
 
@@ -39,6 +38,8 @@ def numpy_draw() -> int:
 def what_a_call_loads() -> tuple[list[str], list[str]]:
     """Modules that a rank has from the start, and those that an all-reduce adds."""
     before = set(sys.modules)
+    from shotcast import Communicator
+
     with Communicator() as comm:
         comm.all_reduce(torch.ones(3))
     return sorted(before), sorted(set(sys.modules) - before)

@@ -67,6 +67,7 @@ def test_everything_is_as_it_was_saved(saved: tuple[Path, Path, Tensors]) -> Non
         checkpoint.close()
 
 
+# the list takes the place of the common one
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_part_is_that_part(saved: tuple[Path, Path, Tensors], data: st.DataObject) -> None:

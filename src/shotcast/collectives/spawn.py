@@ -3,8 +3,8 @@
 ``torchrun`` does this for a command line; :func:`spawn` does it for a function, with the same environment variables.
 
 - Ranks are forked from a server process (multiprocessing's "forkserver") that has imported torch, the communicator and
-  what numba compiles with, so eight of them start in the time of one. The server starts no thread and never touches
-  CUDA, nor imports Triton, which reads its environment then.
+  what numba compiles with, so eight of them start in the time of one. The server starts no thread of its own and never
+  touches CUDA, nor imports Triton, which reads its environment then.
 - The parent hosts the store that the ranks meet at, on a port the kernel picks; ranks join it as torchrun's workers do.
   So no port is guessed, and the store outlives every rank.
 - A rank's environment is the caller's at the time of the call, in place before the caller's modules are imported.
@@ -98,7 +98,8 @@ def spawn(
             failed, its exception (:class:`RankFailed` if it was killed, exited, or was ended by ``timeout_s``).
 
     OMP_NUM_THREADS, unless set, shares the cores among the ranks; GLOO_SOCKET_IFNAME, unless set, is the loopback. What
-    numba compiles for (NUMBA_CPU_NAME and the like) is what the caller's environment says at its first call.
+    numba makes of this library's own functions (NUMBA_CPU_NAME, NUMBA_DISABLE_JIT and the like) is what the caller's
+    environment says at its first call.
 
     Raises:
         RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed. The other ranks were ended. When
