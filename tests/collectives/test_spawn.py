@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -68,6 +69,22 @@ def test_a_rank_begins_with_all_loaded_that_collectives_need() -> None:
     assert {"numba.np.npyfuncs", "shotcast.cpu.executor", "shotcast.collectives.communicator"} <= set(before)
     assert [name for name in added if name.startswith(("numba", "shotcast"))] == []
     assert "triton" not in before, "it reads TRITON_INTERPRET when it is imported"
+
+
+def test_the_server_goes_without_what_it_cannot_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error other than ImportError would end it, and with it every spawn."""
+
+    def refresh(context: object) -> None:
+        raise AttributeError("this numba has none")
+
+    monkeypatch.setattr("numba.core.base.BaseContext.refresh", refresh)
+    monkeypatch.delitem(sys.modules, "shotcast.cpu.preload", raising=False)
+    with caplog.at_level("INFO", "shotcast"):
+        importlib.import_module("shotcast.cpu.preload")
+    assert "this numba has none" in caplog.text
+    sys.modules.pop("shotcast.cpu.preload")
 
 
 class TestEnvironment:
