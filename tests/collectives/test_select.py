@@ -516,6 +516,13 @@ class TestLaunch:
         asked = problem(nbytes=4 * share, topology=ground("triton", max_bytes=1 << 28))
         assert launch_shape(asked, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
 
+    @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL])
+    def test_large_parts_by_half_the_warps_of_two_shot(self, op: Op) -> None:
+        place = ground("triton", max_bytes=1 << 28)
+        wanted = LaunchShape(programs=4096, block_words=1024, num_warps=4)
+        assert launch_shape(problem(op, 64 << 20, topology=place), "one_shot") == wanted
+        assert launch_shape(problem(nbytes=64 << 20, topology=place), "two_shot").num_warps == 8
+
 
 def rows(
     hidden: int,

@@ -153,7 +153,8 @@ def launch_shape(problem: CollectiveProblem, algorithm: str) -> LaunchShape:
         return LaunchShape(programs=min(1024, -(-words // 128)), block_words=128, num_warps=1)
     if share < 1 << 20 or algorithm in ("ring", "multimem") or (algorithm == "two_shot_fp8" and place.world_size > 4):
         return LaunchShape(programs=min(512, -(-words // 512)), block_words=512, num_warps=4)
-    return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=8)
+    warps = 4 if problem.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL) else 8
+    return LaunchShape(programs=-(-words // 1024), block_words=1024, num_warps=warps)
 
 
 def _fused_tile(problem: CollectiveProblem) -> int:

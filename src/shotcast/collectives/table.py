@@ -30,7 +30,7 @@ from shotcast.errors import ConfigError
 from shotcast.wire import LaunchShape
 
 FORMAT = 2
-KERNELS = 4
+KERNELS = 5
 """Revision of the kernels. Raised when their speed or what they can serve changes: tables made before are refused."""
 
 MODES = ("graph", "eager")
