@@ -76,7 +76,8 @@ def _quicken() -> None:
         return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
 
     def begin_block(block: Any, element_ty: Any, shape: Any) -> None:
-        block.sizes = tuple([getattr(size, "value", size) for size in getattr(shape, "value", shape)])
+        sizes = shape.value if isinstance(shape, tl.constexpr) else shape
+        block.sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in sizes])
         block.element_ty = element_ty
         block.shape, block.numel = shape_of_block(block.sizes)
         block.name = f"<{block.sizes}, {element_ty}>"

@@ -84,10 +84,10 @@ def check(form: Form, tmp_path: Path) -> None:
     rounds = {key for key in counts if re.match(r"cvt\.[\w.]*(?<!\.)\.(bf16|f16)(x2)?\.f32", key)}
     assert all(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in rounds), rounds
     assert bool(rounds) == bool(short)
-    # rows stay in registers, and 16 warps of them in a multiprocessor
+    # rows stay in registers: 16 warps of them in a multiprocessor; of programs of one warp with a tile, 14
     used = cross.resources(kernel, tmp_path)
     assert used["LOCAL"] == 0
-    assert used["REG"] <= (128 if form.world_size < 8 else 224)
+    assert used["REG"] <= (224 if form.world_size == 8 else 144 if "shot" in form.name else 128)
     assert used["STACK"] <= (MAX_STACK if "shot" in form.name else 48 if form.world_size < 8 else 96)
 
 

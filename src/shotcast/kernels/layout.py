@@ -108,7 +108,10 @@ def row_tile(words: int) -> tuple[int, int]:
 
 
 def row_cells(max_bytes: int) -> int:
-    """Cells of 8 bytes by which programs with tiles of a row add up: one a tile of 128 words, up to twice as many."""
+    """Cells of 8 bytes by which programs with tiles of a row add up: one a tile of 128 words, up to twice as many.
+
+    Rows of one tile need none.
+    """
     return max(2 * (max_bytes // 512 + MAX_WORLD_SIZE), CELLS_SPREAD * cells_apart(1, CELLS_SPREAD))
 
 
