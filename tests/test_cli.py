@@ -294,6 +294,16 @@ class TestTune:
     def test_errors_are_one_line(self, args: list[str], text: str) -> None:
         assert text in refused("tune", "--device", "cpu", *args)
 
+    @pytest.mark.parametrize("name", ["", "file/t.json"])
+    def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        from shotcast.bench import tune
+
+        monkeypatch.setattr(tune, "run", lambda plan, world_size: pytest.fail("measured"))
+        (tmp_path / "file").touch()
+        assert f"cannot write {tmp_path / name}: " in refused("tune", *self.QUICK, "-o", str(tmp_path / name))
+
     def test_a_file_that_cannot_be_merged_is_refused_before_anything_is_measured(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -321,6 +331,9 @@ class TestErrors:
             (["--between", "gemm", "--host"], "host time is measured without work between"),
             (["--host", "--eager"], "eager calls already"),
             (["--plot-kind", "pie"], "no picture 'pie'"),
+            (["--plot", "picture.docx"], "matplotlib does not write .docx: picture.docx"),
+            (["--json", "/"], "cannot write /: Is a directory"),
+            (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),
         ],
     )
     def test_is_one_line(self, args: list[str], text: str) -> None:

@@ -57,6 +57,23 @@ def analytic(dtypes: list[torch.dtype]) -> int:
     return done
 
 
+def conjugated() -> None:
+    """Complex gradients that autograd conjugates lazily."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for op in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_all):
+            gradients = []
+            for lazily in (True, False):
+                x = (torch.arange(4.0) + 1j * comm.rank).requires_grad_()
+                y = op(x)
+                weight = torch.arange(len(y)) * (1 + 2j)
+                (y.conj() * weight if lazily else y.conj().resolve_conj() * weight).sum().abs().backward()
+                gradients.append(x.grad)
+            assert torch.equal(*gradients)
+            assert gradients[0].abs().max() > 0
+            y = op(x.detach().requires_grad_())
+            y.conj().backward(torch.ones(y.shape, dtype=y.dtype))
+
+
 def numeric() -> int:
     """Gradients of L = sum_r sin(y_r) . weight_r against central differences, in float64."""
     done = 0

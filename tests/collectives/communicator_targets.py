@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from workers import FLOATS, check, inputs, shifted
 
 import shotcast
 from shotcast import wire
 from shotcast.collectives import reference
+from shotcast.memory.host_group import StoreGroup
 
 DTYPES = {name: getattr(torch, name) for name in wire.DTYPES}
 INTEGERS = {torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -436,3 +438,17 @@ def epochs_of_a_call_by_gloo() -> int:
         x = torch.full([8], comm.rank + 1.0)
         assert comm.all_reduce(x, algorithm="vendor").tolist() == [3.0] * 8
         return comm._executor.epoch - before
+
+
+def met_at_a_file(path: str) -> None:
+    """A job whose store is a file, which says of nothing that it did not come in time."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2)
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+        group = StoreGroup(dist.group.WORLD, 1.0, [0, 1])
+        if comm.rank == 0:
+            with pytest.raises(shotcast.CollectiveTimeout) as caught:
+                group.all_gather("here", what="setup")
+            assert caught.value.missing == (1,)
+        comm._host.barrier()
+        assert group.all_gather(comm.rank, 20.0) == [0, 1]

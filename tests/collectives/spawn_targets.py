@@ -29,6 +29,35 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
+def says(text: str) -> None:
+    """By Python, and as what a rank starts does."""
+    print(text, flush=True)
+    os.write(2, f"{text}, too".encode())
+
+
+def umask_and_cores() -> tuple[int, set[int]]:
+    umask = os.umask(0)
+    return umask, os.sched_getaffinity(0)
+
+
+def leaves_a_child(marker: str) -> None:
+    """Rank 0 dies at once; a process that it forked lives until ``marker`` is gone."""
+    if os.environ["RANK"] == "0":
+        if os.fork() == 0:
+            end = time.monotonic() + 30
+            while os.path.exists(marker) and time.monotonic() < end:
+                time.sleep(0.02)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def waits_for(marker: str) -> str:
+    while not os.path.exists(marker):
+        time.sleep(0.02)
+    return "done"
+
+
 def numpy_draw() -> int:
     import numpy as np
 

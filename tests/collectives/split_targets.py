@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shotcast
 from shotcast import Communicator
@@ -125,6 +127,33 @@ def of_another_size(small: int, large: int) -> None:
             comm.split(0, max_bytes=0)
         with pytest.raises(shotcast.ConfigError, match=f"do not agree on max_bytes: rank 0: {small}, rank 1: {large}"):
             comm.split(comm.rank // 2, max_bytes=large if comm.rank % 2 else None)
+
+
+def after_different_splits(groups: int) -> None:
+    """Ranks that have made different numbers of process groups before, by this library or without it."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for _ in range(groups):
+            part = comm.split(0 if comm.rank < 2 else None)
+            if part is not None:
+                assert part.all_reduce(torch.ones(1)).tolist() == [2.0]
+        if comm.rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        with comm.split(0) as whole, whole.split(comm.rank % 2) as half:
+            assert whole.all_reduce(torch.ones(1)).tolist() == [comm.world_size]
+            assert half.all_reduce(torch.ones(1), algorithm="vendor").tolist() == [half.world_size]
+
+
+def many_in_turn(count: int) -> list[tuple[int, int]]:
+    """Open files and threads after the first half of ``count`` splits that were closed, and after all."""
+    held = []
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for number in range(count):
+            with comm.split(0) as copy:
+                assert copy.all_reduce(torch.ones(4)).tolist() == [float(comm.world_size)] * 4
+                assert copy.all_reduce(torch.ones(4), algorithm="vendor").tolist() == [float(comm.world_size)] * 4
+            if number in (count // 2, count - 1):
+                held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return held
 
 
 def independent() -> None:

@@ -17,6 +17,10 @@ def test_against_the_transposed_map(world_size: int) -> None:
     assert set(shotcast.spawn(targets.analytic, world_size, dtypes, timeout_s=50)) == {2 * 14 + 11}
 
 
+def test_gradients_that_are_conjugated_lazily() -> None:
+    shotcast.spawn(targets.conjugated, 2, timeout_s=50)
+
+
 def test_against_differences() -> None:
     assert shotcast.spawn(targets.numeric, 3, timeout_s=50) == [5, 5, 5]
 

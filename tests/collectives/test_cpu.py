@@ -139,6 +139,10 @@ class TestStates:
         assert epochs[0] == sorted(set(epochs[0]))
 
 
+def test_ranks_that_met_at_a_file(tmp_path: Path) -> None:
+    shotcast.spawn(targets.met_at_a_file, 2, str(tmp_path / "store"), timeout_s=50)
+
+
 def test_started_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(

@@ -110,6 +110,27 @@ class TestEnvironment:
         assert shotcast.spawn(targets.threads, 8) == [max(1, len(os.sched_getaffinity(0)) // 8)] * 8
         assert shotcast.spawn(targets.threads, 2, env={"OMP_NUM_THREADS": "3"}) == [3, 3]
 
+    @pytest.mark.parametrize("threads", ["", " "])
+    def test_no_number_of_threads_is_none_set(self, threads: str) -> None:
+        assert shotcast.spawn(targets.threads, 1, env={"OMP_NUM_THREADS": threads})[0] >= 1
+
+    def test_streams_are_the_callers_at_call_time(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with capfd.disabled():
+            shotcast.spawn(targets.threads, 1)  # the server has these streams
+        shotcast.spawn(targets.says, 1, "heard")
+        captured = capfd.readouterr()
+        assert (captured.out, captured.err) == ("heard\n", "heard, too")
+
+    def test_so_are_umask_and_cores(self) -> None:
+        shotcast.spawn(targets.threads, 1)
+        cores, umask = os.sched_getaffinity(0), os.umask(0o137)
+        try:
+            os.sched_setaffinity(0, {max(cores)})
+            assert shotcast.spawn(targets.umask_and_cores, 1) == [(0o137, {max(cores)})]
+        finally:
+            os.umask(umask)
+            os.sched_setaffinity(0, cores)
+
     def test_reaches_numba_that_the_server_imported_before(self) -> None:
         assert shotcast.spawn(targets.numba_setting, 1, env={"NUMBA_DISABLE_JIT": "1"}) == [True]
         assert shotcast.spawn(targets.numba_setting, 1, env={"NUMBA_DISABLE_JIT": "0"}) == [False]
@@ -171,6 +192,16 @@ class TestFailures:
     def test_crash_on_the_way_out_is_a_failure(self) -> None:
         with pytest.raises(RankFailed, match="SIGSEGV after it had returned"):
             shotcast.spawn(targets.crashes_after_return, 2)
+
+    def test_death_is_seen_while_what_the_rank_started_lives(self, tmp_path: Path) -> None:
+        marker, start = tmp_path / "marker", time.monotonic()
+        marker.touch()
+        try:
+            with pytest.raises(RankFailed, match="SIGKILL"):
+                shotcast.spawn(targets.leaves_a_child, 2, str(marker))
+            assert time.monotonic() - start < 15
+        finally:
+            marker.unlink()
 
     def test_return_value_that_does_not_pickle(self) -> None:
         with pytest.raises(RankFailed, match="returned function, which cannot be pickled"):
@@ -285,6 +316,60 @@ class TestParent:
         assert all(wait_until_gone(pid, 10) for pid in begun)
         assert multiprocessing.active_children() == []
 
+    def test_interrupt_while_the_server_loads(self, tmp_path: Path) -> None:
+        """The next call needs it."""
+        script = tmp_path / "script.py"
+        script.write_text(
+            textwrap.dedent(f"""
+                import os, signal, sys, threading, time
+                sys.path.insert(0, {str(Path(__file__).parent)!r})
+                import shotcast, spawn_targets
+                from shotcast.collectives import rank_process
+
+                def interrupt():
+                    while rank_process._server._forkserver_pid is None:
+                        time.sleep(0.01)
+                    time.sleep(0.3)
+                    os.killpg(0, signal.SIGINT)
+
+                if __name__ == "__main__":
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    threading.Thread(target=interrupt).start()
+                    try:
+                        shotcast.spawn(spawn_targets.one_hangs, 2, 0, False)
+                    except KeyboardInterrupt:
+                        print(len(shotcast.spawn(spawn_targets.threads, 2)))
+            """)
+        )
+        result = subprocess.run([sys.executable, script], capture_output=True, timeout=50, start_new_session=True)
+        assert (result.returncode, result.stdout, result.stderr) == (0, b"2\n", b"")
+
+    def test_a_fork_of_the_caller_has_ranks_of_its_own_and_leaves_others_alone(self, tmp_path: Path) -> None:
+        script, marker = tmp_path / "script.py", tmp_path / "marker"
+        script.write_text(
+            textwrap.dedent(f"""
+                import atexit, os, sys
+                from pathlib import Path
+                sys.path.insert(0, {str(Path(__file__).parent)!r})
+                import shotcast, spawn_targets
+                from shotcast.collectives.spawn import Ranks
+
+                if __name__ == "__main__":
+                    job = Ranks.start(spawn_targets.waits_for, 1, {str(marker)!r})
+                    child = os.fork()
+                    if child == 0:
+                        started = len(shotcast.spawn(spawn_targets.threads, 2))
+                        atexit._run_exitfuncs()  # as sys.exit, but for threads that no fork has
+                        os._exit(started)
+                    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                    Path({str(marker)!r}).touch()
+                    print(job.wait(), job.ranks[0].value)
+                    job.end()
+            """)
+        )
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+        assert (result.returncode, result.stdout) == (0, "2\nNone done\n"), result.stderr
+
     def test_interrupt_is_the_parents_to_handle(self) -> None:
         assert shotcast.spawn(targets.interrupted, 2) == ["went on", "went on"]
 
@@ -294,9 +379,38 @@ class TestMisuse:
         with pytest.raises(ConfigError, match="top level of a module"):
             shotcast.spawn(lambda: None, 2)
 
-    def test_world_size(self) -> None:
-        with pytest.raises(ConfigError, match="positive"):
-            shotcast.spawn(targets.threads, 0)
+    @pytest.mark.parametrize("world_size", [0, 2.0, "2", None])
+    def test_world_size(self, world_size: Any) -> None:
+        with pytest.raises(ConfigError, match=f"positive number of processes, not {world_size!r}"):
+            shotcast.spawn(targets.threads, world_size)
+
+    @pytest.mark.parametrize("timeout_s", [-1, float("nan"), "1"])
+    def test_timeout(self, timeout_s: Any) -> None:
+        with pytest.raises(ConfigError, match=f"seconds from 0 up, or None, not {timeout_s!r}"):
+            shotcast.spawn(targets.threads, 1, timeout_s=timeout_s)
+
+    def test_no_timeout_may_be_infinity(self) -> None:
+        assert len(shotcast.spawn(targets.threads, 1, timeout_s=float("inf"))) == 1
+
+    @pytest.mark.parametrize(
+        ("env", "text"),
+        [
+            ({"X": 1}, "environment variables are strings, and X is 1"),
+            ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS is a positive number of threads, not '0'"),
+            ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS is a positive number of threads, not 'many'"),
+        ],
+    )
+    def test_environment(self, env: Any, text: str) -> None:
+        with pytest.raises(ConfigError, match=text):
+            shotcast.spawn(targets.threads, 1, env=env)
+
+    @pytest.mark.parametrize("args", [["-m", "package"], ["package"]])
+    def test_function_of_a_main_that_ranks_do_not_import(self, tmp_path: Path, args: list[str]) -> None:
+        (tmp_path / "package").mkdir()
+        code = "import shotcast\ndef f(): return 1\nif __name__ == '__main__': shotcast.spawn(f, 2)\n"
+        (tmp_path / "package" / "__main__.py").write_text(code)
+        result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert "ConfigError: f stands in a __main__.py, which ranks do not import" in result.stderr
 
     def test_unguarded_script_is_told_so(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"

@@ -30,3 +30,12 @@ def test_another_workspace() -> None:
 
 def test_independent_of_each_other() -> None:
     shotcast.spawn(targets.independent, 3, timeout_s=50)
+
+
+def test_ranks_may_have_split_before_without_the_others() -> None:
+    shotcast.spawn(targets.after_different_splits, 4, 2, timeout_s=50)
+
+
+def test_closing_gives_everything_back() -> None:
+    for half, whole in shotcast.spawn(targets.many_in_turn, 2, 20, timeout_s=50):
+        assert whole == half

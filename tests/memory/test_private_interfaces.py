@@ -28,6 +28,13 @@ def test_the_store_of_the_job() -> None:
         dist.destroy_process_group()
 
 
+def test_process_groups_are_named_where_they_are_made() -> None:
+    from torch.distributed import distributed_c10d
+
+    assert list(inspect.signature(distributed_c10d._process_group_name).parameters) == ["ranks", "use_hashed_name"]
+    assert "_process_group_name(" in inspect.getsource(distributed_c10d._new_group_with_tag)
+
+
 def test_streams_have_capture_state() -> None:
     assert callable(torch.cuda.is_current_stream_capturing)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
 
 TRANSFORMERS = "transformers"
@@ -125,9 +126,8 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
     if len(measured := sorted({_what(row) for row in rows})) != 1:
         raise ConfigError(f"a picture is of one measurement, not of {'; '.join(measured) or 'none'}")
 
+    check_format(path)
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
-    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
-        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
     axes = figure.subplots()
     for key in dict.fromkeys((row.layout, row.algorithm) for row in rows):
         curve = sorted((row for row in rows if (row.layout, row.algorithm) == key), key=lambda row: row.batch)

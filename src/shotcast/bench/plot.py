@@ -63,6 +63,14 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
     return {name: sorted(points) for name, points in result.items()}
 
 
+def check_format(path: Path) -> None:
+    """Raise ConfigError for a picture whose suffix is of no format that matplotlib writes."""
+    import matplotlib.figure
+
+    if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
+        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+
+
 def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = "") -> None:
     """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format.
 
@@ -74,10 +82,7 @@ def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = 
     timed = [row for row in rows if row.time_us is not None]
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
-    import matplotlib.figure
-
-    if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
-        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+    check_format(path)
     from shotcast.bench import over_ring
 
     figure = over_ring.figure(timed, caption) if kind == "speedup-over-ring" else _figure(timed, caption)

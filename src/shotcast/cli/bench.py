@@ -43,6 +43,7 @@ from shotcast.cli.options import (
     names_in,
     new_console,
     numbers_in,
+    ready_to_write,
     sizes_between,
     world_sizes_of,
 )
@@ -181,10 +182,14 @@ class _Outputs:
 
 def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
     from shotcast.bench import contenders, harness, report, tables
-    from shotcast.bench.plot import KINDS, plot
+    from shotcast.bench.plot import KINDS, check_format, plot
 
-    if outputs.plot_kind not in KINDS:  # before minutes of measuring
+    # before minutes of measuring
+    if outputs.plot_kind not in KINDS:
         raise ConfigError(f"there is no picture {outputs.plot_kind!r}; there are {', '.join(KINDS)}")
+    if outputs.plot_file is not None:
+        check_format(outputs.plot_file)
+    ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
     job = env.job()
     world_sizes = world_sizes_of(world_size, plan.device, job.world_size if job else None)
     console = new_console()
@@ -213,7 +218,6 @@ def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
         console.print(f"wrote {outputs.json_file}")
     if outputs.markdown_file is not None:
         texts = [tables.markdown([row for row in rows if row.world_size == number]) for number in world_sizes]
-        outputs.markdown_file.parent.mkdir(parents=True, exist_ok=True)
         outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
         console.print(f"wrote {outputs.markdown_file}")
     if outputs.plot_file is not None and result is not None:
@@ -248,6 +252,7 @@ def _engine_command(
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
     from shotcast.bench import engine, engine_report
+    from shotcast.bench.plot import check_format
     from shotcast.hardware.detect import detect
 
     plan = engine.EnginePlan(
@@ -265,8 +270,9 @@ def _engine_command(
     )
     screen = new_console()
     environment, command = detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
+    if plot_file is not None:
+        check_format(plot_file)
+    ready_to_write(json_file, plot_file)
     rows = []
     with Console(stderr=True).status("") as status:
         for row in engine.measure(plan, status.update):

@@ -67,6 +67,21 @@ def new_console() -> Console:
     return console if console.is_terminal else Console(width=160)
 
 
+def ready_to_write(*files: Path | None) -> None:
+    """Refuse what cannot be written, before minutes are spent on what goes there."""
+    for file in files:
+        if file is None:
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            existed = file.exists()
+            file.open("a").close()
+            if not existed:
+                file.unlink()
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+
+
 def sizes_between(minbytes: str, maxbytes: str, stepfactor: int) -> tuple[int, ...]:
     least, most = parse_size(minbytes), parse_size(maxbytes)
     if not 0 < least <= most:

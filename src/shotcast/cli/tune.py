@@ -18,6 +18,7 @@ from shotcast.cli.options import (
     device_name,
     names_in,
     new_console,
+    ready_to_write,
     sizes_between,
     world_sizes_of,
 )
@@ -87,6 +88,7 @@ def tune(
     facts = detect()
     part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
     file = output or Path(table.file_name(part, world_sizes[0]))
+    ready_to_write(file)
     merging = merge and file.exists()
     if merging:
         tune_table.mergeable(file.read_text(), str(file), part, world_sizes[0])  # before time is spent
@@ -100,7 +102,6 @@ def tune(
     )
     if merging:
         text = tune_table.merged(file.read_text(), text, str(file))
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     screen = new_console()
     screen.print(tune_table.view(points, world_sizes[0], where))

@@ -31,7 +31,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_reduce(grads[0].contiguous(), algorithm=ctx.algorithm), None, None
+        return ctx.comm.all_reduce(_plain(grads[0]), algorithm=ctx.algorithm), None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
         _only_sums("all_reduce", ctx.reduction)
-        return torch.ops.shotcast.all_reduce(grad.contiguous(), ctx.comm, ctx.algorithm, "sum"), None, None, None
+        return torch.ops.shotcast.all_reduce(_plain(grad), ctx.comm, ctx.algorithm, "sum"), None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -53,7 +53,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_gather(grads[0].contiguous(), algorithm=ctx.algorithm), None, None
+        return ctx.comm.all_gather(_plain(grads[0]), algorithm=ctx.algorithm), None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
         _only_sums("reduce_scatter", ctx.reduction)
-        whole = torch.ops.shotcast.all_gather(grad.contiguous(), ctx.comm, ctx.world_size, ctx.algorithm)
+        whole = torch.ops.shotcast.all_gather(_plain(grad), ctx.comm, ctx.world_size, ctx.algorithm)
         return whole, None, None, None, None, None
 
 
@@ -81,7 +81,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        grad = grads[0].contiguous()
+        grad = _plain(grads[0])
         if ctx.sizes is None:
             algorithm = where_legal(ctx.comm, grad, ctx.algorithm)
             return ctx.comm.reduce_scatter(grad, algorithm=algorithm), None, None, None
@@ -93,9 +93,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        part = torch.ops.shotcast.reduce_scatter(
-            grad.contiguous(), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False
-        )
+        part = torch.ops.shotcast.reduce_scatter(_plain(grad), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False)
         return part, None, None, None
 
     @staticmethod
@@ -104,7 +102,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def traced_uneven(ctx: Any, grad: torch.Tensor) -> Gradients:
-        total = torch.ops.shotcast.all_reduce(grad.contiguous(), ctx.comm, "auto", "sum")
+        total = torch.ops.shotcast.all_reduce(_plain(grad), ctx.comm, "auto", "sum")
         return _mine(total, ctx.sizes, ctx.rank), None, None, None, None
 
 
@@ -118,7 +116,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_to_all(grads[0].contiguous(), algorithm=ctx.algorithm), None, None
+        return ctx.comm.all_to_all(_plain(grads[0]), algorithm=ctx.algorithm), None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -126,7 +124,12 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return torch.ops.shotcast.all_to_all(grad.contiguous(), ctx.comm, ctx.algorithm), None, None
+        return torch.ops.shotcast.all_to_all(_plain(grad), ctx.comm, ctx.algorithm), None, None
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as calls take it; autograd conjugates lazily."""
+    return grad.resolve_conj().resolve_neg().contiguous()
 
 
 def _only_sums(op: str, reduction: str) -> None:

@@ -6,7 +6,6 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +28,7 @@ from shotcast.collectives.streams import StreamChain
 from shotcast.collectives.trouble import error_of
 from shotcast.collectives.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
-from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.host_group import StoreGroup, new_group
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Fault, LaunchShape, Norm, Op
 
@@ -111,6 +110,7 @@ class Communicator:
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self.max_bytes = max_bytes
         self._closed = False
+        self._splits, self._owns_group = 0, False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._chain = StreamChain() if self.device.type == "cuda" else None
@@ -657,21 +657,18 @@ class Communicator:
         if self._closed:
             raise ClosedError("split: this communicator was closed")
         said = self._host.all_gather((color, key, dist.get_rank()), what="split")
+        number, self._splits = self._splits, self._splits + 1
         if color is None:
             return None
         members = sorted((k, rank, job_rank) for rank, (c, k, job_rank) in enumerate(said) if c == color)
         job_ranks = [job_rank for _, _, job_rank in members]
-        group = dist.new_group(
-            sorted(job_ranks),
-            timeout=timedelta(seconds=SETUP_TIMEOUT_S),
-            backend=dist.get_backend_config(self._group),
-            use_local_synchronization=True,
-            group_desc=f"shotcast split {color}",
-        )
+        name = f"shotcast/{self.name}/split {number}/{color}"
+        group = new_group(sorted(job_ranks), name, dist.get_backend_config(self._group), SETUP_TIMEOUT_S)
         child = object.__new__(Communicator)
         order = [sorted(job_ranks).index(job_rank) for job_rank in job_ranks]
         room = self.max_bytes if max_bytes is None else max_bytes
         child._start(group, self.device, room, self._timeout_s, order, self._allow_fp8)
+        child._owns_group = True
         return child
 
     def close(self) -> None:
@@ -688,6 +685,8 @@ class Communicator:
             if self._executor is not None:
                 self._executor.drain()
                 self._executor.close()
+            if self._owns_group and self.device.type == "cpu" and dist.is_initialized():
+                dist.destroy_process_group(self._group)
         finally:
             self._lock.release()
 

@@ -8,15 +8,18 @@ import fcntl
 import io
 import multiprocessing.forkserver
 import multiprocessing.popen_forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import multiprocessing.util
 import os
 import pickle
+import re
 import select
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any
@@ -52,6 +55,13 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         socket_dir()
+        # Until it ignores Ctrl-C, which is after its imports, the server must not see one: it inherits what is blocked.
+        multiprocessing.resource_tracker.ensure_running()  # the server starts it otherwise, and that unblocks
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            _server.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
         # multiprocessing.parent_process() of the child watches this end.
         parent_fd = os.dup(write_fd)
@@ -72,11 +82,19 @@ def _close_fds(*fds: int) -> None:
         os.close(fd)
 
 
-_server = multiprocessing.forkserver.ForkServer()
-"""A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
-_server.set_forkserver_preload(
-    ["torch", "torch.distributed", __name__, "shotcast.cpu.preload", "shotcast.collectives.communicator"]
-)
+_PRELOAD = ["torch", "torch.distributed", __name__, "shotcast.cpu.preload", "shotcast.collectives.communicator"]
+
+
+def _new_server() -> None:
+    """A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
+    global _server
+    _server = multiprocessing.forkserver.ForkServer()
+    _server.set_forkserver_preload(_PRELOAD)
+
+
+_server: multiprocessing.forkserver.ForkServer
+_new_server()
+os.register_at_fork(after_in_child=_new_server)  # a server answers to the process that started it
 
 _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 
@@ -89,23 +107,85 @@ def main_of_caller() -> dict[str, Any]:
     return {key: preparation[key] for key in _MAIN_KEYS if key in preparation}
 
 
+class _Descriptor:
+    """An open file of the caller, given to the rank; its number there, once it has arrived."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Descriptor._arrived, (reduction.DupFd(self.number),)
+
+    @staticmethod
+    def _arrived(duplicate: Any) -> _Descriptor:
+        return _Descriptor(duplicate.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a rank has of its caller, as it is at the time of the call, though the server was started before.
+
+    Attributes:
+        env: all environment variables.
+        main: how the caller's script is imported.
+        streams: standard output and error by number, those that are open.
+    """
+
+    env: dict[str, str]
+    main: dict[str, Any]
+    streams: dict[int, _Descriptor]
+    umask: int | None
+    cores: set[int]
+    niceness: int
+
+    @classmethod
+    def here(cls, env: dict[str, str]) -> Surroundings:
+        streams = {}
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                streams[number] = _Descriptor(number)
+        return cls(env, main_of_caller(), streams, _umask(), os.sched_getaffinity(0), os.nice(0))
+
+    def enter(self) -> None:
+        for number, stream in self.streams.items():
+            os.dup2(stream.number, number)
+            os.close(stream.number)
+        if self.umask is not None:
+            os.umask(self.umask)
+        with contextlib.suppress(OSError):  # of cores that were taken from us meanwhile
+            os.sched_setaffinity(0, self.cores)
+        os.nice(max(0, self.niceness - os.nice(0)))
+        os.environ.clear()
+        os.environ.update(self.env)
+
+
+def _umask() -> int | None:
+    """Without changing it, as asking the usual way does."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        if found := re.search(r"^Umask:\s*([0-7]+)$", status.read(), re.MULTILINE):
+            return int(found[1], 8)
+    return None
+
+
 def run_rank(
-    env: dict[str, str],
-    main: dict[str, Any],
+    surroundings: Surroundings,
     payload: bytes,
     results: Connection,
     stacks: Connection,
     alive: Connection,
 ) -> None:
     _die_with(alive.fileno())
+    for pipe in (results, stacks, alive):
+        os.set_inheritable(pipe.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
-    os.environ.clear()
-    os.environ.update(env)
     try:
+        surroundings.enter()
         _apply_env()
         with _importing_main():
-            multiprocessing.spawn.prepare(main)
+            multiprocessing.spawn.prepare(surroundings.main)
         fn, args = pickle.loads(payload)
         value = fn(*args)
     except BaseException as error:

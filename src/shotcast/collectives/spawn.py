@@ -7,7 +7,8 @@
   touches CUDA, nor imports Triton, which reads its environment then.
 - The parent hosts the store that the ranks meet at, on a port the kernel picks; ranks join it as torchrun's workers do.
   So no port is guessed, and the store outlives every rank.
-- A rank's environment is the caller's at the time of the call, in place before the caller's modules are imported.
+- A rank's environment, standard output and error, umask, cores and niceness are the caller's at the time of the call,
+  in place before the caller's modules are imported.
 - The kernel kills a rank when the parent is gone, even if the rank is stuck in compiled code (Linux only, as is the
   shared memory of CPU ranks).
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -92,7 +94,7 @@ def spawn(
     Args:
         fn: a function at the top level of a module. It and ``args`` travel by pickle.
         world_size: number of processes, from 1 up.
-        timeout_s: seconds for the whole call; None waits for ever.
+        timeout_s: seconds for the whole call; None, or infinity, waits for ever.
         env: environment variables to set in the ranks, besides the caller's own.
         return_exceptions: do not end the other ranks when one fails; the list then holds, at the place of a rank that
             failed, its exception (:class:`RankFailed` if it was killed, exited, or was ended by ``timeout_s``).
@@ -104,9 +106,12 @@ def spawn(
     Raises:
         RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed. The other ranks were ended. When
             several failed it names the cause, not those who then missed it. ``__cause__`` is the rank's exception.
-        ConfigError: ``fn`` cannot be imported by a new process, or ``world_size`` is not positive.
+        ConfigError: ``fn`` cannot be imported by a new process, ``world_size`` is not positive, or an argument is not
+            what it should be.
     """
-    deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+        raise ConfigError(f"timeout_s is a number of seconds from 0 up, or None, not {timeout_s!r}")
+    deadline = time.monotonic() + timeout_s if timeout_s is not None and timeout_s < math.inf else None
     job = Ranks.start(fn, world_size, *args, env=env)
     ranks = job.ranks
     try:
@@ -143,6 +148,7 @@ class Ranks:
         self.pids: list[int] = []
         # multiprocessing waits at exit for processes that nobody has ended
         atexit.register(self.kill)
+        self._owner = os.getpid()
         try:
             for number, environment in environments.items():
                 # known before it runs: an interrupt may come at any moment
@@ -156,8 +162,10 @@ class Ranks:
     @classmethod
     def start(cls, fn: Callable[..., Any], world_size: int, *args: Any, env: Mapping[str, str] | None = None) -> Ranks:
         """As :func:`spawn`, but returns at once."""
-        if world_size < 1:
-            raise ConfigError(f"world_size is a positive number of processes, not {world_size}")
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(f"world_size is a positive number of processes, not {world_size!r}")
+        if strange := [name for name, value in (env or {}).items() if not isinstance(value, str)]:
+            raise ConfigError(f"environment variables are strings, and {strange[0]} is {(env or {})[strange[0]]!r}")
         payload = _pickle_call(fn, args)
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         return cls(payload, {rank: _rank_env(rank, world_size, store.port, env) for rank in range(world_size)}, store)
@@ -166,7 +174,7 @@ class Ranks:
     def start_in_place(cls, fn: Callable[..., Any], *args: Any) -> Ranks:
         """One process in the place of this one, which torchrun started as a rank: same rank, same store."""
         beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        environment = {"OMP_NUM_THREADS": str(max(1, available_cores() // beside)), **os.environ}
+        environment = _with_threads(dict(os.environ), beside)
         return cls(_pickle_call(fn, args), {int(os.environ["RANK"]): environment}, None)
 
     def wait(self) -> RankFailed | None:
@@ -179,8 +187,8 @@ class Ranks:
         return root_cause(failed) if failed else None
 
     def kill(self) -> None:
-        """End all processes, from any thread."""
-        for pid in self.pids:
+        """End all processes, from any thread; of the process that started them, not of one forked from it."""
+        for pid in self.pids if os.getpid() == self._owner else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -201,8 +209,14 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             'Put the call under: if __name__ == "__main__":'
         )
     name = getattr(fn, "__qualname__", repr(fn))
-    if getattr(fn, "__module__", None) == "__main__" and not main_of_caller():
-        raise ConfigError(f"{name} was typed into an interpreter; ranks import their function from a file")
+    if getattr(fn, "__module__", None) == "__main__":
+        main = main_of_caller()
+        if not main:
+            raise ConfigError(f"{name} was typed into an interpreter; ranks import their function from a file")
+        # "package.__main__" run by -m, "__main__" of a folder run as a script, or its file run by its path
+        at = main.get("init_main_from_name") or main.get("init_main_from_path", "").removesuffix(".py")
+        if at.endswith("__main__"):
+            raise ConfigError(f"{name} stands in a __main__.py, which ranks do not import; put it into another module")
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
@@ -211,9 +225,17 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
+def _with_threads(environment: dict[str, str], beside: int) -> dict[str, str]:
+    """``environment`` with OMP_NUM_THREADS, as set or for ``beside`` ranks on these cores."""
+    threads = environment.get("OMP_NUM_THREADS", "").strip() or str(max(1, available_cores() // beside))
+    first = threads.split(",")[0].strip()  # one number for each level of nesting
+    if not first.isdecimal() or int(first) < 1:
+        raise ConfigError(f"OMP_NUM_THREADS is a positive number of threads, not {threads!r}")
+    return environment | {"OMP_NUM_THREADS": threads}
+
+
 def _rank_env(rank: int, world_size: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
-    merged = {**os.environ, **(env or {})}
-    merged.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
+    merged = _with_threads({**os.environ, **(env or {})}, world_size)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         merged.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shotcast.collectives.rank_process import RankProcess, main_of_caller, run_rank
+from shotcast.collectives.rank_process import RankProcess, Surroundings, run_rank
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, RankFailed
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class WatchedRank:
         stacks, stacks_w = context.Pipe(duplex=False)
         alive_r, alive = context.Pipe(duplex=False)
         ends = (results_w, stacks_w, alive_r)
-        process = RankProcess(target=run_rank, args=(env, main_of_caller(), payload, *ends))
+        process = RankProcess(target=run_rank, args=(Surroundings.here(env), payload, *ends))
         process.name = f"shotcast rank {rank}"
         return cls(rank, process, results, stacks, alive, ends)
 
@@ -112,8 +112,11 @@ class WatchedRank:
         return self.reported and self.failure is None
 
     def receive(self) -> None:
-        """Take the rank's report, or, if the pipe ends without one, learn how the process died."""
+        """Take the rank's report, or, if it ended without one, learn how it died."""
         try:
+            # of what a rank has started, something may live on, and hold the pipe open
+            if not self.results.poll():
+                raise EOFError
             report = self.results.recv_bytes()
         except (EOFError, OSError):
             self.note_exit(timeout_s=_EXIT_GRACE_S)
@@ -164,13 +167,14 @@ class WatchedRank:
 
 def collect(ranks: Sequence[WatchedRank], deadline: float | None, *, stop_at_failure: bool) -> bool:
     """Wait for reports; True when the deadline passed first. A failure ends the wait after a moment for its cause."""
-    while pending := {rank.results: rank for rank in ranks if not rank.finished}:
+    while unfinished := [rank for rank in ranks if not rank.finished]:
         now = time.monotonic()
         if deadline is not None and now >= deadline:
             return True
-        ready = wait(list(pending), None if deadline is None else deadline - now)
-        for connection in ready:
-            pending[connection].receive()  # type: ignore[index]
+        ends = {end: rank for rank in unfinished for end in (rank.results, rank.process.sentinel)}
+        ready = wait(list(ends), None if deadline is None else deadline - now)
+        for rank in dict.fromkeys(ends[end] for end in ready):  # type: ignore[index]
+            rank.receive()
         failures = [rank.failure for rank in ranks if rank.failure is not None]
         if failures and stop_at_failure:
             settle_s = _SETTLE_TIMEOUT_S if all(f.consequence == 3 for f in failures) else _SETTLE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from shotcast.errors import CollectiveTimeout
 
 _built: Counter[str] = Counter()
+_NAMING = threading.Lock()
 
 
 def _job_store() -> dist.Store:
@@ -21,6 +23,39 @@ def _job_store() -> dist.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def new_group(job_ranks: Sequence[int], name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A process group that only its members make.
+
+    PyTorch names such a group after how many groups this process has, which is not the same on all ranks; they would
+    wait for one another under different names. So ``name``, on which they agree, is put in the place of that.
+
+    Args:
+        job_ranks: the members, ascending, by rank in the job.
+        name: of no other group of the job.
+        backend: as ``dist.get_backend_config`` says it.
+        timeout_s: of the group's operations.
+    """
+    from torch.distributed import distributed_c10d
+
+    with _NAMING:
+        usual, thread = distributed_c10d._process_group_name, threading.get_ident()
+
+        def agreed(ranks: Any, use_hashed_name: bool) -> Any:
+            return name if threading.get_ident() == thread else usual(ranks, use_hashed_name)
+
+        distributed_c10d._process_group_name = agreed
+        try:
+            return dist.new_group(
+                list(job_ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=name,
+            )
+        finally:
+            distributed_c10d._process_group_name = usual
 
 
 class StoreGroup:
@@ -81,7 +116,9 @@ class StoreGroup:
         if left > 0:
             try:
                 self._store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would be without end
-            except dist.DistStoreError:
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # DistStoreError of most stores; FileStore has none of its own
                 pass
             else:
                 return True
