@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -391,6 +392,31 @@ class TestEngine:
         assert result.returncode == 0, result.stderr
         assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
 
+    def test_interrupt_before_an_answer_takes_the_question_back(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Later, what there is of the answer is kept."""
+        from shotcast.cli.engine import _converse
+        from shotcast.engine.requests import RequestOutput, SamplingParams
+
+        class Interrupted:
+            def __init__(self, *deltas: str):
+                self.deltas, self.tokenizer = deltas, self
+
+            def chat(self, messages: list[dict[str, str]]) -> list[int]:
+                return [1]
+
+            def stream(self, tokens: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+                for delta in self.deltas:
+                    yield RequestOutput("r", (1,), text=delta, delta=delta)
+                raise KeyboardInterrupt
+
+        asked = [{"role": "user", "content": "why?"}]
+        _converse(Interrupted("because"), asked, SamplingParams())  # type: ignore[arg-type]
+        assert asked[1:] == [{"role": "assistant", "content": "because"}]
+        asked.append({"role": "user", "content": "why that?"})
+        _converse(Interrupted(), asked, SamplingParams())  # type: ignore[arg-type]
+        assert len(asked) == 2
+        assert capsys.readouterr().out == "because\n\n"
+
     @pytest.mark.parametrize(
         ("args", "said"),
         [
@@ -400,6 +426,7 @@ class TestEngine:
             (["generate", "x", "-d", "int8"], "dtype is float32, bfloat16, float16"),
             (["generate", "x", "--device", "cuda"], "no usable GPU"),
             (["serve", "--kv-cache", "lots"], "lots"),
+            (["serve", "-m", "random:smollm2-135m"], "random:smollm2-135m has no tokenizer"),
             (["serve", "--max-queue", "0"], "max_queue is a whole number from 1 up"),
             (["bench", "engine", "--layouts", "2"], "a layout is TxP"),
         ],

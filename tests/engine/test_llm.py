@@ -315,7 +315,7 @@ def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
         "    raise SystemExit(7)\n"
     )
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 7, result.stderr
+    assert (result.returncode, result.stderr) == (7, "")
     assert_gone([int(pid) for pid in result.stdout.split()])
 
 

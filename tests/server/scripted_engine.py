@@ -32,6 +32,9 @@ class ScriptedTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join("\ufffd" if token in (HALF, OTHER_HALF) else chr(token) for token in ids)
 
+    def alone(self, token: int, skip_special: bool = True) -> str:
+        return self.decode([token])
+
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if messages[-1]["role"] != "user":
             raise ConfigError("the template wants the user's word last")

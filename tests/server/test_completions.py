@@ -21,6 +21,7 @@ from shotcast.server.answers import Answer, ChatAnswer, CompletionAnswer
 from shotcast.server.body import ChatBody, CompletionBody
 from shotcast.server.config import ServerConfig
 from shotcast.server.service import Service
+from shotcast.server.streaming import event
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,39 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.top_logprobs[1] == {"b": -0.5, "\ufffd": -1.5, chr(NEVER): -9999.0}
     answer = client.completions.create(model="letters", prompt="x", logprobs=0)
     assert answer.choices[0].logprobs.top_logprobs[0] == {"a": -0.5}
+
+
+class Named(ScriptedTokenizer):
+    """END has a name, as special tokens do, and leaves no text."""
+
+    def alone(self, token: int, skip_special: bool = True) -> str:
+        return ("" if skip_special else "<end>") if token == END else " " + self.decode([token])
+
+
+def test_tokens_of_logprobs_are_as_they_follow_others() -> None:
+    entries = [TokenLogprob(token, -1.0, 1, ((END, -2.0),)) for token in (ord("a"), END, ord("b"))]
+    output = RequestOutput("r", (1,), [97, END, 98], " a b", finish_reason="length", logprobs=entries)
+    body = CompletionBody(model="m", prompt="x", logprobs=1)
+    said = CompletionAnswer(body, "m", Named()).whole({0: output})["choices"][0]["logprobs"]
+    assert said["tokens"] == [" a", "<end>", " b"]
+    assert said["text_offset"] == [0, 2, 2]
+    assert said["top_logprobs"][0] == {"<end>": -2.0, " a": -1.0}
+    chat = ChatBody(model="m", messages=HELLO, logprobs=True, top_logprobs=1)
+    content = ChatAnswer(chat, "m", Named()).whole({0: output})["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], bytes(one["bytes"])) for one in content] == [
+        (" a", b" a"),
+        ("<end>", b"<end>"),
+        (" b", b" b"),
+    ]
+    assert content[0]["top_logprobs"][0]["token"] == "<end>"
+
+
+@given(st.text())
+def test_an_event_is_one_line(text: str) -> None:
+    """Also for clients that take more than line feeds for its end."""
+    line, *rest = event({"text": f"a\u2028b\u2029c\x85{text}"}).decode().splitlines()
+    assert rest == [""]
+    assert json.loads(line.removeprefix("data: ")) == {"text": f"a\u2028b\u2029c\x85{text}"}
 
 
 def test_completion_logprobs_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:

@@ -160,6 +160,24 @@ def test_context_length(server: Live) -> None:
         server.engine.max_model_len = 200
 
 
+def test_context_length_without_other_limits() -> None:
+    with live() as server:
+        server.engine.max_model_len = 50
+        ask = {"model": "letters", "prompt": "x" * 40}
+        for asked, gets in ((None, 10), (10, 10)):
+            assert server.post("/v1/completions", ask | {"max_tokens": asked}).status_code == 200
+            assert server.engine.params[-1].max_tokens == gets
+        answer = server.post("/v1/completions", ask | {"max_tokens": 11})
+        assert "max_tokens is 11" in refused(answer, 400, "max_tokens", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(("value", "status"), [(False, 200), (None, 200), (True, 400)])
+def test_stream_options_that_ask_for_nothing(server: Live, value: bool | None, status: int) -> None:
+    options = {"include_usage": True, "include_obfuscation": value}
+    body = {"model": "letters", "prompt": "x", "stream": True, "stream_options": options}
+    assert server.post("/v1/completions", body).status_code == status
+
+
 @pytest.mark.parametrize(("asked", "gets"), [(None, 60), (59, 59), (60, 60), (1000, 60)])
 def test_max_output_tokens_caps_and_is_the_default(server: Live, asked: int | None, gets: int) -> None:
     answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "max_tokens": asked})

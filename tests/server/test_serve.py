@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -181,6 +183,27 @@ def test_a_killed_rank_fails_the_stream_and_ends_the_server() -> None:
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     finally:
         server.end()
+
+
+def test_told_to_end_while_the_model_loads(tmp_path: Path) -> None:
+    """As a supervisor may, who expects that nothing is left."""
+    folder = tempfile.mkdtemp(prefix="t", dir="/tmp")  # of a path that is short enough for sockets
+    command = [sys.executable, "-m", "shotcast", "serve", "--port", "0", "-t", "2"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, "TMPDIR": folder})
+    try:
+        until = time.monotonic() + 40
+        while not list(Path(folder).glob("shotcast-*/engine")) and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+        assert os.listdir(folder) == []
+        assert "Traceback" not in (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder)
 
 
 def test_restart_serves_again_after_a_killed_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -112,6 +113,8 @@ def generate(
     with LLM(**options) as llm:
         tokens = llm.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         output = _show(llm.stream(tokens, params))
+        if output is None:
+            raise KeyboardInterrupt
         _say(_summary(llm, output))
 
 
@@ -149,14 +152,16 @@ def chat(
 
 
 def _converse(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:
-    """Answer the last of ``messages``, and add the answer; or take it back where there is no room for one."""
+    """Answer the last of ``messages``, and add the answer; or take it back where there is none, or no room for one."""
+    answer = None
     try:
-        answer = _show(llm.stream(llm.tokenizer.chat(messages), params)).text
+        answer = _show(llm.stream(llm.tokenizer.chat(messages), params))
     except ConfigError as error:
-        messages.pop()
         _say(f"{error}")
-        return
-    messages.append({"role": "assistant", "content": answer})
+    if answer is None:
+        messages.pop()
+    else:
+        messages.append({"role": "assistant", "content": answer.text})
 
 
 def serve(
@@ -221,7 +226,11 @@ def serve(
     import logging
 
     from shotcast.engine.async_llm import AsyncLLM
+    from shotcast.engine.tokenizer import Tokenizer
 
+    Tokenizer.find(model)
+    # until it listens, which has a way of its own to end: what was begun is ended in order
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def listening(bound: int) -> None:
@@ -249,16 +258,15 @@ def _ask() -> str:
         return ""
 
 
-def _show(outputs: Iterator[RequestOutput]) -> RequestOutput:
-    """Print an answer while it is made; Ctrl-C ends it where it stands."""
-    output = next(outputs)
-    typer.echo(output.delta, nl=False)
+def _show(outputs: Iterator[RequestOutput]) -> RequestOutput | None:
+    """Print an answer while it is made; Ctrl-C ends it where it stands. None before there was any of it."""
+    output = None
     with contextlib.suppress(KeyboardInterrupt):
         for output in outputs:
             typer.echo(output.delta, nl=False)
             sys.stdout.flush()
     typer.echo()
-    if output.error:
+    if output is not None and output.error:
         _say(f"it ended with an error: {output.error}")
     return output
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
@@ -95,6 +96,8 @@ class EngineClient:
             if isinstance(error, OSError):
                 raise ConfigError(f"no socket can be made at {address}: {error}") from error
             raise
+        # the folder goes after the listener, also where nobody closes this
+        self._give_back = weakref.finalize(self, _give_back, self._listener, self._folder)
         self.pids = list(self._ranks.pids)
         self._ready: rank.Ready | None = None
         self._loaded = threading.Event()
@@ -305,10 +308,14 @@ class EngineClient:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as nobody:
                 nobody.connect(self._listener.address)
         read.join()
-        self._listener.close()
-        self._folder.cleanup()
+        self._give_back()
         for name, listen in list(self._listeners.items()):
             listen([News(name, EngineDead("it was closed"), time.perf_counter())])
+
+
+def _give_back(listener: Listener, folder: tempfile.TemporaryDirectory[str]) -> None:
+    listener.close()
+    folder.cleanup()
 
 
 def _cause_of(failure: RankFailed | None) -> str:

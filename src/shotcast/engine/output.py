@@ -78,7 +78,7 @@ class OutputBuilder:
         if progress.stop_token is not None:  # the last one
             tokens = tokens[:-1]
         if self._decoder is None:
-            text = self._tokenizer.decode(tokens)
+            text = self._tokenizer.continuation(tokens)
         else:
             text = "".join(map(self._decoder.push, tokens))
             if last:

@@ -42,13 +42,9 @@ class Tokenizer:
         Raises:
             ConfigError: it has none, or it cannot be read.
         """
-        if model.startswith(RANDOM):
-            raise ConfigError(f"{model} has no tokenizer, since its weights are random; give token ids instead of text")
+        path = cls.find(model)
         from transformers import AutoTokenizer
 
-        path = find_model(model)
-        if path.is_dir() and not any((path / name).is_file() for name in _FILES):
-            raise ConfigError(f"{path} has no tokenizer: none of {', '.join(_FILES)} is there")
         folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
@@ -57,6 +53,16 @@ class Tokenizer:
         if not path.is_dir():
             _fit_to_gguf(tokenizer, path)
         return cls(tokenizer)
+
+    @staticmethod
+    def find(model: str) -> Path:
+        """The folder, or the GGUF file, of a model that has a tokenizer. ConfigError if it has none."""
+        if model.startswith(RANDOM):
+            raise ConfigError(f"{model} has no tokenizer, since its weights are random; give token ids instead of text")
+        path = find_model(model)
+        if path.is_dir() and not any((path / name).is_file() for name in _FILES):
+            raise ConfigError(f"{path} has no tokenizer: none of {', '.join(_FILES)} is there")
+        return path
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -71,6 +77,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """With the token that begins a text, if this tokenizer puts one there."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the text is not valid Unicode: {error}") from error
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
@@ -148,7 +158,7 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Text of tokens as they come: all pieces together are what decoding all tokens at once gives.
+    """Text of tokens as they come: all pieces together are the :meth:`Tokenizer.continuation` of all tokens.
 
     Only complete characters are given out. Tokens are held until those are known, and no longer, so that a token takes
     constant time however long the text is.
@@ -160,7 +170,6 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._held: list[int] = []
-        self._started = False
 
     def push(self, token: int) -> str:
         """What is known of the text now, beyond what was given out."""
@@ -171,7 +180,7 @@ class IncrementalDecoder:
         byte_tokens = self._tokenizer.byte_tokens
         if token in byte_tokens:
             return ""
-        text = alone if self._started and len(self._held) == 1 else self._text(self._held)
+        text = alone if len(self._held) == 1 else self._text(self._held)
         if byte_tokens or not text.endswith(_UNDECODABLE):
             return self._give_out(len(self._held), text)
         if len(self._held) <= _HELD:
@@ -181,7 +190,7 @@ class IncrementalDecoder:
         for count in range(len(self._held) - 4, len(self._held) - 8, -1):
             head, tail = self._held[:count], self._held[count:]
             before = self._text(head)
-            if before and before + self._tokenizer.continuation(tail, self._skip_special) == text:
+            if before and before + self._text(tail) == text:
                 return self._give_out(count, before)
         return ""
 
@@ -190,14 +199,10 @@ class IncrementalDecoder:
         return self._give_out(len(self._held), self._text(self._held))
 
     def _text(self, tokens: list[int]) -> str:
-        if self._started:
-            return self._tokenizer.continuation(tokens, self._skip_special)
-        return self._tokenizer.decode(tokens, self._skip_special)
+        return self._tokenizer.continuation(tokens, self._skip_special)
 
     def _give_out(self, count: int, text: str) -> str:
-        # a space that is left out at the start stays with what follows it
         if text:
-            self._started = True
             del self._held[:count]
         return text
 

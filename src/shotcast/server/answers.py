@@ -118,18 +118,21 @@ class CompletionAnswer(Answer[CompletionBody]):
         return self._body.prompt_text(number // self._body.choices, self._tokenizer)
 
     def _logprobs(self, entries: Sequence[TokenLogprob], told: _Told) -> dict[str, Any]:
-        """Four lists side by side; offsets count the characters of the tokens before, each decoded alone."""
+        """Four lists side by side; offsets count the characters of the tokens before, each decoded alone.
+
+        Special tokens have names, and no characters.
+        """
         tokens, offsets, alternatives = [], [], []
         for entry in entries:
-            token = self._tokenizer.decode([entry.token])
+            token = self._tokenizer.alone(entry.token, skip_special=False)
             top: dict[str, float] = {}
             # Tokens that look alike (parts of characters) share a key: the likeliest keeps it.
             for other, logprob in (*entry.top, (entry.token, entry.logprob)):
-                top.setdefault(self._tokenizer.decode([other]), _finite(logprob))
+                top.setdefault(self._tokenizer.alone(other, skip_special=False), _finite(logprob))
             tokens.append(token)
             offsets.append(told.offset)
             alternatives.append(top)
-            told.offset += len(token)
+            told.offset += len(self._tokenizer.alone(entry.token))
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
@@ -166,7 +169,7 @@ class ChatAnswer(Answer[ChatBody]):
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token])
+        text = self._tokenizer.alone(token, skip_special=False)
         # A part of a character decodes to the sign for what is none, whose bytes are not the token's.
         return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 

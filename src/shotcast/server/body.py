@@ -6,7 +6,7 @@ import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
@@ -60,6 +60,7 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class Body(_Strict):

@@ -15,6 +15,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def alone(self, token: int, skip_special: bool = True) -> str:
+        """Text of one token that follows others; nothing for a special one that is skipped."""
+        ...
+
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """A conversation of ``role`` and ``content`` as the model was trained on it, up to where its answer starts.
 

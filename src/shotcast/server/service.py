@@ -89,9 +89,11 @@ class Service:
             room = output_room(len(prompt), self.engine.max_model_len)
         except ConfigError as error:
             raise bad(where, str(error), too_long if prompt else None) from error
-        limit = room if self.config.max_output_tokens is None else self.config.max_output_tokens
+        limit = self.config.max_output_tokens
         param, asked = body.output_limit
-        length = min(limit, room if asked is None else asked)
+        length = room if asked is None else asked
+        if limit is not None:
+            length = min(length, limit)
         if length > room:
             asked_for = f"the prompt has {len(prompt)} tokens, and {param} is {asked}"
             raise bad(param, f"{asked_for}; together they are at most {self.engine.max_model_len}", too_long)

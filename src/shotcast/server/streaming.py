@@ -16,8 +16,13 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""Beside those that JSON escapes: where ``str.splitlines``, and clients that go by it, would end a line."""
+
+
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
