@@ -189,8 +189,9 @@ def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
         raise ConfigError(f"there is no picture {outputs.plot_kind!r}; there are {', '.join(KINDS)}")
     if outputs.plot_file is not None:
         check_format(outputs.plot_file)
-    ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
     job = env.job()
+    if job is None or job.rank == 0:
+        ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
     world_sizes = world_sizes_of(world_size, plan.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []

@@ -88,12 +88,15 @@ def tune(
     facts = detect()
     part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
     file = output or Path(table.file_name(part, world_sizes[0]))
-    ready_to_write(file)
-    merging = merge and file.exists()
+    writes = job is None or job.rank == 0
+    merging = writes and merge and file.exists()
+    # before time is spent
+    if writes:
+        ready_to_write(file)
     if merging:
-        tune_table.mergeable(file.read_text(), str(file), part, world_sizes[0])  # before time is spent
+        tune_table.mergeable(file.read_text(), str(file), part, world_sizes[0])
     measured, points = tuning.run_under_torchrun(plan) if job else tuning.run(plan, world_sizes[0])
-    if job is not None and job.rank != 0:
+    if not writes:
         return
     command = shlex.join(["shotcast", *sys.argv[1:]])
     facts_of_run = facts.as_json() | {"driver": nvidia_driver()}
