@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := .venv/.installed
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint ruff clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,19 +36,22 @@ demo: $(INSTALLED)
 	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
 
-# What mostly computes (kernels compiled, protocols explored, plans, draws, models) runs beside the rest, which mostly waits, and gives way to it.
+# What mostly computes (types, kernels compiled, protocols explored, plans, draws, models) runs beside the rest, which mostly waits, and gives way to it.
 BESIDE := tests/kernels tests/protocols tests/engine/test_sampler.py tests/engine/test_scheduler.py \
 	tests/engine/test_tokenizer.py tests/engine/test_relay.py tests/engine/test_runner.py tests/models \
 	tests/collectives/test_compile.py tests/bench/test_tune.py tests/test_functional.py tests/test_wheel.py
-test: lint
-	@nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider $(BESIDE) > .tests-beside.log 2>&1 & beside=$$!; \
+test: ruff
+	@(nice -n 19 $(BIN)/mypy && nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider $(BESIDE)) \
+		> .tests-beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); rest=$$?; \
-	wait $$beside; beside=$$?; echo "$(BESIDE):"; cat .tests-beside.log; exit $$((rest | beside))
+	wait $$beside; beside=$$?; echo "types, $(BESIDE):"; cat .tests-beside.log; exit $$((rest | beside))
 
-lint: $(INSTALLED)
+lint: ruff
+	$(BIN)/mypy
+
+ruff: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 clean:
 	rm -rf .venv .tests-beside.log build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
