@@ -337,7 +337,9 @@ class TestErrors:
             (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),
         ],
     )
-    def test_is_one_line(self, args: list[str], text: str) -> None:
+    def test_is_one_line(self, args: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And comes before anything is measured."""
+        monkeypatch.setattr("shotcast.bench.harness.run", lambda plan, world_size: pytest.fail("measured"))
         assert text in refused("bench", "all-reduce", "--device", "cpu", *args)
 
     @pytest.mark.parametrize("tokens", ["", "0", "1,x", "-1"])

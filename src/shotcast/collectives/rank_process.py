@@ -150,7 +150,8 @@ class Surroundings:
     def enter(self) -> None:
         for number, stream in self.streams.items():
             os.dup2(stream.number, number)
-            os.close(stream.number)
+            if stream.number != number:  # the server may have been started without it
+                os.close(stream.number)
         if self.umask is not None:
             os.umask(self.umask)
         with contextlib.suppress(OSError):  # of cores that were taken from us meanwhile
