@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cross
@@ -19,6 +20,8 @@ from shotcast.kernels.paged_attention import (
     STAGES,
     TILE,
     WARPS,
+    WIDE_STAGES,
+    WIDE_TILE,
     Decoding,
     decode_kernel,
     join_kernel,
@@ -154,9 +157,9 @@ def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item
     assert cross.instructions(kernel.asm["ptx"])["cp.async.cg.shared.global"] > 0
 
 
-def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability: int) -> Any:
+def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability: int, first: int = 0) -> Any:
     shape = SHAPE | {"HALF": head_dim // 2, "HALF_TILE": head_dim // 2, "SPLITS": 2, "PDL": capability >= 90}
-    constants = shape | {"FIRST": tile, "TILE": tile, "STAGES": stages, "norms": None}
+    constants = shape | {"FIRST": first or tile, "TILE": tile, "STAGES": stages, "norms": None}
     kinds = KINDS | dict.fromkeys(("x", "keys", "values", "result"), f"*{kind}")
     signature = {name: "constexpr" if name in constants else kinds[name] for name in decode_kernel.arg_names}
     vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
@@ -164,18 +167,29 @@ def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "sequences", "dtype", "first", "tile"),
+    ("kv_heads", "sequences", "dtype", "first", "tile", "stages"),
     [
-        (2, 1, torch.bfloat16, SMALL_TILE, SMALL_TILE),
-        (2, 4, torch.bfloat16, SMALL_TILE, SMALL_TILE),  # in 32 parts
-        (2, 8, torch.bfloat16, TILE, TILE),
-        (8, 2, torch.float16, TILE // 2, SMALL_TILE),
-        (8, 4, torch.float16, TILE, TILE),
-        (8, 1, torch.float32, SMALL_TILE, SMALL_TILE),  # room for no more
+        (2, 1, torch.bfloat16, SMALL_TILE, SMALL_TILE, STAGES),
+        (2, 4, torch.bfloat16, SMALL_TILE, SMALL_TILE, STAGES),  # in 32 parts
+        (2, 8, torch.bfloat16, TILE, TILE, STAGES),
+        (2, 32, torch.bfloat16, TILE, TILE, STAGES),  # in 4
+        (2, 64, torch.bfloat16, TILE, WIDE_TILE, WIDE_STAGES),  # in 2
+        (2, 200, torch.bfloat16, TILE, WIDE_TILE, WIDE_STAGES),
+        (8, 2, torch.float16, TILE // 2, SMALL_TILE, STAGES),
+        (8, 4, torch.float16, TILE, TILE, STAGES),
+        (8, 16, torch.float16, TILE, WIDE_TILE, WIDE_STAGES),
+        (8, 1, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),  # room for no more
+        (8, 64, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),
     ],
 )
 def test_attention_of_few_sequences_leaves_the_cache_to_products(
-    kv_heads: int, sequences: int, dtype: torch.dtype, first: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int,
+    sequences: int,
+    dtype: torch.dtype,
+    first: int,
+    tile: int,
+    stages: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launches: list[tuple[Any, ...]] = []
 
@@ -190,13 +204,21 @@ def test_attention_of_few_sequences_leaves_the_cache_to_products(
     kv_of = tuple(head * kv_heads // 16 for head in range(16))
     x = torch.zeros(sequences, (16 + 2 * kv_heads) * 128, dtype=dtype)
     cache, tables = torch.zeros(1, kv_heads, 128, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
-    decoding = Decoding(16, 128, kv_of, 8, 132, x.device)
+    decoding = Decoding(16, 128, kv_of, 200, 132, x.device)
     decoding(x, x, x, cache, cache, tables, tables, tables, 16, 0, torch.empty(sequences, 16, 128, dtype=dtype))
     constants = dict(zip(decode_kernel.arg_names, launches[0], strict=True))
-    assert (constants["FIRST"], constants["TILE"], constants["STAGES"]) == (first, tile, STAGES)
+    assert (constants["FIRST"], constants["TILE"], constants["STAGES"]) == (first, tile, stages)
 
 
 def test_small_tiles_take_little_shared_memory() -> None:
     """Four programs' worth leave 64 KB of a processor's 256 to the cache; of larger tiles, two have nearly all."""
     assert tiles_compiled("bf16", 128, SMALL_TILE, STAGES, 90).metadata.shared < 48 << 10
     assert tiles_compiled("bf16", 128, TILE, STAGES, 90).metadata.shared > 80 << 10
+
+
+def test_a_processor_has_room_for_two_programs_with_wide_tiles(tmp_path: Path) -> None:
+    kernel = tiles_compiled("bf16", 128, WIDE_TILE, WIDE_STAGES, 90, TILE)
+    assert 2 * (kernel.metadata.shared + (1 << 10)) <= 228 << 10
+    used = cross.resources(kernel, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert 2 * 32 * WARPS * used["REG"] <= 1 << 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shotcast.errors import ConfigError
@@ -42,3 +44,14 @@ def test_an_unknown_name_is_answered_with_close_ones() -> None:
         preset("llama-3-8b")
     with pytest.raises(ConfigError, match=r"accepted: llama-2-7b, .*smollm2-1.7b"):
         preset("?")
+
+
+def test_a_preset_with_another_number_of_layers() -> None:
+    whole = preset("llama-3.1-70b")
+    assert preset("llama-3.1-70b:40") == replace(whole, layers=40)
+    assert len(preset("llama-3.1-70b:90").tensors()) > len(whole.tensors())
+    for wrong in ("llama-3.1-70b:", "llama-3.1-70b:0", "llama-3.1-70b:-1", "llama-3.1-70b:4.5", "llama-3.1-70b:٣"):
+        with pytest.raises(ConfigError, match=r"preset llama-3.1-70b and a colon comes a number of layers from 1 up"):
+            preset(wrong)
+    with pytest.raises(ConfigError, match=r"no preset 'llama-70b'; close ones: .*llama-3.1-70b"):
+        preset("llama-70b:40")

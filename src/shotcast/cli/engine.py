@@ -24,7 +24,7 @@ _RESTART_AFTER_S = 1.0
 Model = Annotated[
     str,
     typer.Option(
-        "-m", "--model", help="A folder of Hugging Face, a GGUF file, smollm2, or random: and a preset's name."
+        "-m", "--model", help="A folder of Hugging Face, a GGUF file, smollm2, or random:PRESET, random:PRESET:LAYERS."
     ),
 ]
 TensorParallel = Annotated[int, typer.Option("-t", "--tensor-parallel", help="Ranks that share each layer.")]

@@ -17,7 +17,8 @@ class EngineConfig:
     """A model, the ranks it is spread over, and limits.
 
     Args:
-        model: a folder of Hugging Face, a GGUF file, ``smollm2``, or ``random:`` and a preset.
+        model: a folder of Hugging Face, a GGUF file, ``smollm2``, or ``random:`` and a preset, with another
+            number of layers ``random:PRESET:LAYERS``.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: stages, each with some of the layers.
         device: ``cpu``, ``cuda``, or ``auto``: CUDA where every rank of this machine can have a GPU.

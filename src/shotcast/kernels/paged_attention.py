@@ -20,15 +20,16 @@ from shotcast.kernels.rotation import halves, normed_and_turned
 from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel, shared_memory
 from shotcast.kernels.words import round_float
 
-TILE, SMALL_TILE = 64, 32
-"""Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when the small number."""
-_MANY_SPLITS = 16
+WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
+"""Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when which."""
+_FEW_SPLITS, _MANY_SPLITS = 2, 16
 LEAST_TILE = 16
 _RESERVED_BYTES = 1 << 10
 """Of shared memory, for each program."""
 WARPS = 4
-STAGES, FEW_STAGES = 5, 2
-"""Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies."""
+WIDE_STAGES, STAGES, FEW_STAGES = 4, 5, 2
+"""Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies. With
+wide tiles, one of four brings as many."""
 
 
 def tile_of(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
@@ -36,11 +37,16 @@ def tile_of(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
 
     That is of two tiles of keys and values, and of them in the form that tensor cores take.
     """
-    each = 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
+    each = _tile_bytes(head_dim, itemsize)
     tile = TILE
     while tile > LEAST_TILE and tile * each > memory:
         tile //= 2
     return tile, STAGES if tile * each <= memory else FEW_STAGES
+
+
+def _tile_bytes(head_dim: int, itemsize: int) -> int:
+    """Shared memory for a key and a value of two tiles."""
+    return 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
 
 
 @triton.jit
@@ -251,16 +257,20 @@ class Decoding:
         The first are few where a context is in many parts, so that a short one is divided among more programs. The
         others are few there too, and for as many sequences as products of ``matvec.py`` serve: their weights on their
         way lie in the L1 cache, which is what shared memory leaves, and when attention had all it can use, steps took
-        longer by more than long contexts do now (docs/engine.md).
+        longer by more than long contexts do now (docs/engine.md). Wide ones, where contexts are in few parts and a
+        processor has room for two programs, read as many keys ahead in fewer, larger steps.
 
         Args:
             dtype: of queries and caches.
             memory_bytes: shared memory that a program can have.
         """
         tile, stages = tile_of(self._head_dim, dtype.itemsize, memory_bytes)
-        many = self.splits(sequences) > _MANY_SPLITS
+        splits = self.splits(sequences)
+        many = splits > _MANY_SPLITS
         if dtype in matvec.DTYPES and (many or sequences <= matvec.MOST_ROWS):
             tile = min(tile, SMALL_TILE)
+        elif splits <= _FEW_SPLITS and WIDE_TILE * _tile_bytes(self._head_dim, dtype.itemsize) <= memory_bytes:
+            return TILE, WIDE_TILE, WIDE_STAGES
         return min(tile, SMALL_TILE if many else TILE), tile, stages
 
     def __call__(

@@ -147,9 +147,19 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """Raises ConfigError for a name that is none, with those that are close."""
-    if name not in PRESETS:
-        close = difflib.get_close_matches(name.lower(), PRESETS, 4, 0.5)
+    """Of a name, or of ``NAME:LAYERS``, the same with another number of layers: what stages and shares of a model take
+    can be measured on fewer GPUs than it needs.
+
+    Raises:
+        ConfigError: there is no such preset (says which are close), or that is no number of layers.
+    """
+    found, colon, layers = name.partition(":")
+    if found not in PRESETS:
+        close = difflib.get_close_matches(found.lower(), PRESETS, 4, 0.5)
         accepted = f"close ones: {', '.join(close)}" if close else f"accepted: {', '.join(PRESETS)}"
-        raise ConfigError(f"there is no preset {name!r}; {accepted}")
-    return PRESETS[name]
+        raise ConfigError(f"there is no preset {found!r}; {accepted}")
+    if not colon:
+        return PRESETS[found]
+    if not (layers.isascii() and layers.isdigit() and int(layers)):
+        raise ConfigError(f"after the preset {found} and a colon comes a number of layers from 1 up, not {layers!r}")
+    return replace(PRESETS[found], layers=int(layers))

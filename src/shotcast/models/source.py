@@ -38,12 +38,13 @@ def find_model(model: str) -> Path:
     hint = f"; close presets: {', '.join(RANDOM + name for name in close)}" if close else ""
     raise ConfigError(
         f"there is no model {model!r}; accepted: a folder with config.json and safetensors files, a .gguf file, "
-        f"{PACKAGED[0]} (comes as a package), or {RANDOM}PRESET for random weights{hint}"
+        f"{PACKAGED[0]} (comes as a package), or {RANDOM}PRESET (or PRESET:LAYERS) for random weights{hint}"
     )
 
 
 def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoint:
-    """The checkpoint of a model: a folder of Hugging Face, a .gguf file, ``smollm2``, or ``random:`` and a preset.
+    """The checkpoint of a model: a folder of Hugging Face, a .gguf file, ``smollm2``, or ``random:`` and what
+    :func:`shotcast.models.presets.preset` takes.
 
     Its tensors are what its configuration asks for.
 
