@@ -94,16 +94,18 @@ def _over_keys(
 
 
 @triton.jit
-def prompt_kernel(
+def _attend_tile(
     queries,
     keys,
     values,
-    tables,
-    tiles,
+    table,
     first_heads,
     result,
+    kv,
+    first,
+    count,
+    start,
     scale,
-    blocks,
     window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -115,19 +117,8 @@ def prompt_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Program (tile, key-value head), the last tile first: within a sequence it has the most keys. ``scale`` is that of
-    scores with log2(e) in it."""
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
-    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_FIELDS
-    kv = tl.program_id(1)
-    table = tables + tl.load(tile).to(tl.int64) * blocks
-    first = tl.load(tile + 1).to(tl.int64)
-    count = tl.load(tile + 2)
-    start = tl.load(tile + 3)
+    """``count`` queries, at most ROWS rows, from ``first`` on, of which the first is at position ``start``."""
     row = tl.arange(0, ROWS)
     token = row // GROUP
     head = tl.load(first_heads + kv) + row % GROUP
@@ -225,6 +216,95 @@ def prompt_kernel(
     tl.store(result + address, round_float(out, result.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def prompt_kernel(
+    queries,
+    keys,
+    values,
+    tables,
+    tiles,
+    first_heads,
+    result,
+    scale,
+    blocks,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile, key-value head), the last tile first: within a sequence it has the most keys. ``scale`` is that of
+    scores with log2(e) in it. A tile of one token, as sequences have
+    that decode, or of few takes SHORT_ROWS rows."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_FIELDS
+    kv = tl.program_id(1)
+    table = tables + tl.load(tile).to(tl.int64) * blocks
+    first = tl.load(tile + 1).to(tl.int64)
+    count = tl.load(tile + 2)
+    start = tl.load(tile + 3)
+    if count * GROUP <= SHORT_ROWS and SHORT_ROWS < ROWS:
+        _attend_tile(
+            queries,
+            keys,
+            values,
+            table,
+            first_heads,
+            result,
+            kv,
+            first,
+            count,
+            start,
+            scale,
+            window,
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            GROUP,
+            SHORT_ROWS,
+            WIDTH,
+            BLOCK_SIZE,
+            KEYS,
+            STAGES,
+            WINDOWED,
+        )
+    else:
+        _attend_tile(
+            queries,
+            keys,
+            values,
+            table,
+            first_heads,
+            result,
+            kv,
+            first,
+            count,
+            start,
+            scale,
+            window,
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            GROUP,
+            ROWS,
+            WIDTH,
+            BLOCK_SIZE,
+            KEYS,
+            STAGES,
+            WINDOWED,
+        )
+
+
 def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int) -> int:
     """Tokens of a sequence that a program takes, at most.
 
@@ -271,7 +351,7 @@ def attend(
     """
     heads, head_dim = queries.shape[1:]
     width = max(16, triton.next_power_of_2(head_dim))
-    rows = max(16, triton.next_power_of_2(most * group))  # tl.dot takes 16 or more
+    rows, short = (max(16, triton.next_power_of_2(tokens * group)) for tokens in (most, 1))  # tl.dot takes 16 or more
     wide = head_dim > _WIDE
     if queries.dtype == torch.float32:
         keys_at_once = FLOAT32_KEYS
@@ -294,6 +374,7 @@ def attend(
         head_dim,
         group,
         rows,
+        short,
         width,
         block_size,
         keys_at_once,

@@ -50,33 +50,40 @@ def rotate_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head): heads are the queries', then the keys', then the values'. ``norms`` may be None."""
+    """Program (token, part): COUNT heads, of the queries, then the keys, then the values. ``norms`` may be None."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    i = tl.arange(0, HALF_TILE)[None, :]
-    inside = i < HALF
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     DTYPE: tl.constexpr = x.dtype.element_ty
-    nothing = tl.zeros([1, 1], tl.int64)
-    first, second = halves(x, nothing + token * (HEADS + 2 * KV_HEADS) + head, i, inside, HALF)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
+    i = tl.arange(0, HALF_TILE)[None, :]
+    wide = i < HALF
+    first, second = halves(x, token * ALL + head, i, wide & (head < ALL), HALF)
     slot = tl.load(slots + token)
-    if head < HEADS + KV_HEADS:
-        position = tl.load(positions + token)
-        cosine = tl.load(cosines + position * HALF + i, mask=inside)
-        sine = tl.load(sines + position * HALF + i, mask=inside)
-        gains = None if norms is None else halves(norms, nothing + head, i, inside, HALF)
-        first, second = normed_and_turned(first, second, gains, cosine, sine, eps, 1, HALF, DTYPE)
-    if head < HEADS:
-        target = queries + (token * HEADS + head) * (2 * HALF)
-    elif head < HEADS + KV_HEADS:
-        target = keys + (slot * KV_HEADS + head - HEADS) * (2 * HALF)
-    else:
-        target = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF)
-    tl.store(target + i, first, mask=inside)
-    tl.store(target + HALF + i, second, mask=inside)
+    position = tl.load(positions + token)
+    cosine = tl.load(cosines + position * HALF + i, mask=wide)
+    sine = tl.load(sines + position * HALF + i, mask=wide)
+    turns = head < HEADS + KV_HEADS
+    gains = None if norms is None else halves(norms, head, i, wide & turns, HALF)
+    low, high = normed_and_turned(first, second, gains, cosine, sine, eps, COUNT, HALF, DTYPE)
+    first, second = tl.where(turns, low, first), tl.where(turns, high, second)
+    query = queries + (token * HEADS + head) * (2 * HALF) + i
+    tl.store(query, first, mask=wide & (head < HEADS))
+    tl.store(query + HALF, second, mask=wide & (head < HEADS))
+    kept = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
+    tl.store(keys + kept, first, mask=wide & turns & (head >= HEADS))
+    tl.store(keys + kept + HALF, second, mask=wide & turns & (head >= HEADS))
+    kept -= KV_HEADS * (2 * HALF)
+    tl.store(values + kept, first, mask=wide & (head >= HEADS + KV_HEADS) & (head < ALL))
+    tl.store(values + kept + HALF, second, mask=wide & (head >= HEADS + KV_HEADS) & (head < ALL))
+
+
+_PAIRS = 1024
+"""Of halves of heads, in a program."""
 
 
 def rotate_into_cache(
@@ -99,8 +106,11 @@ def rotate_into_cache(
     """
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    options = launch_options(x.device, warps=1)
-    rotate_kernel[(tokens, heads + 2 * kv_heads)](
+    every = heads + 2 * kv_heads
+    half_tile = triton.next_power_of_2(head_dim // 2)
+    count = min(triton.next_power_of_2(every), max(1, _PAIRS // half_tile))
+    options = launch_options(x.device, warps=max(1, count * half_tile // 256))  # 16-byte accesses of 16-bit values
+    rotate_kernel[(tokens, triton.cdiv(every, count))](
         x,
         norms,
         cosines,
@@ -114,7 +124,8 @@ def rotate_into_cache(
         heads,
         kv_heads,
         head_dim // 2,
-        triton.next_power_of_2(head_dim // 2),
+        half_tile,
+        count,
         options["launch_pdl"],
         **options,
     )
