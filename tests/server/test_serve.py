@@ -215,10 +215,7 @@ def test_restart_serves_again_after_a_killed_rank() -> None:
         os.kill(server.ranks()[0], signal.SIGKILL)
         assert server._found.wait(60)
         assert server.process.poll() is None
-        assert server.port != 0
-        until = time.monotonic() + 30
-        while server.port == first and time.monotonic() < until:
-            time.sleep(0.05)
+        assert server.port == first
         assert complete(server.client(), PROMPTS[0], 4).startswith(" Paris")
         assert server.stop() == 0
     finally:

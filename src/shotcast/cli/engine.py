@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shotcast.cli.options import Device, DeviceOption
-from shotcast.errors import ConfigError, EngineDead
+from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from shotcast.engine.llm import LLM
     from shotcast.engine.requests import RequestOutput, SamplingParams
-
-_RESTART_AFTER_S = 1.0
 
 Model = Annotated[
     str,
@@ -194,6 +192,7 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's HTTP interface: /v1/completions, /v1/chat/completions, /metrics."""
     from shotcast.server.main import ServerConfig, run
+    from shotcast.server.restart import run_again
     from shotcast.units import parse_size
 
     options = _options(
@@ -236,18 +235,8 @@ def serve(
     def listening(bound: int) -> None:
         _say(f"serving {model} at http://{host}:{bound}/v1")
 
-    while True:
-        try:
-            code = run(AsyncLLM(**options), config, listening)
-        except EngineDead as error:
-            if not restart:
-                raise
-            _say(str(error))
-            code = 1
-        if code == 0 or not restart:
-            raise typer.Exit(code)
-        _say("the engine died; starting its ranks again")
-        time.sleep(_RESTART_AFTER_S)
+    start = partial(AsyncLLM, **options)
+    raise typer.Exit(run_again(start, config, listening) if restart else run(start(), config, listening))
 
 
 def _ask() -> str:
