@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.units import align_up, format_size, parse_size
+from shotcast.units import about_size, align_up, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,25 @@ def test_format_is_exact(nbytes: int) -> None:
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1536 B"), (3 << 20, "3 MiB")])
 def test_format(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (65536, "64 KiB"), (100 << 20, "100 MiB"),
+        (10011474841, "9.32 GiB"), (99 << 20 | 1 << 19, "99.5 MiB"), ((1 << 30) - 1, "1024 MiB"),
+        (756 << 30, "756 GiB"),
+    ],
+)  # fmt: skip
+def test_for_reading(nbytes: int, text: str) -> None:
+    assert about_size(nbytes) == text
+
+
+@given(st.integers(0, 1 << 50))
+def test_what_is_read_is_off_by_a_two_hundredth_at_most(nbytes: int) -> None:
+    number, unit = about_size(nbytes).split()
+    factor = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    assert abs(float(number) * factor - nbytes) <= nbytes / 200
 
 
 @given(st.integers(0, 1 << 62), st.integers(1, 1 << 20))

@@ -32,6 +32,17 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def about_size(nbytes: int) -> str:
+    """For reading, three digits: ``10011474841`` as ``"9.32 GiB"``, ``65536`` as ``"64 KiB"``."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            value = nbytes / factor
+            digits = 2 if value < 10 else 1 if value < 100 else 0
+            text = f"{value:.{digits}f}"
+            return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+    return f"{nbytes} B"
+
+
 def align_up(value: int, multiple: int) -> int:
     """The least multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple

@@ -136,7 +136,7 @@ def check_failure(group, directory, where):
     text = str(caught.value)
     assert "rank 1: " in text
     if where == "reserve":
-        for part in ("9 MiB for 3 ranks", "3 MiB each", "MiB free in", "max_bytes", "--shm-size", "SHOTCAST_SHM_DIR"):
+        for part in ("9 MiB for 3 ranks", "3 MiB each", "B free in", "max_bytes", "--shm-size", "SHOTCAST_SHM_DIR"):
             assert part in text
     group.barrier()
     assert not list(directory.iterdir())

@@ -25,7 +25,7 @@ from shotcast.models.config import ModelConfig
 from shotcast.models.llama import Llama
 from shotcast.models.memory import available_bytes, weight_bytes
 from shotcast.models.source import open_checkpoint
-from shotcast.units import format_size
+from shotcast.units import about_size
 
 DEFAULT_MODEL_LEN = 8192
 _CPU_SHARE = 4
@@ -187,8 +187,8 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
     kind = config.quantization or str(dtype).removeprefix("torch.")
-    taken = f"the weights of a rank take {format_size(weights)} as {kind}"
-    has = f"it has {format_size(available)} ({config.memory_fraction:.0%} of {format_size(free)} free"
+    taken = f"the weights of a rank take {about_size(weights)} as {kind}"
+    has = f"it has {about_size(available)} ({config.memory_fraction:.0%} of {about_size(free)} free"
     has += f", shared by {sharers} ranks)" if sharers > 1 else ")"
     if weights > available:
         smaller = "another dtype" if config.device == "cpu" else "quantization fp8"
@@ -197,7 +197,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
         )
     if config.kv_cache_bytes > available - weights:
         raise ConfigError(
-            f"{taken}, and kv_cache_bytes is {format_size(config.kv_cache_bytes)}; {has}. kv_cache_bytes may be "
+            f"{taken}, and kv_cache_bytes is {about_size(config.kv_cache_bytes)}; {has}. kv_cache_bytes may be "
             f"{available - weights} at most; 0 takes what there is"
         )
     return _Memory(available, weights)
@@ -220,7 +220,7 @@ def _cache_blocks(config: EngineConfig, part: Llama, budget: _Memory, max_model_
     blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
     if blocks < least:
         raise ConfigError(
-            f"the cache has room for {blocks * config.block_size} tokens ({format_size(room)}), fewer than one "
+            f"the cache has room for {blocks * config.block_size} tokens ({about_size(room)}), fewer than one "
             f"sequence of max_model_len {max_model_len} needs; lower max_model_len or give it more memory "
             "(kv_cache_bytes, memory_fraction)"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shotcast.hardware import catalog
 from shotcast.hardware.detect import HostFacts
-from shotcast.units import format_size
+from shotcast.units import about_size
 from shotcast.wire import MAX_WORLD_SIZE
 
 
@@ -47,8 +47,9 @@ def _cpu(facts: HostFacts) -> list[Finding]:
         found.append(
             Finding(
                 Level.PROBLEM,
-                f"{facts.shm_dir} has {_decimal(facts.shm_free_bytes)} free; {MAX_WORLD_SIZE} CPU ranks ask for up to "
-                f"{_decimal(shm_needed_bytes)}. Give it more (docker run --shm-size=1g), or pass a smaller max_bytes.",
+                f"{facts.shm_dir} has {about_size(facts.shm_free_bytes)} free; {MAX_WORLD_SIZE} CPU ranks ask for up "
+                f"to {about_size(shm_needed_bytes)}. Give it more (docker run --shm-size=1g), or pass a smaller "
+                "max_bytes.",
             )
         )
     else:
@@ -144,14 +145,6 @@ def _multicast(facts: HostFacts) -> Finding:
         Level.GOOD,
         "The GPUs offer multicast: one store reaches all ranks. Where the system forbids it, peer stores are used.",
     )
-
-
-def _decimal(nbytes: int) -> str:
-    """A byte count rounded to whole units, for reading."""
-    for factor in (1 << 30, 1 << 20, 1 << 10):
-        if nbytes >= factor:
-            return format_size(round(nbytes / factor) * factor)
-    return format_size(nbytes)
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.symmetric import HostGroup
-from shotcast.units import align_up, format_size
+from shotcast.units import about_size, align_up
 
 _ATTEMPTS = 100
 
@@ -109,12 +109,12 @@ def _map_peer(path: str, nbytes: int) -> mmap.mmap:
 
 
 def _explain(error: OSError, directory: str, nbytes: int, world_size: int) -> str:
-    wanted = f"{format_size(nbytes * world_size)} for {world_size} ranks ({format_size(nbytes)} each)"
+    wanted = f"{about_size(nbytes * world_size)} for {world_size} ranks ({about_size(nbytes)} each)"
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT):
         return f"cannot create shared memory in {directory}, {wanted}: {error}. SHOTCAST_SHM_DIR names another tmpfs"
     try:
         state = os.statvfs(directory)
-        free = f"{state.f_bavail * state.f_frsize / (1 << 20):.1f} MiB"
+        free = about_size(state.f_bavail * state.f_frsize)
     except OSError:
         free = "an unknown amount"
     return (

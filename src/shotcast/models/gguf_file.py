@@ -20,7 +20,7 @@ from shotcast.layers.rotary import Rotary
 from shotcast.models.checkpoint import part_of, require
 from shotcast.models.config import Family, ModelConfig
 from shotcast.models.gguf_header import GgufHeader, TensorPlace
-from shotcast.units import format_size
+from shotcast.units import about_size
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -103,7 +103,7 @@ class _Stored:
             raise ConfigError(f"tensor {name!r} in {path} has rows of {columns}, not a multiple of {block}")
         nbytes = math.prod(place.shape) // block * block_bytes
         if place.offset + nbytes > len(content):
-            raise ConfigError(f"{path} ({format_size(len(content))}) is truncated: tensor {name!r} is not in it")
+            raise ConfigError(f"{path} ({about_size(len(content))}) is truncated: tensor {name!r} is not in it")
         stored = content[place.offset : place.offset + nbytes]
         number = {"F32": np.float32, "F16": np.float16}.get(kind.name)
         rows = stored.view(number) if number else stored

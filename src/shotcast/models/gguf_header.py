@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.units import align_up, format_size
+from shotcast.units import about_size, align_up
 
 VERSIONS = (2, 3)
 """Accepted versions of the format. In version 1, counts had 32 bits."""
@@ -64,7 +64,7 @@ class GgufHeader:
         # struct.error, OverflowError: it ends early. ValueError: no text, or an empty file, which cannot be mapped
         except (struct.error, OverflowError, ValueError) as error:
             raise ConfigError(
-                f"{path} ({format_size(path.stat().st_size)}) is truncated or no GGUF file: {error}"
+                f"{path} ({about_size(path.stat().st_size)}) is truncated or no GGUF file: {error}"
             ) from error
 
 

@@ -13,7 +13,7 @@ import torch
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.models.checkpoint import part_of, read_json, require
 from shotcast.models.config import ModelConfig
-from shotcast.units import format_size
+from shotcast.units import about_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -39,7 +39,7 @@ class SafetensorsFolder:
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
-                    size = format_size(path.stat().st_size) if path.is_file() else "no file"
+                    size = about_size(path.stat().st_size) if path.is_file() else "no file"
                     raise ConfigError(f"{path} ({size}) is truncated or no safetensors file: {error}") from error
                 names = set(file.keys())
                 if listed is not None and (absent := sorted(listed - names)):
