@@ -221,8 +221,8 @@ def _cache_blocks(config: EngineConfig, part: Llama, budget: _Memory, max_model_
     if blocks < least:
         raise ConfigError(
             f"the cache has room for {blocks * config.block_size} tokens ({about_size(room)}), fewer than one "
-            f"sequence of max_model_len {max_model_len} needs; lower max_model_len or give it more memory "
-            "(kv_cache_bytes, memory_fraction)"
+            f"sequence of max_model_len {max_model_len} needs ({about_size(least * bytes_a_block)}); lower "
+            "max_model_len or give it more memory (kv_cache_bytes, memory_fraction)"
         )
     return blocks
 
