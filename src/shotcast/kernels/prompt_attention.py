@@ -243,8 +243,7 @@ def prompt_kernel(
     PDL: tl.constexpr,
 ):
     """Program (tile, key-value head), the last tile first: within a sequence it has the most keys. ``scale`` is that of
-    scores with log2(e) in it. A tile of one token, as sequences have
-    that decode, or of few takes SHORT_ROWS rows."""
+    scores with log2(e) in it. A tile of one token, as sequences have that decode, or of few takes SHORT_ROWS rows."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_FIELDS

@@ -6,6 +6,7 @@ Each is what config.json of the repository on huggingface.co says that is named 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 
 from shotcast.errors import ConfigError
@@ -160,6 +161,6 @@ def preset(name: str) -> ModelConfig:
         raise ConfigError(f"there is no preset {found!r}; {accepted}")
     if not colon:
         return PRESETS[found]
-    if not (layers.isascii() and layers.isdigit() and int(layers)):
-        raise ConfigError(f"after the preset {found} and a colon comes a number of layers from 1 up, not {layers!r}")
+    if not re.fullmatch("[1-9][0-9]{0,2}", layers):
+        raise ConfigError(f"after the preset {found} and a colon comes a number of layers, 1 to 999, not {layers!r}")
     return replace(PRESETS[found], layers=int(layers))
