@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import torch
 
 from shotcast.cpu import attention
@@ -10,6 +13,16 @@ from shotcast.layers.attention import norm_heads
 
 EPS = 1e-3
 LENGTHS = (1, 5, 130, 64, 65)
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy after whose end nothing can be read: who does is ended by SIGSEGV."""
+    size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, 0) == 0  # PROT_NONE
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=size)
+    return whole[size - tensor.nbytes :].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def both_ways(
@@ -58,6 +71,8 @@ def both_ways(
         if kernels:
             given = there(x.to(kind))[0]
             gains = None if norms is None else there(norms)[0]
+            if device == "cpu":
+                given, gains = guarded(given), None if gains is None else guarded(gains)
             rotated = tuple(tensor.clone() for tensor in mine)
             rotation.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)

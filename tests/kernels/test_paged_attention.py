@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from quick_interpreter import interpret
-from shotcast.kernels import paged_attention
+from shotcast.kernels import paged_attention, rotation
 from shotcast.kernels.paged_attention import (
     SMALL_TILE,
     STAGES,
@@ -180,6 +180,7 @@ def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability:
         (8, 16, torch.float16, TILE, WIDE_TILE, WIDE_STAGES),
         (8, 1, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),  # room for no more
         (8, 64, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),
+        (1, 160, torch.bfloat16, TILE, WIDE_TILE, WIDE_STAGES),
     ],
 )
 def test_attention_of_few_sequences_leaves_the_cache_to_products(
@@ -201,6 +202,7 @@ def test_attention_of_few_sequences_leaves_the_cache_to_products(
     monkeypatch.setattr(paged_attention, "join_kernel", Launched())
     monkeypatch.setattr(paged_attention, "shared_memory", lambda device: 228 << 10)
     monkeypatch.setattr(paged_attention, "launch_options", lambda device, warps: {"launch_pdl": True})
+    monkeypatch.setattr(paged_attention, "hopper", lambda device: True)
     kv_of = tuple(head * kv_heads // 16 for head in range(16))
     x = torch.zeros(sequences, (16 + 2 * kv_heads) * 128, dtype=dtype)
     cache, tables = torch.zeros(1, kv_heads, 128, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
@@ -208,6 +210,63 @@ def test_attention_of_few_sequences_leaves_the_cache_to_products(
     decoding(x, x, x, cache, cache, tables, tables, tables, 16, 0, torch.empty(sequences, 16, 128, dtype=dtype))
     constants = dict(zip(decode_kernel.arg_names, launches[0], strict=True))
     assert (constants["FIRST"], constants["TILE"], constants["STAGES"]) == (first, tile, stages)
+
+
+def test_wide_tiles_are_for_groups_and_gpus_whose_registers_hold_them() -> None:
+    memory = 227 << 10
+    for group, wide, tile in ((16, True, WIDE_TILE), (16, False, TILE), (17, True, TILE)):
+        decoding = Decoding(group, 128, (0,) * group, 200, 132, torch.device("cpu"))
+        assert decoding.tiles(200, torch.bfloat16, memory, wide)[1] == tile
+
+
+class Launches:
+    """In place of a kernel: what it is launched with, as (grid, arguments by name, options)."""
+
+    def __init__(self, kernel: Any):
+        self.names = kernel.arg_names
+        self.seen: list[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any, **options: Any) -> None:
+            self.seen.append((grid, dict(zip(self.names, given, strict=True)), options))
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "parts", "count", "warps"),
+    [(64, 8, 128, 5, 16, 4), (8, 2, 128, 1, 16, 4), (9, 3, 64, 1, 16, 2), (3, 1, 24, 1, 8, 1), (71, 1, 64, 3, 32, 4)],
+)
+def test_heads_are_turned_together(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    parts: int,
+    count: int,
+    warps: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """16 bytes of 16-bit values a thread and access, and no more programs than that takes."""
+    launches = Launches(rotate_kernel)
+    monkeypatch.setattr(rotation, "rotate_kernel", launches)
+    monkeypatch.setattr(rotation, "launch_options", lambda device, warps: {"launch_pdl": True, "num_warps": warps})
+    x = torch.zeros(5, (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16)
+    queries, cache = torch.zeros(5, heads, head_dim), torch.zeros(9, kv_heads, head_dim)
+    rotation.rotate_into_cache(x, x, x, x, x, cache, cache, queries)
+    ((grid, given, options),) = launches.seen
+    assert (grid, given["COUNT"], options["num_warps"]) == ((5, parts), count, warps)
+    constants = {name: given[name] for name in ("HEADS", "KV_HEADS", "HALF", "HALF_TILE", "COUNT", "PDL")}
+    kinds = KINDS | dict.fromkeys(("queries",), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
+    constants["norms"] = None
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in rotate_kernel.arg_names}
+    vectors = ("x", "keys", "values", "cosines", "sines", "queries")
+    kernel = cross.build(rotate_kernel, signature, constants, warps, 90, {}, aligned=vectors)
+    used = cross.resources(kernel, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    counts = cross.instructions(kernel.asm["ptx"])
+    if head_dim % 16 == 0:
+        assert counts["st.global.v4.b32"] == 6, "halves of queries, of keys and of values"
 
 
 def test_small_tiles_take_little_shared_memory() -> None:

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from quick_interpreter import interpret
+from shotcast.kernels import prompt_attention
 from shotcast.kernels.prompt_attention import (
     FEW_ROWS,
     FLOAT32_KEYS,
@@ -53,6 +54,27 @@ def test_tiles_fill_the_processors(
     tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, wanted: int
 ) -> None:
     assert tile_tokens(tokens, group, kv_heads, head_dim, dtype, 132) == wanted
+
+
+@pytest.mark.parametrize(
+    ("group", "most", "rows", "short"),
+    [(4, 32, 128, 16), (8, 8, 64, 16), (1, 128, 128, 16), (20, 6, 128, 32), (71, 1, 128, 128)],
+)
+def test_few_queries_take_few_rows(
+    group: int, most: int, rows: int, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[dict[str, Any]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **options: launched.append(dict(zip(prompt_kernel.arg_names, given, strict=True)))
+
+    monkeypatch.setattr(prompt_attention, "prompt_kernel", Launches())
+    monkeypatch.setattr(prompt_attention, "launch_options", lambda device, warps: {"launch_pdl": True})
+    queries, cache = torch.zeros(9, group, 64), torch.zeros(32, 1, 64)
+    ints = torch.zeros(1, TILE_FIELDS, dtype=torch.int32)
+    prompt_attention.attend(queries, cache, cache, ints, ints, most, ints, group, 16, 0, queries)
+    assert (launched[0]["ROWS"], launched[0]["SHORT_ROWS"]) == (rows, short)
 
 
 def compiled(

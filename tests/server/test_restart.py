@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 
 import httpx
 import pytest
@@ -13,18 +14,20 @@ from scripted_engine import ScriptedEngine
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine import Engine
-from shotcast.server.restart import TRIES, run_again
+from shotcast.server.restart import STEADY_S, TRIES, run_again
 
 
 class Starts:
-    """What ``run_again`` is given: engines and errors in turn, and what it made of them.
+    """What ``run_again`` is given: engines and errors in turn, the last for ever, and what it made of them.
 
-    Each engine dies as soon as the server listens; instead of the last one's death, a signal comes.
+    Each engine dies ``lives_s`` after the server listens; to the ``stopped``-th start a signal comes instead, or, with
+    ``both``, just before.
     """
 
-    def __init__(self, *turns: ScriptedEngine | Exception):
-        self.turns = list(turns)
+    def __init__(self, *turns: ScriptedEngine | Exception, lives_s: float = 0.0, stopped: int = 0, both: bool = False):
+        self.turns, self.lives_s, self.stopped, self.both = list(turns), lives_s, stopped, both
         self.begun = 0
+        self.now = 0.0
         self.ports: list[int] = []
         self.pauses: list[float] = []
 
@@ -33,23 +36,25 @@ class Starts:
         self.begun += 1
         if isinstance(turn, Exception):
             raise turn
-        self.engine = turn
-        return turn
+        self.engine = ScriptedEngine() if turn.closed else turn
+        return self.engine
 
     def listening(self, port: int) -> None:
         self.ports.append(port)
-        if self.begun == len(self.turns):
+        if self.begun == self.stopped:
             os.kill(os.getpid(), signal.SIGTERM)
-        else:
+        if self.begun != self.stopped or self.both:
+            self.now += self.lives_s
             asyncio.get_running_loop().call_soon(self.engine.die)
 
     def run(self) -> int:
-        return run_again(self, ServerConfig(port=0), self.listening, self.pauses.append)
+        return run_again(self, ServerConfig(port=0), self.listening, self.pauses.append, lambda: self.now)
 
 
 def test_the_next_engine_serves_where_the_dead_one_did() -> None:
     first, second, third = (ScriptedEngine() for _ in range(3))
-    starts = Starts(first, ConfigError("too little memory"), EngineDead("rank 0 was killed"), second, third)
+    turns = first, ConfigError("too little memory"), EngineDead("rank 0 was killed"), second, third
+    starts = Starts(*turns, lives_s=STEADY_S, stopped=5)
     assert starts.run() == 0
     assert starts.begun == 5
     assert len(starts.ports) == 3
@@ -60,6 +65,12 @@ def test_the_next_engine_serves_where_the_dead_one_did() -> None:
     assert third.closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{starts.ports[0]}/health")
+
+
+def test_a_signal_is_not_lost_where_the_engine_dies_of_it() -> None:
+    starts = Starts(ScriptedEngine(), stopped=1, both=True)
+    assert starts.run() == 0
+    assert (starts.begun, starts.pauses) == (1, [])
 
 
 @pytest.mark.parametrize("error", [ConfigError("too little memory"), EngineDead("rank 0 was killed")])
@@ -74,5 +85,34 @@ def test_what_cannot_be_started_is_given_up() -> None:
     starts = Starts(ScriptedEngine(), ConfigError("too little memory"))
     with pytest.raises(ConfigError, match="too little memory"):
         starts.run()
-    assert starts.begun == 1 + TRIES
-    assert starts.pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert starts.begun == TRIES
+    assert starts.pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_engines_that_die_at_once_are_given_up() -> None:
+    starts = Starts(ScriptedEngine(), lives_s=STEADY_S / 2)
+    assert starts.run() == 1
+    assert starts.begun == TRIES
+    assert starts.pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_nothing_is_loaded_for_a_port_that_is_taken() -> None:
+    starts = Starts(ScriptedEngine())
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen on"):
+        run_again(starts, ServerConfig(port=taken.getsockname()[1]))
+    assert starts.begun == 0
+
+
+def test_nobody_is_let_in_before_the_engine_is_ready() -> None:
+    starts = Starts(ScriptedEngine(), ScriptedEngine(), lives_s=STEADY_S, stopped=2)
+    refused: list[bool] = []
+
+    def start() -> Engine:
+        if starts.ports:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", starts.ports[0]), timeout=5)
+            refused.append(True)
+        return starts()
+
+    assert run_again(start, ServerConfig(port=0), starts.listening, starts.pauses.append, lambda: starts.now) == 0
+    assert refused == [True]

@@ -185,7 +185,8 @@ def test_a_killed_rank_fails_the_stream_and_ends_the_server() -> None:
         server.end()
 
 
-def test_told_to_end_while_the_model_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_while_the_model_loads(tmp_path: Path, number: signal.Signals) -> None:
     """As a supervisor may, who expects that nothing is left."""
     folder = tempfile.mkdtemp(prefix="t", dir="/tmp")  # of a path that is short enough for sockets
     command = [sys.executable, "-m", "shotcast", "serve", "--port", "0", "-t", "2"]
@@ -196,7 +197,7 @@ def test_told_to_end_while_the_model_loads(tmp_path: Path) -> None:
         while not list(Path(folder).glob("shotcast-*/engine")) and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(30) == 0, (tmp_path / "log").read_text()
         assert os.listdir(folder) == []
         assert "Traceback" not in (tmp_path / "log").read_text()

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -191,7 +190,7 @@ def serve(
     restart: Annotated[bool, typer.Option("--restart", help="Start the ranks again when one dies.")] = False,
 ) -> None:
     """Serve a model by OpenAI's HTTP interface: /v1/completions, /v1/chat/completions, /metrics."""
-    from shotcast.server.main import ServerConfig, run
+    from shotcast.server.main import ServerConfig, reserve, run
     from shotcast.server.restart import run_again
     from shotcast.units import parse_size
 
@@ -228,15 +227,23 @@ def serve(
     from shotcast.engine.tokenizer import Tokenizer
 
     Tokenizer.find(model)
-    # until it listens, which has a way of its own to end: what was begun is ended in order
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    # while it does not listen, which has a way of its own to end: what was begun is ended in order
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def listening(bound: int) -> None:
         _say(f"serving {model} at http://{host}:{bound}/v1")
 
-    start = partial(AsyncLLM, **options)
-    raise typer.Exit(run_again(start, config, listening) if restart else run(start(), config, listening))
+    def start() -> AsyncLLM:
+        llm = AsyncLLM(**options)
+        options["device"] = llm.config.device  # none after it is to find another
+        return llm
+
+    if restart:
+        raise typer.Exit(run_again(start, config, listening))
+    with reserve(config) as address:
+        raise typer.Exit(run(start(), config, listening, address))
 
 
 def _ask() -> str:

@@ -17,13 +17,22 @@ import triton.language as tl
 
 from shotcast.kernels import matvec
 from shotcast.kernels.rotation import halves, normed_and_turned
-from shotcast.kernels.target import await_prior_kernel, dot, launch_options, release_next_kernel, shared_memory
+from shotcast.kernels.target import (
+    await_prior_kernel,
+    dot,
+    hopper,
+    launch_options,
+    release_next_kernel,
+    shared_memory,
+)
 from shotcast.kernels.words import round_float
 
 WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
 """Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when which."""
 _FEW_SPLITS, _MANY_SPLITS = 2, 16
 LEAST_TILE = 16
+_LEAST_GROUP = 16
+"""Rows that ``tl.dot`` takes."""
 _RESERVED_BYTES = 1 << 10
 """Of shared memory, for each program."""
 WARPS = 4
@@ -240,7 +249,7 @@ class Decoding:
         starts = [kv_of.index(kv) for kv in range(self._kv_heads)] + [heads]
         self._first_heads = torch.tensor(starts, dtype=torch.int32, device=device)
         largest = max(stop - start for start, stop in itertools.pairwise(starts))
-        self._group = max(16, triton.next_power_of_2(largest))  # tl.dot takes 16 rows or more
+        self._group = max(_LEAST_GROUP, triton.next_power_of_2(largest))
         self._processors = processors
         room = max(count * self.splits(count) for count in range(1, sequences + 1)) * heads
         self._parts = torch.empty(room * head_dim, device=device)
@@ -251,25 +260,32 @@ class Decoding:
         wanted = max(1, 2 * self._processors // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
-    def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int) -> tuple[int, int, int]:
+    def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, wide: bool) -> tuple[int, int, int]:
         """Keys that a program loads first, keys at a time after them, and stages.
 
         The first are few where a context is in many parts, so that a short one is divided among more programs. The
         others are few there too, and for as many sequences as products of ``matvec.py`` serve: their weights on their
         way lie in the L1 cache, which is what shared memory leaves, and when attention had all it can use, steps took
         longer by more than long contexts do now (docs/engine.md). Wide ones, where contexts are in few parts and a
-        processor has room for two programs, read as many keys ahead in fewer, larger steps.
+        processor has room for two programs, read as many keys ahead in fewer, larger steps; with larger groups of heads
+        registers do not hold them.
 
         Args:
             dtype: of queries and caches.
             memory_bytes: shared memory that a program can have.
+            wide: whether wide tiles may be chosen.
         """
         tile, stages = tile_of(self._head_dim, dtype.itemsize, memory_bytes)
         splits = self.splits(sequences)
         many = splits > _MANY_SPLITS
         if dtype in matvec.DTYPES and (many or sequences <= matvec.MOST_ROWS):
             tile = min(tile, SMALL_TILE)
-        elif splits <= _FEW_SPLITS and WIDE_TILE * _tile_bytes(self._head_dim, dtype.itemsize) <= memory_bytes:
+        elif (
+            wide
+            and splits <= _FEW_SPLITS
+            and self._group <= _LEAST_GROUP
+            and WIDE_TILE * _tile_bytes(self._head_dim, dtype.itemsize) <= memory_bytes
+        ):
             return TILE, WIDE_TILE, WIDE_STAGES
         return min(tile, SMALL_TILE if many else TILE), tile, stages
 
@@ -300,7 +316,9 @@ class Decoding:
         splits, half = self.splits(sequences), self._head_dim // 2
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
-        first, tile, stages = self.tiles(sequences, x.dtype, shared_memory(x.device) - _RESERVED_BYTES)
+        first, tile, stages = self.tiles(
+            sequences, x.dtype, shared_memory(x.device) - _RESERVED_BYTES, hopper(x.device)
+        )
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
             norms,

@@ -95,6 +95,12 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether the GPU has compute capability 9, where some launches were measured; the interpreter does as it would."""
+    return INTERPRETED or torch.cuda.get_device_capability(device)[0] == 9
+
+
 def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
     """Of launching a kernel that has ``await_prior_kernel`` in every program."""
     return {"num_warps": warps, "launch_pdl": launches_early(device)}

@@ -24,7 +24,12 @@ LAST_WORDS_S = 5
 """For answers on their way to slow clients, once nothing runs any more."""
 
 
-def run(llm: Engine, config: ServerConfig, listening: Callable[[int], None] | None = None) -> int:
+def run(
+    llm: Engine,
+    config: ServerConfig,
+    listening: Callable[[int], None] | None = None,
+    address: socket.socket | None = None,
+) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine dies; then close it.
 
     The first signal lets running requests end, for up to ``config.drain_s``, and refuses others; the second ends them
@@ -32,14 +37,15 @@ def run(llm: Engine, config: ServerConfig, listening: Callable[[int], None] | No
 
     Args:
         listening: told the port as soon as clients may connect.
+        address: what :func:`reserve` gave, to know before a model is loaded whether its port can be had.
 
     Returns:
-        the exit code of the process: 0 after a signal, 1 when the engine died.
+        the exit code of the process: 0 after a signal, 1 when the engine died without one.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    return asyncio.run(serve(llm, config, listening))
+    return asyncio.run(serve(llm, config, listening, address=address))
 
 
 async def serve(
@@ -47,6 +53,7 @@ async def serve(
     config: ServerConfig,
     listening: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
+    address: socket.socket | None = None,
 ) -> int:
     """:func:`run` in an event loop that runs already.
 
@@ -54,8 +61,8 @@ async def serve(
         stop: setting it does what a signal does; outside the main thread, where none arrives, it is the way to stop.
     """
     try:
-        listener = _listen(config)
-        with listener:
+        with reserve(config) if address is None else address as listener:
+            _listen(listener, config)
             if not config.loopback and config.api_key is None:
                 logger.warning("%s can be reached from other machines, and there is no API key", config.host)
             service = Service(llm, config)
@@ -71,14 +78,39 @@ async def serve(
         await llm.close()
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def reserve(config: ServerConfig) -> socket.socket:
+    """A socket that has the address, to which nobody can connect yet.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
     try:
-        family, *_, address = socket.getaddrinfo(
+        family, kind, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        reserved = socket.socket(family, kind)
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            reserved.bind(address)
+        except BaseException:
+            reserved.close()
+            raise
+        return reserved
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}, port {config.port}: {error}") from error
+        raise _cannot_listen(config, error) from error
+
+
+def _listen(reserved: socket.socket, config: ServerConfig) -> None:
+    try:
+        reserved.listen(2048)
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
+
+
+def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {config.host}, port {config.port}: {error}")
 
 
 class _Server(uvicorn.Server):
@@ -132,7 +164,7 @@ class _Server(uvicorn.Server):
             else:
                 logger.info("stopping: requests that run have %g s to end", self._service.config.drain_s)
                 await self._service.drain(self._service.config.drain_s)
-            return 0 if engine.dead is None else 1
+            return 0 if self._told_to_stop.is_set() else 1
         finally:
             dead.cancel()
             stopped.cancel()
