@@ -3,7 +3,7 @@
 # package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_70b_x2 engine_70b_half tests_cuda tests_fused"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half tests_cuda tests_fused"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -78,6 +78,7 @@ for part in "$@"; do
     engine_70b_stages) engine 400 engine_70b_stages 70b 1x4,2x2 1,64,256 auto ;;
     engine_405b) engine 400 engine_405b 405b 4x1 1,64 auto,nccl --quantization fp8 ;;
     engine_405b_stages) engine 500 engine_405b_stages 405b 1x4,2x2 1,64 auto --quantization fp8 ;;
+    engine_8b_x2) engine 200 engine_8b_x2 8b 2x1,1x2 1,64 auto,nccl ;;
     engine_70b_x2) engine 500 engine_70b_x2 70b 2x1,1x2 1,64,256 auto ;;
     engine_70b_half) engine 500 engine_70b_half 70b:40 2x1,1x2 32,128,512 auto ;; # what a GPU of four has, with two
     tests_cuda) # four processes at once: most of the time goes into compiling
