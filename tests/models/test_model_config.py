@@ -194,6 +194,13 @@ def test_what_is_not_implemented_is_refused(config: dict[str, Any], message: str
         (said(rope_scaling={"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}), "below high_freq_factor"),
         (said(eos_token_id="</s>"), "eos_token_id"),
         (said("mistral", sliding_window=0), "sliding_window"),
+        (said(architectures="LlamaForCausalLM"), "architectures of config.json is a list of names"),
+        (said(architectures=[{}]), "architectures of config.json is a list of names"),
+        (said("qwen3", layer_types=[[]]), "layer_types of config.json is a list of names"),
+        (said("mistral", layer_types=7), "layer_types of config.json is a list of names"),
+        (said(hidden_size=1 << 31), r"hidden_size.* to 2\^31 - 1, not 2147483648"),
+        (said(vocab_size=1 << 40000), "vocab_size.*not one of 40001 bits"),
+        (said(rms_norm_eps=1 << 2000), "rms_norm_eps.*not one of 2001 bits"),
     ],
 )
 def test_what_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:

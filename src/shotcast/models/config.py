@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -176,7 +178,7 @@ def _from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
 
 def _family(config: Mapping[str, Any]) -> Family:
     accepted = ", ".join(ARCHITECTURES)
-    named = config.get("architectures") or []
+    named = _names(config, "architectures")
     if not named:
         families = {family: family for family in ARCHITECTURES.values()}
         if (family := families.get(config.get("model_type"))) is None:  # type: ignore[arg-type]
@@ -207,11 +209,10 @@ def _sliding_window(config: Mapping[str, Any], family: Family, layers: int) -> i
     """The window of all layers. Llama has none, Qwen only with ``use_sliding_window``."""
     if family == "llama":
         return None
-    kinds = config.get("layer_types")
+    kinds = _names(config, "layer_types")
     if family == "mistral":
         window = _count(config, "sliding_window", 4096) if config.get("sliding_window", 4096) is not None else None
         # transformers does not read layer_types here, so that they may say nothing else
-        kinds = kinds or []
         if any((kind == "sliding_attention") != (window is not None) for kind in kinds):
             raise UnsupportedError(
                 f"layer_types {sorted(set(kinds))} with sliding_window {window} is not supported; "
@@ -296,9 +297,23 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None, leas
         if default is None:
             raise ConfigError(f"config.json has no {key}")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key} of config.json is a whole number from {least} up, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
+        raise ConfigError(f"{key} of config.json is a whole number from {least} to 2^31 - 1, not {_shown(value)}")
     return value
+
+
+def _names(config: Mapping[str, Any], key: str) -> list[str]:
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{key} of config.json is a list of names, not {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """Of what may be anything, not more than a line."""
+    if isinstance(value, int) and value.bit_length() > 1 << 10:
+        return f"one of {value.bit_length()} bits"  # Python does not write out all of them
+    return reprlib.repr(value)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -307,8 +322,8 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
         if default is None:
             raise ConfigError(f"config.json has no {key}")
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{key} of config.json is a number above 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{key} of config.json is a number above 0, not {_shown(value)}")
     return float(value)
 
 
