@@ -9,12 +9,14 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -196,9 +198,33 @@ def test_bad_prompts_are_refused_and_nothing_is_lost(llm: LLM) -> None:
     for prompt, said in (([[]], "empty"), ([1, 99999], "99999"), ([-1], "-1"), ([5] * 1024, "1024 tokens")):
         with pytest.raises(ConfigError, match=said):
             llm.generate(prompt, greedy(2))
+    for nothing in (5, [[True]], [[1.5]], [["a"]], torch.tensor([1.0])):
+        with pytest.raises(ConfigError, match=r"a prompt is a string|the prompt holds"):
+            llm.generate(nothing, greedy(2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 prompts and 3 params"):
         llm.generate(PROMPTS[:2], [greedy(1)] * 3)
+    for other in ({"max_tokens": 1}, [greedy(1), "greedy"]):
+        with pytest.raises(ConfigError, match="params are SamplingParams"):
+            llm.generate(PROMPTS[:2], other)  # type: ignore[arg-type]
     assert llm.generate(PROMPTS[0], greedy(2))[0].text
+
+
+def test_token_ids_of_any_integer_type(llm: LLM) -> None:
+    tokens = [5, 6, 7]
+    expected = llm.generate(tokens, greedy(3))[0]
+    given: list[Any] = [
+        np.array(tokens),
+        list(np.array(tokens, dtype=np.uint16)),
+        [np.array(tokens)],
+        torch.tensor(tokens),
+        torch.tensor([tokens]),
+        (prompt for prompt in [tokens]),
+    ]
+    for prompts in given:
+        (output,) = llm.generate(prompts, greedy(3))
+        assert output.tokens == expected.tokens
+        assert output.prompt_tokens == (5, 6, 7)
+        assert {type(token) for token in output.prompt_tokens} == {int}
 
 
 def test_little_memory_changes_no_output(reference: Any) -> None:
@@ -311,12 +337,44 @@ def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
         "from shotcast.engine.llm import LLM\n"
         "if __name__ == '__main__':\n"
         "    llm = LLM('smollm2', max_model_len=64, max_sequences=1)\n"
-        "    print(*llm.pids, flush=True)\n"
+        "    other = LLM('smollm2', max_model_len=64, max_sequences=1)\n"
+        "    print(*llm.pids, *other.pids, flush=True)\n"
         "    raise SystemExit(7)\n"
     )
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (7, "")
-    assert_gone([int(pid) for pid in result.stdout.split()])
+    assert_gone([int(pid) for pid in run(script, status=7).split()])
+
+
+def test_a_forked_process_ends_without_the_engine(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from shotcast.engine.llm import LLM\n"
+        "if __name__ == '__main__':\n"
+        f"    llm = LLM({str(tmp_path)!r})\n"
+        "    other = multiprocessing.get_context('fork').Process(target=llm.close)\n"
+        "    other.start()\n"
+        "    other.join()\n"
+        "    assert other.exitcode == 0\n"
+        "    print(len(llm.generate([[5]])), flush=True)\n"
+        "    llm.close()\n"
+    )
+    assert run(script) == "1\n"
+
+
+def run(script: Path, status: int = 0) -> str:
+    """What a script prints, that says nothing on stderr and leaves no temporary file."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's is too long a path for sockets
+        result = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"TMPDIR": folder},
+        )
+        assert (result.returncode, result.stderr) == (status, "")
+        assert [name for name in os.listdir(folder) if name.startswith("shotcast-")] == []
+    return result.stdout
 
 
 def test_a_listener_hears_once_a_step_of_all_its_requests(llm: LLM) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
 import os
 import queue
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
+from operator import index
 from typing import NamedTuple
 
 from shotcast import env
@@ -81,8 +83,9 @@ class EngineClient:
             rank.serve(config, "", b"")
             sys.exit(0)
         key = secrets.token_bytes(32)
-        self._folder = tempfile.TemporaryDirectory(prefix="shotcast-", dir=env.socket_dir())
-        address = os.path.join(self._folder.name, "engine")
+        self._owner = os.getpid()
+        folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
+        address = os.path.join(folder, "engine")
         try:
             self._listener = Listener(address, authkey=key)
             if job is None:
@@ -92,12 +95,12 @@ class EngineClient:
         except BaseException as error:
             if hasattr(self, "_listener"):
                 self._listener.close()
-            self._folder.cleanup()
+            shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise ConfigError(f"no socket can be made at {address}: {error}") from error
             raise
-        # the folder goes after the listener, also where nobody closes this
-        self._give_back = weakref.finalize(self, _give_back, self._listener, self._folder)
+        # before multiprocessing's own end, which waits for processes that end here
+        atexit.register(self.close)
         self.pids = list(self._ranks.pids)
         self._ready: rank.Ready | None = None
         self._loaded = threading.Event()
@@ -164,14 +167,18 @@ class EngineClient:
         Raises:
             ConfigError: it is empty, too long, or holds what is no token.
         """
-        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        if isinstance(prompt, str):
+            tokens = tuple(self.tokenizer.encode(prompt))
+        elif isinstance(prompt, Iterable):
+            tokens = tuple(prompt)
+        else:
+            raise ConfigError(f"a prompt is a string or token ids, not {prompt!r}")
+        if any(type(token) is not int for token in tokens):
+            tokens = tuple(map(_as_int, tokens))
         output_room(len(tokens), self.ready.max_model_len)
-        if wrong := [
-            token for token in tokens if not isinstance(token, int) or not 0 <= token < self.ready.model.vocab
-        ]:
-            raise ConfigError(
-                f"the prompt holds {wrong[0]!r}; tokens are whole numbers from 0 to {self.ready.model.vocab - 1}"
-            )
+        vocab = self.ready.model.vocab
+        if wrong := [token for token in tokens if not 0 <= token < vocab]:
+            raise ConfigError(f"the prompt holds {wrong[0]}; tokens are whole numbers from 0 to {vocab - 1}")
         return tokens
 
     def new_id(self) -> str:
@@ -292,7 +299,10 @@ class EngineClient:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the ranks; requests that run end with an error. Does nothing twice."""
+        """End the ranks; requests that run end with an error. Does nothing twice, nor in a process forked from this."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
         with self._lock:
             first, self._closing = not self._closing, True
             if first:
@@ -308,14 +318,21 @@ class EngineClient:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as nobody:
                 nobody.connect(self._listener.address)
         read.join()
-        self._give_back()
+        address = str(self._listener.address)
+        self._listener.close()
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
         for name, listen in list(self._listeners.items()):
             listen([News(name, EngineDead("it was closed"), time.perf_counter())])
 
 
-def _give_back(listener: Listener, folder: tempfile.TemporaryDirectory[str]) -> None:
-    listener.close()
-    folder.cleanup()
+def _as_int(token: object) -> int:
+    """Of an integer of whatever type, as NumPy and PyTorch have their own."""
+    try:
+        if not isinstance(token, bool):
+            return index(token)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ConfigError(f"the prompt holds {token!r}; tokens are whole numbers")
 
 
 def _cause_of(failure: RankFailed | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -86,6 +86,9 @@ class LLM:
             One output for each prompt, in order.
         """
         several = _prompts(prompts)
+        for one in params if isinstance(params, Sequence) else [params]:
+            if one is not None and not isinstance(one, SamplingParams):
+                raise ConfigError(f"params are SamplingParams, for all prompts or one for each, not {one!r}")
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"there are {len(several)} prompts and {len(each)} params; give one for all, or one each")
@@ -137,9 +140,12 @@ class LLM:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        return [prompts]
+    every = list(prompts)
+    # of NumPy's and PyTorch's numbers and arrays, which all have an index, those that are numbers
+    one = bool(every) and hasattr(every[0], "__index__") and getattr(every[0], "ndim", 0) == 0
+    return [every] if one else every  # type: ignore[list-item, return-value]
 
 
 class _Stream:

@@ -72,9 +72,9 @@ class SamplingParams:
             whole("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
         whole("max_tokens", 1, math.inf, "a whole number from 1 up")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop is a tuple of strings that are not empty, not {self.stop!r}")
+            raise ConfigError(f"stop holds strings that are not empty, not {self.stop!r}")
         if not all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids is a tuple of token ids, not {self.stop_token_ids!r}")
+            raise ConfigError(f"stop_token_ids holds token ids, not {self.stop_token_ids!r}")
         if self.logprobs is not None:
             whole("logprobs", 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
 
