@@ -3,7 +3,7 @@
 # package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half tests_cuda tests_fused"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -73,6 +73,7 @@ for part in "$@"; do
         tune 200 "nvidia_h200_x$ranks" --op all_reduce -d bfloat16,float32 --seconds 0.3 --world-size "$ranks"
         tune 200 "nvidia_h200_x$ranks" --op reduce_scatter,all_gather -d bfloat16 --seconds 0.3 --world-size "$ranks"
         ;;
+    engine_8b_x1) engine 200 engine_8b_x1 8b 1x1 1,4,16,64 auto ;;
     engine_8b) engine 200 engine_8b 8b 4x1 1,64 auto,nccl ;;
     engine_70b) engine 300 engine_70b 70b 4x1 1,64,256 auto,nccl ;;
     engine_70b_stages) engine 400 engine_70b_stages 70b 1x4,2x2 1,64,256 auto ;;
@@ -81,6 +82,7 @@ for part in "$@"; do
     engine_8b_x2) engine 200 engine_8b_x2 8b 2x1,1x2 1,64 auto,nccl ;;
     engine_70b_x2) engine 500 engine_70b_x2 70b 2x1,1x2 1,64,256 auto ;;
     engine_70b_half) engine 500 engine_70b_half 70b:40 2x1,1x2 32,128,512 auto ;; # what a GPU of four has, with two
+    engine_405b_half) engine 590 engine_405b_half 405b:63 2x1,1x2 32,128,256 auto --quantization fp8 ;;
     tests_cuda) # four processes at once: most of the time goes into compiling
         tests 400 cuda_a "$plain::test_numerics[4]" "$plain::test_graphs_replay_on_changed_inputs[4]" "$plain::test_two_streams[4]" \
             "$plain::test_calls_made_again[4]" "$plain::test_epochs_across_borders[4]" &
