@@ -331,17 +331,19 @@ def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Pa
             assert "no sign of life" in str(error)
 
 
-def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path, end: str, status: int) -> None:
+    save_tiny(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
+        "import os\n"
         "from shotcast.engine.llm import LLM\n"
         "if __name__ == '__main__':\n"
-        "    llm = LLM('smollm2', max_model_len=64, max_sequences=1)\n"
-        "    other = LLM('smollm2', max_model_len=64, max_sequences=1)\n"
+        f"    llm, other = LLM({str(tmp_path)!r}), LLM({str(tmp_path)!r})\n"
         "    print(*llm.pids, *other.pids, flush=True)\n"
-        "    raise SystemExit(7)\n"
+        f"    {end}\n"
     )
-    assert_gone([int(pid) for pid in run(script, status=7).split()])
+    assert_gone([int(pid) for pid in run(script, status).split()])
 
 
 def test_a_forked_process_ends_without_the_engine(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ class EngineClient:
             sys.exit(0)
         key = secrets.token_bytes(32)
         self._owner = os.getpid()
-        folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
-        address = os.path.join(folder, "engine")
+        self._folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
+        self._address = address = os.path.join(self._folder, "engine")
         try:
             self._listener = Listener(address, authkey=key)
             if job is None:
@@ -95,7 +95,7 @@ class EngineClient:
         except BaseException as error:
             if hasattr(self, "_listener"):
                 self._listener.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise ConfigError(f"no socket can be made at {address}: {error}") from error
             raise
@@ -104,7 +104,7 @@ class EngineClient:
         self.pids = list(self._ranks.pids)
         self._ready: rank.Ready | None = None
         self._loaded = threading.Event()
-        self._connected = False
+        self._accepted = False
         # to rank 0; None is the last
         self._outgoing: queue.SimpleQueue[Request | rank.Abort | rank.Stamp | None] = queue.SimpleQueue()
         self._threads = [
@@ -223,8 +223,7 @@ class EngineClient:
     def _read(self) -> None:
         """Talk with rank 0 until one of the two ends it."""
         try:
-            with self._listener.accept() as connection:
-                self._connected = True
+            with self._accept() as connection:
                 writer = threading.Thread(target=self._write, args=(connection,), name="shotcast-write", daemon=True)
                 writer.start()
                 try:
@@ -234,6 +233,15 @@ class EngineClient:
                     writer.join()
         except (EOFError, OSError, AuthenticationError):
             return  # the other thread knows why
+
+    def _accept(self) -> Connection:
+        """Rank 0's. Nobody else comes, so the socket goes: a process that is killed later leaves no file."""
+        try:
+            return self._listener.accept()
+        finally:
+            self._accepted = True
+            self._listener.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, connection: Connection) -> None:
         """Send what there is to send: on a thread, since a full pipe would hold up whoever asks, and its event loop."""
@@ -314,13 +322,10 @@ class EngineClient:
         if watch.is_alive():
             self._ranks.kill()
             watch.join()
-        if not self._connected:  # the ranks never came: end the wait for them
+        if not self._accepted:  # the ranks never came: end the wait for them
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as nobody:
-                nobody.connect(self._listener.address)
+                nobody.connect(self._address)
         read.join()
-        address = str(self._listener.address)
-        self._listener.close()
-        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
         for name, listen in list(self._listeners.items()):
             listen([News(name, EngineDead("it was closed"), time.perf_counter())])
 
