@@ -201,7 +201,7 @@ def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
 
 
 def test_what_has_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*give token ids"):
+    with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*LLM takes token ids"):
         Tokenizer.load("random:qwen3-8b")
     with pytest.raises(ConfigError, match=r"none of tokenizer.json, .* is there"):
         Tokenizer.load(str(tmp_path))

@@ -58,7 +58,7 @@ class Tokenizer:
     def find(model: str) -> Path:
         """The folder, or the GGUF file, of a model that has a tokenizer. ConfigError if it has none."""
         if model.startswith(RANDOM):
-            raise ConfigError(f"{model} has no tokenizer, since its weights are random; give token ids instead of text")
+            raise ConfigError(f"{model} has no tokenizer, since its weights are random; LLM takes token ids too")
         path = find_model(model)
         if path.is_dir() and not any((path / name).is_file() for name in _FILES):
             raise ConfigError(f"{path} has no tokenizer: none of {', '.join(_FILES)} is there")
