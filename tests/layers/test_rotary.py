@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from shotcast.errors import ConfigError
 from shotcast.layers.rotary import Rotary
 
 HEAD_DIM = 64
@@ -61,3 +62,18 @@ def test_divisors_replace_the_kind() -> None:
     assert torch.equal(
         Rotary(10000.0, "llama3", 8.0, divisors=divisors).frequencies(HEAD_DIM), plain / torch.tensor(divisors)
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"theta": 0.0}, r"theta of rotary embedding is from 1e-18 to 1e\+18, not 0"),
+        ({"theta": float("nan")}, "theta .* not nan"),
+        ({"theta": 1e4, "kind": "linear", "factor": 1e30}, r"factor .* not 1e\+30"),
+        ({"theta": 1e4, "divisors": (1.0, 0.0)}, "a divisor .* not 0"),
+        ({"theta": 1.0, "kind": "yarn"}, "theta .* is not 1"),
+    ],
+)
+def test_angles_are_numbers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Rotary(**options)

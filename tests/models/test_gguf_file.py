@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,8 @@ def test_rope(tmp_path: Path, metadata: dict[str, Any], expected: Rotary) -> Non
 
 def test_divisors_of_frequencies(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write(path, tensors={"rope_freqs.weight": (3,)})
-    with pytest.raises(ConfigError, match=r"16 divisors above 0"):
+    write(path, tensors={"rope_freqs.weight": (16,)})
+    with pytest.raises(ConfigError, match="a divisor of rotary embedding"):
         GgufFile(path)
     write(path, metadata={"rope.scaling.factor": 2.0}, tensors={"rope_freqs.weight": (16,)})
     with pytest.raises(UnsupportedError, match="both by linear and by rope_freqs"):
@@ -356,6 +357,94 @@ def test_a_damaged_header_is_named(tmp_path: Path, old: bytes, new: bytes, error
     path = altered(tmp_path / "model.gguf", old, new)
     with pytest.raises(error, match=message):
         GgufFile(path)
+
+
+@settings(max_examples=400)
+@given(data=st.data())
+def test_any_damage_before_the_weights_is_refused_or_can_be_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    write(path)
+    content = bytearray(path.read_bytes())
+    before = min(place.offset for place in GgufHeader.of(path).tensors.values())
+    for place in data.draw(st.lists(st.integers(0, before - 1), min_size=1, max_size=4)):
+        content[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try_to_read(path)
+
+
+WORDS = ["", "linear", "yarn"]
+METADATA = st.one_of(
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+    st.floats(width=32),
+    st.sampled_from(WORDS),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.none(),
+)
+
+
+@settings(max_examples=400)
+@given(
+    metadata=st.dictionaries(
+        st.sampled_from(
+            [
+                *("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"),
+                *("attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+                *("attention.sliding_window", "rope.freq_base", "rope.scale_linear", "rope.scaling.type"),
+                *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast"),
+                "rope.scaling.yarn_beta_slow",
+            ]
+        ),
+        METADATA,
+        max_size=3,
+    ),
+    scaling=st.sampled_from([{}, {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}]),
+)
+def test_whatever_is_said_is_refused_or_can_be_read(
+    tmp_path_factory: pytest.TempPathFactory, metadata: dict[str, Any], scaling: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "said.gguf"
+    write(path, metadata=scaling | metadata)
+    try_to_read(path)
+
+
+def try_to_read(path: Path) -> None:
+    try:
+        checkpoint = open_checkpoint(str(path))
+    except (ConfigError, UnsupportedError):
+        return
+    config = checkpoint.config
+    assert config.rope.frequencies(config.head_dim).isfinite().all()
+    for name in config.tensors():
+        assert checkpoint.read(name).shape == checkpoint.shape(name)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", ["llama"], r"architecture \['llama'\]"),
+        ("split.count", "two", "one of two parts"),
+        ("tokenizer.ggml.bos_token_id", "<s>", "bos_token_id = '<s>', which is no token"),
+        ("tokenizer.ggml.eos_token_id", [2], r"eos_token_id = \[2\], which is no token"),
+        ("tokenizer.ggml.eot_token_id", -1, "eot_token_id = -1, which is no token"),
+        ("llama.rope.freq_base", "large", "freq_base = 'large', which is no number"),
+        ("llama.rope.freq_base", 0.0, "theta of rotary embedding is from 1e-18"),
+        ("llama.attention.layer_norm_rms_epsilon", math.nan, "norm_eps"),
+        ("llama.block_count", 1000, "layers of a model is from 1 to 999"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, message: str
+) -> None:
+    write(tmp_path / "model.gguf")
+    header = GgufHeader.of(tmp_path / "model.gguf")
+    damaged = GgufHeader({**header.metadata, key: value}, header.tensors)
+    monkeypatch.setattr(GgufHeader, "of", lambda _: damaged)
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        open_checkpoint(str(tmp_path / "model.gguf"))
 
 
 def test_one_of_several_parts(tmp_path: Path) -> None:

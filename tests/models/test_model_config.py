@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError, UnsupportedError
@@ -157,6 +157,7 @@ MIXED = ["full_attention", "sliding_attention"]
         (said(architectures=["MixtralForCausalLM"]), "MixtralForCausalLM is not supported; accepted: LlamaForCausalLM"),
         (said(architectures=["Qwen2VLForConditionalGeneration"]), "Qwen2VL.*accepted: Llama"),
         (said(architectures=[], model_type="gemma3"), "gemma3.*accepted"),
+        (said(architectures=[], model_type=["llama"]), r"\['llama'\].*accepted"),
         (said(hidden_act="gelu"), "hidden_act 'gelu'.*accepted: silu"),
         (said(quantization_config={"quant_method": "gptq"}), "quantised .*gptq.*GGUF"),
         (said(rope_interleaved=True), "rope_interleaved"),
@@ -198,7 +199,8 @@ def test_what_is_not_implemented_is_refused(config: dict[str, Any], message: str
         (said(architectures=[{}]), "architectures of config.json is a list of names"),
         (said("qwen3", layer_types=[[]]), "layer_types of config.json is a list of names"),
         (said("mistral", layer_types=7), "layer_types of config.json is a list of names"),
-        (said(hidden_size=1 << 31), r"hidden_size.* to 2\^31 - 1, not 2147483648"),
+        (said(hidden_size=1 << 31), "hidden_size.* to 2147483647, not 2147483648"),
+        (said(num_hidden_layers=1000), "layers of a model is from 1 to 999, not 1000"),
         (said(vocab_size=1 << 40000), "vocab_size.*not one of 40001 bits"),
         (said(rms_norm_eps=1 << 2000), "rms_norm_eps.*not one of 2001 bits"),
     ],
@@ -217,13 +219,55 @@ def test_sizes_are_whole_numbers(key: str, value: Any) -> None:
         ModelConfig.from_hf(said(**{key: value}))
 
 
+KEYS = [
+    *TINY,
+    *("architectures", "model_type", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rope_interleaved", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("hidden_act", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
+]
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, 8.0, 1e-300, 10**400]))
+SCALING = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"])},
+    optional=dict.fromkeys(
+        [*LLAMA3, *YARN, "rope_theta", "beta_fast", "beta_slow", "mscale", "attention_factor"], NUMBERS
+    ),
+)
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=3), SCALING),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=400)
+@given(
+    family=st.sampled_from(list(FAMILIES)),
+    changes=st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=3),
+    generation=st.dictionaries(st.just("eos_token_id"), ANYTHING),
+)
+def test_whatever_is_said_is_refused_or_can_be_computed(
+    family: str, changes: dict[str, Any], generation: dict[str, Any]
+) -> None:
+    try:
+        config = ModelConfig.from_hf(said(family, **changes), generation)
+    except (ConfigError, UnsupportedError):
+        return
+    assert config.rope.frequencies(config.head_dim).isfinite().all()
+    assert math.isfinite(config.rope.magnitude())
+    assert config.tensors()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"layers": 0}, "layers"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"rope": Rotary(1e4, divisors=(1.0,))}, "4 divisors"),
-        ({"rope": Rotary(1e4, divisors=(1.0, 1.0, 0.0, 1.0))}, "above 0"),
+        ({"norm_eps": 0.0}, "norm_eps is above 0"),
+        ({"norm_eps": math.nan}, "norm_eps is above 0"),
+        ({"layers": 1000}, "layers .* from 1 to 999"),
+        ({"hidden": 1 << 31}, "hidden .* to 2147483647"),
     ],
 )
 def test_a_configuration_is_possible(changes: dict[str, Any], message: str) -> None:

@@ -8,7 +8,21 @@ from typing import Literal
 
 import torch
 
+from shotcast.errors import ConfigError
+
 RotaryKind = Literal["default", "linear", "llama3", "yarn"]
+
+_NUMBERS = (
+    "theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+_LEAST = 1e-18
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,10 @@ class Rotary:
       (Peng et al., arXiv 2309.00071).
 
     ``divisors``, if given, replace all this: a number for each pair to divide its frequency by.
+
+    Raises:
+        ConfigError: a number so small or large that no model has it, or that float32 might not hold what follows;
+            a theta of 1 with ``yarn``, which divides by its logarithm.
     """
 
     theta: float
@@ -38,6 +56,14 @@ class Rotary:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     divisors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        numbers = [(name, getattr(self, name)) for name in _NUMBERS]
+        for name, value in numbers + [("a divisor", divisor) for divisor in self.divisors or ()]:
+            if value is not None and not _LEAST <= value <= 1 / _LEAST:
+                raise ConfigError(f"{name} of rotary embedding is from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}")
+        if self.kind == "yarn" and self.theta == 1:
+            raise ConfigError("theta of rotary embedding by yarn is not 1")
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
         """[head_dim / 2], float32, radians a position."""

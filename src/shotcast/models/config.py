@@ -25,6 +25,12 @@ ARCHITECTURES: dict[str, Family] = {
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights that are not quantised."""
 
+MOST_LAYERS = 999
+"""A file that says more is damaged; the names of its tensors might not fit into memory."""
+
+_MOST = (1 << 31) - 1
+"""Of anything else."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -74,18 +80,21 @@ class ModelConfig:
             "vocab",
             "max_position",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of a model is at least 1, not {getattr(self, name)}")
+            most = MOST_LAYERS if name == "layers" else _MOST
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} of a model is from 1 to {most}, not {_shown(getattr(self, name))}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, not {self.head_dim}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window is at least 1, not {self.sliding_window}")
+        if not 0 < self.norm_eps < math.inf:
+            raise ConfigError(f"norm_eps is above 0 and finite, not {self.norm_eps}")
         divisors = self.rope.divisors
-        if divisors is not None and (len(divisors) != self.head_dim // 2 or min(divisors) <= 0):
+        if divisors is not None and len(divisors) != self.head_dim // 2:
             raise ConfigError(
-                f"rotary embedding takes {self.head_dim // 2} divisors above 0, half of head_dim; got {divisors}"
+                f"rotary embedding takes {self.head_dim // 2} divisors, half of head_dim, not {len(divisors)}"
             )
         if self.dtype not in DTYPES:
             raise UnsupportedError(f"weights of type {self.dtype} are not supported; accepted: {', '.join(DTYPES)}")
@@ -180,11 +189,11 @@ def _family(config: Mapping[str, Any]) -> Family:
     accepted = ", ".join(ARCHITECTURES)
     named = _names(config, "architectures")
     if not named:
-        families = {family: family for family in ARCHITECTURES.values()}
-        if (family := families.get(config.get("model_type"))) is None:  # type: ignore[arg-type]
+        families: dict[str, Family] = {family: family for family in ARCHITECTURES.values()}
+        kind = config.get("model_type")
+        if not isinstance(kind, str) or (family := families.get(kind)) is None:
             raise UnsupportedError(
-                f"config.json names no architecture, and its model_type is {config.get('model_type')!r}; "
-                f"accepted architectures: {accepted}"
+                f"config.json names no architecture, and its model_type is {kind!r}; accepted architectures: {accepted}"
             )
         return family
     if len(named) != 1 or named[0] not in ARCHITECTURES:
@@ -297,8 +306,8 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None, leas
         if default is None:
             raise ConfigError(f"config.json has no {key}")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
-        raise ConfigError(f"{key} of config.json is a whole number from {least} to 2^31 - 1, not {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        raise ConfigError(f"{key} of config.json is a whole number from {least} to {_MOST}, not {_shown(value)}")
     return value
 
 

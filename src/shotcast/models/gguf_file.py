@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,10 +121,8 @@ class GgufFile:
     def __init__(self, path: Path):
         header = GgufHeader.of(path)
         metadata = header.metadata
-        if metadata.get("split.count", 0) > 1:
-            raise UnsupportedError(
-                f"{path} is one of {metadata['split.count']} parts; merge them with llama-gguf-split"
-            )
+        if (parts := metadata.get("split.count", 0)) not in (0, 1):
+            raise UnsupportedError(f"{path} is one of {parts} parts; merge them with llama-gguf-split")
         content = np.memmap(path, mode="r")
         self._tensors = {
             _hugging_face_name(name): _Stored.at(path, content, name, place) for name, place in header.tensors.items()
@@ -218,7 +216,7 @@ def _config(
     divisors: _Stored | None,
 ) -> ModelConfig:
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"{path} says architecture {architecture!r}, which is not supported; accepted: {', '.join(ARCHITECTURES)}"
         )
@@ -237,6 +235,20 @@ def _config(
             raise ConfigError(f"{path} says {architecture}.{key} = {value!r}, which is no count")
         return value
 
+    def number(key: str, default: float | None = None) -> float:
+        value = said(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path} says {architecture}.{key} = {value!r}, which is no number")
+        with np.errstate(over="ignore"):
+            # what was meant by a float32: 1e-05, not 9.99999974738e-06
+            return float(str(np.float32(value)))
+
+    def token(name: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ConfigError(f"{path} says tokenizer.ggml.{name}_token_id = {value!r}, which is no token")
+        return value
+
     for key, values in _NEUTRAL.items():
         value = metadata.get(f"{architecture}.{key}")
         if value is not None and value not in values:
@@ -252,8 +264,7 @@ def _config(
     if "model.embed_tokens.weight" not in shapes:
         raise ConfigError(f"{path} has no token_embd.weight")
     stored = tensors.get("model.layers.0.self_attn.q_proj.weight", tensors["model.embed_tokens.weight"])
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = map(token, ("eos", "eot", "eom"))
     return ModelConfig(
         hidden=hidden,
         intermediate=count("feed_forward_length"),
@@ -262,8 +273,8 @@ def _config(
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
         vocab=shapes["model.embed_tokens.weight"][0],
-        norm_eps=_decimal(said("attention.layer_norm_rms_epsilon")),
-        rope=_rope(path, said, head_dim, divisors),
+        norm_eps=number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(path, said, count, number, divisors),
         max_position=count("context_length"),
         tied="lm_head.weight" not in shapes,
         attention_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
@@ -273,15 +284,21 @@ def _config(
         sliding_window=count("attention.sliding_window", 0) or None,
         family=ARCHITECTURES[architecture],
         dtype={"F16": "float16", "BF16": "bfloat16"}.get(stored.type.name, "float32"),
-        bos=bos,
+        bos=token("bos"),
         eos=tuple(dict.fromkeys(token for token in ends if token is not None)),
     )
 
 
-def _rope(path: Path, said: Any, head_dim: int, divisors: _Stored | None) -> Rotary:
-    theta = _decimal(said("rope.freq_base", 10000.0))
+def _rope(
+    path: Path,
+    said: Callable[[str, str], Any],
+    count: Callable[[str, int | None], int],
+    number: Callable[[str, float | None], float],
+    divisors: _Stored | None,
+) -> Rotary:
+    theta = number("rope.freq_base", 10000.0)
     # without a type, llama.cpp stretches linearly by the factor, which is mostly absent
-    factor = _decimal(said("rope.scaling.factor", said("rope.scale_linear", 0.0))) or 1.0
+    factor = number("rope.scaling.factor", number("rope.scale_linear", 0.0)) or 1.0
     kind = said("rope.scaling.type", "linear")
     if kind == "none" or (kind == "linear" and factor == 1):
         kind = "default"
@@ -300,12 +317,7 @@ def _rope(path: Path, said: Any, head_dim: int, divisors: _Stored | None) -> Rot
         theta,
         "yarn",
         factor,
-        original_max_position=said("rope.scaling.original_context_length", said("context_length")),
-        beta_fast=_decimal(said("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=_decimal(said("rope.scaling.yarn_beta_slow", 1.0)),
+        original_max_position=count("rope.scaling.original_context_length", count("context_length", None)),
+        beta_fast=number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=number("rope.scaling.yarn_beta_slow", 1.0),
     )
-
-
-def _decimal(value: float) -> float:
-    """What was meant by a float32: 1e-05, not 9.99999974738e-06."""
-    return float(str(np.float32(value)))

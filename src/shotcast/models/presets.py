@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shotcast.errors import ConfigError
 from shotcast.layers.rotary import Rotary
-from shotcast.models.config import ModelConfig
+from shotcast.models.config import MOST_LAYERS, ModelConfig
 
 
 def _llama3(
@@ -161,6 +161,8 @@ def preset(name: str) -> ModelConfig:
         raise ConfigError(f"there is no preset {found!r}; {accepted}")
     if not colon:
         return PRESETS[found]
-    if not re.fullmatch("[1-9][0-9]{0,2}", layers):
-        raise ConfigError(f"after the preset {found} and a colon comes a number of layers, 1 to 999, not {layers!r}")
+    if not re.fullmatch("[1-9][0-9]{0,2}", layers):  # up to MOST_LAYERS
+        raise ConfigError(
+            f"after the preset {found} and a colon comes a number of layers, 1 to {MOST_LAYERS}, not {layers!r}"
+        )
     return replace(PRESETS[found], layers=int(layers))
