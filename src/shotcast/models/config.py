@@ -197,7 +197,7 @@ def _family(config: Mapping[str, Any]) -> Family:
             )
         return family
     if len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise UnsupportedError(f"architecture {', '.join(map(str, named))} is not supported; accepted: {accepted}")
+        raise UnsupportedError(f"architecture {', '.join(named)} is not supported; accepted: {accepted}")
     return ARCHITECTURES[named[0]]
 
 
