@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 
+from shotcast.collectives.spawn import Ranks
 from shotcast.engine.client import News
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
@@ -436,11 +437,27 @@ def assert_gone(pids: list[int]) -> None:
         ({"algorithm": "ring", "sequence_parallel": True}, "algorithm cannot be ring"),
         ({"max_model_len": 1}, "2 and more"),
         ({"seed": 2**64}, "seed is None or"),
+        ({"seed": True}, "seed is None or"),
         ({"memory_fraction": "half"}, "memory_fraction is a number"),
+        ({"memory_fraction": True}, "memory_fraction is a number"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"model": None}, "model is the name of one, or where it is, not None"),
+        ({"model": Path("no") / "model"}, "there is no model 'no/model'"),
+        ({"device": []}, r"device is a name, not \[\]"),
+        ({"dtype": None}, "dtype is a name, not None"),
+        ({"prefix_caching": "no"}, "prefix_caching is True or False, not 'no'"),
+        ({"tensor_parallel": 2**40}, "tensor_parallel is a whole number from 1 to 1024"),
+        ({"tensor_parallel": 33, "pipeline_parallel": 32}, "tensor_parallel x pipeline_parallel is 1056, above 1024"),
+        ({"block_size": 2**31}, "block_size is a whole number from 1 to 1024"),
+        ({"tensor_parallel": 10}, "9 heads and 30 layers cannot be divided between 10 ranks and 1 stages"),
+        ({"pipeline_parallel": 31}, "9 heads and 30 layers cannot be divided between 1 ranks and 31 stages"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str) -> None:
+    def start(*_: object) -> None:
+        pytest.fail("processes were started for it")
+
+    monkeypatch.setattr(Ranks, "start", start)
     with pytest.raises(ConfigError, match=said):
         LLM(**{"model": "smollm2", **options})
 

@@ -59,7 +59,7 @@ def refused(answer: httpx.Response, status: int, param: str | None = None, code:
         ({"n": 9}, "n", "takes 8 at a time"),
         ({"max_tokens": 0}, "max_tokens", "from 1 up"),
         ({"stop": ["a"] * 5}, "stop", "at most 4"),
-        ({"stop": ""}, "stop", "not empty"),
+        ({"stop": ""}, "stop", "none of them empty"),
         ({"stop": [1]}, "stop", "list of at most 4 strings"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "token ids"),
         ({"stream": 1}, "stream", "true or false"),

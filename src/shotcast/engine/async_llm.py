@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
 from shotcast.engine.client import EngineClient, News
@@ -28,11 +29,12 @@ class AsyncLLM:
         model, options: of :class:`EngineConfig`.
     """
 
-    def __init__(self, model: str, **options: Any):
-        self._client = EngineClient(EngineConfig(model, **options))
+    def __init__(self, model: str | PathLike[str], **options: Any):
+        config = EngineConfig.of(model, **options)
+        self._client = EngineClient(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[str, tuple[OutputBuilder, ListenToOutput]] = {}
-        self.model_name = model
+        self.model_name = config.model
 
     @property
     def config(self) -> EngineConfig:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from operator import index
 from typing import NamedTuple
 
 from shotcast import env
@@ -26,10 +25,11 @@ from shotcast.collectives.spawn import Ranks
 from shotcast.engine import rank
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device import resolved
-from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams, output_room
+from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams, output_room, token_ids
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
-from shotcast.models.source import RANDOM, find_model
+from shotcast.models.memory import require_division
+from shotcast.models.source import RANDOM, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class EngineClient:
     def __init__(self, config: EngineConfig):
         self.config = config = resolved(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
-        if self.has_tokenizer:
-            find_model(config.model)  # before processes are started
+        with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
+            require_division(checkpoint.config, config.tensor_parallel, config.pipeline_parallel)
         self._dead: EngineDead | None = None
         self._closing = False
         self._silent = ""
@@ -167,18 +167,11 @@ class EngineClient:
         Raises:
             ConfigError: it is empty, too long, or holds what is no token.
         """
-        if isinstance(prompt, str):
-            tokens = tuple(self.tokenizer.encode(prompt))
-        elif isinstance(prompt, Iterable):
-            tokens = tuple(prompt)
-        else:
-            raise ConfigError(f"a prompt is a string or token ids, not {prompt!r}")
-        if any(type(token) is not int for token in tokens):
-            tokens = tuple(map(_as_int, tokens))
+        tokens = token_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, "the prompt")
         output_room(len(tokens), self.ready.max_model_len)
         vocab = self.ready.model.vocab
-        if wrong := [token for token in tokens if not 0 <= token < vocab]:
-            raise ConfigError(f"the prompt holds {wrong[0]}; tokens are whole numbers from 0 to {vocab - 1}")
+        if tokens and max(tokens) >= vocab:
+            raise ConfigError(f"the prompt holds {max(tokens)}; its tokens are whole numbers from 0 to {vocab - 1}")
         return tokens
 
     def new_id(self) -> str:
@@ -328,16 +321,6 @@ class EngineClient:
         read.join()
         for name, listen in list(self._listeners.items()):
             listen([News(name, EngineDead("it was closed"), time.perf_counter())])
-
-
-def _as_int(token: object) -> int:
-    """Of an integer of whatever type, as NumPy and PyTorch have their own."""
-    try:
-        if not isinstance(token, bool):
-            return index(token)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise ConfigError(f"the prompt holds {token!r}; tokens are whole numbers")
 
 
 def _cause_of(failure: RankFailed | None) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
 
 from shotcast.errors import ConfigError
 
 _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
 DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda": _CUDA_DTYPES}
 QUANTIZATIONS = ("", "fp8")
+MOST_RANKS = 1024
+"""Of one engine."""
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
 
 
@@ -64,19 +68,29 @@ class EngineConfig:
     stamp_every: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("tensor_parallel", 1),
-            ("pipeline_parallel", 1),
-            ("max_model_len", 0),
-            ("max_sequences", 1),
-            ("max_batch_tokens", 1),
-            ("block_size", 1),
-            ("kv_cache_bytes", 0),
-            ("stamp_every", 0),
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model is the name of one, or where it is, not {self.model!r}")
+        for name, least, most in (
+            ("tensor_parallel", 1, MOST_RANKS),
+            ("pipeline_parallel", 1, MOST_RANKS),
+            ("max_model_len", 0, 2**31 - 1),
+            ("max_sequences", 1, 2**16),
+            ("max_batch_tokens", 1, 2**20),
+            ("block_size", 1, 2**10),
+            ("kv_cache_bytes", 0, 2**63 - 1),
+            ("stamp_every", 0, 2**31 - 1),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is a whole number from {least} up, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+        for name in ("prefix_caching", "sequence_parallel", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is True or False, not {getattr(self, name)!r}")
+        for name in ("device", "dtype", "quantization", "algorithm"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is a name, not {getattr(self, name)!r}")
+        if self.ranks > MOST_RANKS:
+            raise ConfigError(f"tensor_parallel x pipeline_parallel is {self.ranks}, above {MOST_RANKS} ranks")
         if self.device not in DTYPES:
             raise ConfigError(f"device is {', '.join(DTYPES)}, not {self.device!r}")
         if self.dtype and self.dtype not in DTYPES[self.device]:
@@ -93,21 +107,26 @@ class EngineConfig:
             raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len is 0 (what the model was made for) or 2 and more: a prompt and an output")
-        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ConfigError(f"seed is None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
         if self.sequence_parallel and self.algorithm in ("ring", "vendor"):
             raise ConfigError(
                 f"sequence_parallel has a fused operation of its own; algorithm cannot be {self.algorithm}"
             )
-        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
+        if type(self.memory_fraction) not in (int, float) or not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction is a number above 0, at most 1, not {self.memory_fraction!r}")
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e9:
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < 1e9:
             raise ConfigError(f"timeout_s is a number of seconds above 0, not {self.timeout_s!r}")
         if self.max_batch_tokens < self.max_sequences:
             raise ConfigError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}), "
                 "or not all of them can take a token in a step"
             )
+
+    @classmethod
+    def of(cls, model: str | PathLike[str], **options: Any) -> EngineConfig:
+        """With a model that may be a path object."""
+        return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
 
     @property
     def ranks(self) -> int:

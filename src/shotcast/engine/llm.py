@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -35,8 +36,8 @@ class LLM:
         EngineDead: a rank ended.
     """
 
-    def __init__(self, model: str, **options: Any):
-        self._client = EngineClient(EngineConfig(model, **options))
+    def __init__(self, model: str | PathLike[str], **options: Any):
+        self._client = EngineClient(EngineConfig.of(model, **options))
 
     @property
     def config(self) -> EngineConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Literal, NamedTuple
 
 from shotcast.errors import ConfigError
@@ -13,6 +14,31 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 """Alternatives that may be asked for at each token."""
+
+
+def token_ids(tokens: Iterable[object], what: str) -> tuple[int, ...]:
+    """Tokens of whatever integer type, as NumPy and PyTorch have their own.
+
+    Raises:
+        ConfigError: what is said to be ``what`` does not hold whole numbers from 0 up.
+    """
+    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes):
+        raise ConfigError(f"{what} holds token ids, not {tokens!r}")
+    given = tuple(tokens)
+    if any(type(token) is not int for token in given):
+        given = tuple(_as_int(token, what) for token in given)
+    if wrong := [token for token in given if token < 0]:  # type: ignore[operator]
+        raise ConfigError(f"{what} holds {wrong[0]}; token ids are whole numbers from 0 up")
+    return given  # type: ignore[return-value]
+
+
+def _as_int(token: object, what: str) -> int:
+    try:
+        if not isinstance(token, bool):
+            return index(token)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ConfigError(f"{what} holds {token!r}; token ids are whole numbers from 0 up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +56,7 @@ class SamplingParams:
         frequency_penalty: the same, for each time that it holds it.
         seed: makes the draws of a request repeatable; None for other draws each time.
         max_tokens: the output is not longer.
-        stop: strings that end the output, which then ends before them.
+        stop: a string or several that end the output, which then ends before them; kept as a tuple.
         stop_token_ids: tokens that end the output, besides the model's own.
         ignore_eos: the model's own end tokens do not end the output.
         logprobs: None, or how many of the likeliest tokens to report at each place, besides the one that was drawn.
@@ -44,8 +70,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
@@ -71,10 +97,13 @@ class SamplingParams:
         if self.seed is not None:
             whole("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
         whole("max_tokens", 1, math.inf, "a whole number from 1 up")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop holds strings that are not empty, not {self.stop!r}")
-        if not all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids holds token ids, not {self.stop_token_ids!r}")
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+            raise ConfigError(f"stop is a string or several, none of them empty, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids, "stop_token_ids"))
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos is True or False, not {self.ignore_eos!r}")
         if self.logprobs is not None:
             whole("logprobs", 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
 

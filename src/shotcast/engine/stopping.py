@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StopStrings:
     """Lets a text through up to the first of ``stops`` in it, and never a part of what may become one.
@@ -9,7 +11,7 @@ class StopStrings:
     The first is the one that starts earliest; of two that start at one place, the shorter.
     """
 
-    def __init__(self, stops: tuple[str, ...]):
+    def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""
         self._found: str | None = None

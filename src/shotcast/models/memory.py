@@ -12,6 +12,18 @@ from shotcast.layers.split import FFN_UNIT, VOCAB_UNIT, heads_of, shares
 from shotcast.models.config import ModelConfig
 
 
+def require_division(config: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Raises ConfigError unless each rank of each stage has a part of the model."""
+    if tensor_parallel > config.heads or pipeline_parallel > config.layers:
+        raise ConfigError(
+            f"{config.heads} heads and {config.layers} layers cannot be divided between {tensor_parallel} ranks "
+            f"and {pipeline_parallel} stages"
+        )
+    for what, size in (("columns of feed-forward networks", config.intermediate), ("words", config.vocab)):
+        if size < tensor_parallel:
+            raise ConfigError(f"{size} {what} cannot be divided between {tensor_parallel} ranks")
+
+
 def weight_bytes(
     config: ModelConfig,
     dtype_bytes: int,
@@ -31,11 +43,7 @@ def weight_bytes(
         pipeline_parallel: stages that the layers are divided between.
         quantization: ``fp8`` for layers' matrices of a byte a weight, and a float32 for each output.
     """
-    if tensor_parallel > config.heads or pipeline_parallel > config.layers:
-        raise ConfigError(
-            f"{config.heads} heads and {config.layers} layers cannot be divided between {tensor_parallel} ranks "
-            f"and {pipeline_parallel} stages"
-        )
+    require_division(config, tensor_parallel, pipeline_parallel)
     parts = [heads_of(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = (max(len(part[which]) for part in parts) for which in (0, 1))
     columns = max(map(len, shares(config.intermediate, tensor_parallel, FFN_UNIT)))

@@ -129,8 +129,6 @@ class Body(_Strict):
         """
         same = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
         given = {name: (name, getattr(self, name)) for name in same - {"max_tokens", "logprobs"}}
-        given["stop"] = ("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        given["stop_token_ids"] = ("stop_token_ids", tuple(self.stop_token_ids or ()))
         given["top_k"] = ("top_k", max(self.top_k or 0, 0))
         given["max_tokens"] = self.output_limit
         given["logprobs"] = self.alternatives

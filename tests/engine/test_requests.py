@@ -1,0 +1,100 @@
+"""What may be asked of the engine, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.requests import SamplingParams, token_ids
+from shotcast.errors import ConfigError
+
+ANYTHING = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats()),
+    *(st.text(max_size=2), st.binary(max_size=2), st.lists(st.none())),
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("END", ("END",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())],
+)
+def test_stop_is_a_string_or_several(given: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == kept
+
+
+@pytest.mark.parametrize(
+    "given", [[3, 5], (3, 5), np.array([3, 5], dtype=np.uint8), torch.tensor([3, 5]), (token for token in (3, 5))]
+)
+def test_token_ids_are_of_any_integer_type(given: Any) -> None:
+    kept = SamplingParams(stop_token_ids=given).stop_token_ids
+    assert kept == (3, 5)
+    assert {type(token) for token in kept} == {int}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "words holds token ids, not None"),
+        (7, "words holds token ids, not 7"),
+        ("ab", "words holds token ids, not 'ab'"),
+        (b"ab", "words holds token ids, not b'ab'"),
+        ([1, 2.0], "words holds 2.0; token ids are whole numbers"),
+        ([True], "words holds True"),
+        ([1, -2], "words holds -2"),
+        (torch.tensor([1.5]), "words holds tensor"),
+    ],
+)
+def test_what_are_no_token_ids_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        token_ids(given, "words")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temperature": -1}, "temperature is a number from 0 up, not -1"),
+        ({"temperature": math.nan}, "temperature is a number"),
+        ({"top_k": 1.5}, "top_k is a whole number from 0"),
+        ({"top_p": 0.0}, "say top_k=1"),
+        ({"min_p": 1.1}, "min_p is a number from 0 to 1"),
+        ({"presence_penalty": 3}, "presence_penalty is a number from -2 to 2"),
+        ({"seed": 2**63}, "seed is None or a whole number of 64 bits"),
+        ({"max_tokens": 0}, "max_tokens is a whole number from 1 up"),
+        ({"stop": ""}, "stop is a string or several, none of them empty, not ''"),
+        ({"stop": ["a", ""]}, "stop is a string or several"),
+        ({"stop": None}, "stop is a string or several"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids holds token ids"),
+        ({"ignore_eos": "no"}, "ignore_eos is True or False, not 'no'"),
+        ({"logprobs": 21}, "logprobs is None or a whole number from 0 to 20"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SamplingParams(**options)
+
+
+@given(name=st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]), value=ANYTHING)
+def test_any_value_is_taken_or_named(name: str, value: Any) -> None:
+    assert names_it_or_none(lambda: hash(SamplingParams(**{name: value})), name)
+
+
+@given(name=st.sampled_from([field.name for field in dataclasses.fields(EngineConfig)]), value=ANYTHING)
+def test_any_option_is_taken_or_named(name: str, value: Any) -> None:
+    assert names_it_or_none(lambda: EngineConfig(**{"model": "smollm2", name: value}), name)
+
+
+def names_it_or_none(make: Callable[[], object], name: str) -> bool:
+    try:
+        make()
+    except ConfigError as error:
+        return name in str(error)
+    return True
