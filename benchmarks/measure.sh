@@ -1,5 +1,5 @@
 #!/bin/sh
-# Measures again what data/h200 holds: sh benchmarks/measure.sh FOLDER PART..., from the repository's root, with the
+# Measures again what data/h200 and data/h100 (engine_8b_x1) hold: sh benchmarks/measure.sh FOLDER PART..., from the repository's root, with the
 # package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
