@@ -1,6 +1,7 @@
 #!/bin/sh
-# Measures again what data/h200 and data/h100 (engine_8b_x1) hold: sh benchmarks/measure.sh FOLDER PART..., from the repository's root, with the
-# package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says how each command ended.
+# Measures again what data/h200 holds, and data/h100 (engine_8b_x1): sh benchmarks/measure.sh FOLDER PART..., from the
+# repository's root, with the package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says
+# how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused"
