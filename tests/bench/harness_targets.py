@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from shotcast.bench import baselines, harness
+from shotcast.bench.plan import BenchPlan
 from shotcast.bench.report import Row
 
 
-def _with(contender: Any, plan: harness.BenchPlan) -> list[Row]:
+def _with(contender: Any, plan: BenchPlan) -> list[Row]:
     """Measure Gloo with ``contender(call)`` in its place; this process belongs to one test."""
     library = baselines.library
     baselines.library = lambda *args: contender(library(*args))  # type: ignore[assignment]
     return harness.measure(plan, ("gloo",))
 
 
-def one_element_off(plan: harness.BenchPlan, by: float, rank: int) -> list[Row]:
+def one_element_off(plan: BenchPlan, by: float, rank: int) -> list[Row]:
     def contender(call: baselines.Call) -> baselines.Call:
         def run() -> None:
             call.run()
@@ -31,7 +32,7 @@ def one_element_off(plan: harness.BenchPlan, by: float, rank: int) -> list[Row]:
     return _with(contender, plan)
 
 
-def wrong_after_a_while(plan: harness.BenchPlan) -> list[Row]:
+def wrong_after_a_while(plan: BenchPlan) -> list[Row]:
     def contender(call: baselines.Call) -> baselines.Call:
         calls = 0
 
@@ -46,7 +47,7 @@ def wrong_after_a_while(plan: harness.BenchPlan) -> list[Row]:
     return _with(contender, plan)
 
 
-def first_product_is_slow(plan: harness.BenchPlan, seconds: float) -> int:
+def first_product_is_slow(plan: BenchPlan, seconds: float) -> int:
     """How many products there are in all."""
     products = 0
     usual = harness.Gemm.__call__
@@ -62,7 +63,7 @@ def first_product_is_slow(plan: harness.BenchPlan, seconds: float) -> int:
     return products
 
 
-def one_rank_sleeps(plan: harness.BenchPlan, seconds: float) -> list[Row]:
+def one_rank_sleeps(plan: BenchPlan, seconds: float) -> list[Row]:
     """Rank 1's calls do nothing but take long; nobody waits for them, so ranks differ."""
 
     def contender(call: baselines.Call) -> baselines.Call:
@@ -81,7 +82,7 @@ def one_rank_sleeps(plan: harness.BenchPlan, seconds: float) -> list[Row]:
     return _with(contender, plan)
 
 
-def counts_calls(plan: harness.BenchPlan) -> list[int]:
+def counts_calls(plan: BenchPlan) -> list[int]:
     made = 0
 
     def contender(call: baselines.Call) -> baselines.Call:
@@ -109,7 +110,7 @@ class SlowWork:
         out.fill_(7.0)
 
 
-def with_slow_work(plan: harness.BenchPlan, algorithm: str) -> tuple[list[Row], set[float]]:
+def with_slow_work(plan: BenchPlan, algorithm: str) -> tuple[list[Row], set[float]]:
     """A call that takes 10 ms; also what it was called on."""
     harness.Gemm = SlowWork  # type: ignore[assignment, misc]
     seen = set()
@@ -128,7 +129,7 @@ def with_slow_work(plan: harness.BenchPlan, algorithm: str) -> tuple[list[Row], 
     return harness.measure(plan, (algorithm,)), seen
 
 
-def values_in_place(plan: harness.BenchPlan) -> list[float]:
+def values_in_place(plan: BenchPlan) -> list[float]:
     """The largest value that each timed call back to back began with."""
     seen = []
 
@@ -143,7 +144,7 @@ def values_in_place(plan: harness.BenchPlan) -> list[float]:
     return seen
 
 
-def allocates(plan: harness.BenchPlan, bursts_each: int) -> list[Row]:
+def allocates(plan: BenchPlan, bursts_each: int) -> list[Row]:
     """Host time on ranks that seem to allocate ``bursts_each`` times between two looks."""
     count = 0
 
@@ -156,7 +157,7 @@ def allocates(plan: harness.BenchPlan, bursts_each: int) -> list[Row]:
     return harness.measure(plan, ("one_shot",))
 
 
-def wrong_in_one_value(plan: harness.BenchPlan, name: str, value: str) -> list[Row]:
+def wrong_in_one_value(plan: BenchPlan, name: str, value: str) -> list[Row]:
     """A fused contender of which one element of one result is off on rank 1."""
     from shotcast.bench.fused_case import FusedCase
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shotcast.bench import contenders, harness
-from shotcast.bench.harness import BenchPlan
+from shotcast.bench.plan import BenchPlan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.bench import harness
 from shotcast.bench.cases import Place, Reference
 from shotcast.bench.fused_case import E4M3_MAX, EPS, FusedCase
-from shotcast.bench.harness import BenchPlan
+from shotcast.bench.plan import BenchPlan
 
 HIDDEN = 32
 PLAN = BenchPlan(

@@ -9,7 +9,7 @@ import pytest
 
 import shotcast
 from shotcast.bench import contenders, harness
-from shotcast.bench.harness import BenchPlan
+from shotcast.bench.plan import BenchPlan
 from shotcast.errors import ConfigError, RankFailed
 
 PLAN = BenchPlan(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shotcast.errors import ConfigError
 from shotcast.layers.rotary import Rotary
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory import available_bytes, kv_bytes_per_token, weight_bytes
+from shotcast.models.memory import available_bytes, kv_bytes_per_token, require_division, weight_bytes
 from shotcast.models.presets import PRESETS, preset
 
 TINY = ModelConfig(
@@ -88,6 +88,14 @@ def test_more_ranks_hold_no_more_each_and_no_less_together(ranks: int, stages: i
 def test_each_rank_has_something(ranks: int, stages: int) -> None:
     with pytest.raises(ConfigError, match="4 heads and 4 layers cannot be divided between"):
         weight_bytes(TINY, 2, ranks, stages)
+
+
+@pytest.mark.parametrize(("few", "said"), [("intermediate", "3 columns of feed-forward"), ("vocab", "3 words")])
+def test_each_rank_has_a_column_and_a_word(few: str, said: str) -> None:
+    model = replace(TINY, **{few: 3})
+    require_division(model, 3, 1)
+    with pytest.raises(ConfigError, match=f"{said}.* cannot be divided between 4 ranks"):
+        require_division(model, 4, 1)
 
 
 def test_keys_and_values_of_a_token() -> None:

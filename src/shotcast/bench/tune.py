@@ -30,6 +30,7 @@ from shotcast import env, wire
 from shotcast.bench import harness
 from shotcast.bench.baselines import Call
 from shotcast.bench.cases import Case, Reference
+from shotcast.bench.plan import BenchPlan
 from shotcast.collectives import table
 from shotcast.collectives.candidates import candidates, keeps_bits, launch_shapes
 from shotcast.collectives.communicator import Communicator
@@ -61,7 +62,8 @@ class TunePlan:
         sizes: bytes of the whole tensor, ascending. Where neighbours choose different algorithms, sizes between are
             measured too, until neighbours are within a factor of 2.
         modes: of :data:`shotcast.collectives.table.MODES`; CPU ranks have ``eager`` only.
-        seconds: for the timed calls of all candidates at one size; at least :data:`harness.MIN_CALLS` each are timed.
+        seconds: for the timed calls of all candidates at one size; of each, at least
+            :data:`shotcast.bench.plan.MIN_CALLS` are timed.
         any_bits: algorithms whose sums have other bits than the numerics contract says may be chosen.
         timeout_s: seconds for everything; then the ranks are ended.
     """
@@ -248,7 +250,7 @@ class _Tuner(harness._Rank):
 
     def __init__(self, plan: TunePlan, comm: Communicator, group: dist.ProcessGroup, control: harness._Control):
         self.tuned = plan
-        bench = harness.BenchPlan(plan.ops[0], plan.device, plan.dtypes[0], plan.sizes)
+        bench = BenchPlan(plan.ops[0], plan.device, plan.dtypes[0], plan.sizes)
         super().__init__(bench, (), comm.device, group, control)
         self.place = dataclasses.replace(self.place, comm=comm)
         self.comm = comm

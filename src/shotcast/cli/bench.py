@@ -51,7 +51,7 @@ from shotcast.errors import ConfigError
 from shotcast.units import parse_size
 
 if TYPE_CHECKING:
-    from shotcast.bench.harness import BenchPlan
+    from shotcast.bench.plan import BenchPlan
     from shotcast.bench.report import Row
 
 app = typer.Typer(help="Time a collective: own algorithms beside NCCL, Gloo and PyTorch's.", no_args_is_help=True)
@@ -84,7 +84,7 @@ def _plain_command(op: str) -> None:
         markdown_file: MarkdownFile = None,
     ) -> None:
         sizes = sizes_between(minbytes, maxbytes, stepfactor)
-        from shotcast.bench.harness import BenchPlan
+        from shotcast.bench.plan import BenchPlan
 
         plan = BenchPlan(
             op=op,
@@ -139,7 +139,7 @@ def _fused_command(
     if not counts or min(counts) < 1:
         raise ConfigError(f"--tokens takes whole numbers from 1 up such as 1,8,64, not {tokens!r}")
     from shotcast import wire
-    from shotcast.bench.harness import BenchPlan
+    from shotcast.bench.plan import BenchPlan
 
     item = wire.DTYPES.get(where["dtype"], 1)  # an unknown dtype is the plan's to refuse
     plan = BenchPlan(

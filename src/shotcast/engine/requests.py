@@ -24,12 +24,10 @@ def token_ids(tokens: Iterable[object], what: str) -> tuple[int, ...]:
     """
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes):
         raise ConfigError(f"{what} holds token ids, not {tokens!r}")
-    given = tuple(tokens)
-    if any(type(token) is not int for token in given):
-        given = tuple(_as_int(token, what) for token in given)
-    if wrong := [token for token in given if token < 0]:  # type: ignore[operator]
-        raise ConfigError(f"{what} holds {wrong[0]}; token ids are whole numbers from 0 up")
-    return given  # type: ignore[return-value]
+    given = tuple(token if type(token) is int else _as_int(token, what) for token in tokens)
+    if given and min(given) < 0:
+        raise ConfigError(f"{what} holds {min(given)}; token ids are whole numbers from 0 up")
+    return given
 
 
 def _as_int(token: object, what: str) -> int:

@@ -23,6 +23,7 @@ _NUMBERS = (
     "beta_slow",
 )
 _LEAST = 1e-18
+"""Its square and the inverse of that are numbers of float32 still."""
 
 
 @dataclass(frozen=True, slots=True)

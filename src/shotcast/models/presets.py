@@ -161,7 +161,7 @@ def preset(name: str) -> ModelConfig:
         raise ConfigError(f"there is no preset {found!r}; {accepted}")
     if not colon:
         return PRESETS[found]
-    if not re.fullmatch("[1-9][0-9]{0,2}", layers):  # up to MOST_LAYERS
+    if not re.fullmatch("[0-9]{1,9}", layers) or not 1 <= int(layers) <= MOST_LAYERS:
         raise ConfigError(
             f"after the preset {found} and a colon comes a number of layers, 1 to {MOST_LAYERS}, not {layers!r}"
         )
