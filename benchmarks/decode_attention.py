@@ -1,4 +1,4 @@
-"""Attention of decoding on one GPU: ``shotcast.kernels.paged_attention`` beside PyTorch's.
+"""Attention of decoding on one GPU: ``shotcast.kernels.triton.paged_attention`` beside PyTorch's.
 
     python benchmarks/decode_attention.py [--heads 8,16,32] [--kv-heads 2] [--json FILE]
 
@@ -23,8 +23,8 @@ from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.kernels.paged_attention import Decoding
-from shotcast.kernels.target import processors
+from shotcast.device.triton.intrinsics import processors
+from shotcast.kernels.triton.paged_attention import Decoding
 
 BLOCK = 16
 HEAD_DIM = 128

@@ -1,6 +1,7 @@
-"""Products of a decode step on one GPU: kernels of ``shotcast.kernels.matvec`` (1 and 2 rows) and
-``shotcast.kernels.skinny`` beside PyTorch's, for the shapes of Llama 3.1 (8B and 70B in bfloat16, 405B in FP8) on four
-ranks.
+"""Products of a decode step on one GPU, beside those of PyTorch.
+
+The kernels are ``shotcast.kernels.triton.gemv`` (1 and 2 rows) and ``shotcast.kernels.triton.skinny_gemm``; the shapes
+are those of Llama 3.1 on four ranks: 8B and 70B in bfloat16, 405B in FP8.
 
     python benchmarks/linear.py [--models 8b,70b,405b] [--rows 1,2,...] [--quick] [--json FILE]
 
@@ -26,10 +27,10 @@ from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.kernels import activations, matvec, skinny
-from shotcast.kernels.matvec import Stream
-from shotcast.kernels.skinny import Tiles
-from shotcast.kernels.target import processors, shared_memory
+from shotcast.device.triton.intrinsics import processors, shared_memory
+from shotcast.kernels.triton import activations, gemv, skinny_gemm
+from shotcast.kernels.triton.gemv import Stream
+from shotcast.kernels.triton.skinny_gemm import Tiles
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 
@@ -75,11 +76,11 @@ class Product:
         if self.fp8:
             first, self.scale = float8.quantize(first)
         self.weights = [first] + [first.clone() for _ in range(self.count - 1)]
-        self.counts = skinny.arrivals(first)
+        self.counts = skinny_gemm.arrivals(first)
 
     def contenders(self, rows: int, quick: bool) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
         yield LIBRARY, self.by_library
-        if rows > skinny.MOST_ROWS:
+        if rows > skinny_gemm.MOST_ROWS:
             return
         yield CHOSEN, self.by_own(rows, None)
         if not quick:
@@ -87,14 +88,16 @@ class Product:
                 yield str(launch), self.by_own(rows, launch)
 
     def by_own(self, rows: int, launch: Stream | Tiles | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        if rows <= matvec.MOST_ROWS:
+        if rows <= gemv.MOST_ROWS:
             assert not isinstance(launch, Tiles)
-            return lambda x, turn: matvec.linear(x, self.weights[turn], self.scale, None, self.gated, launch)
+            return lambda x, turn: gemv.linear(x, self.weights[turn], self.scale, None, self.gated, launch)
         assert not isinstance(launch, Stream)
 
         def call(x: torch.Tensor, turn: int) -> torch.Tensor:
             values, x_scale = activations.quantize(x) if self.fp8 else (x, None)
-            return skinny.linear(values, self.weights[turn], self.counts, x_scale, self.scale, None, self.gated, launch)
+            return skinny_gemm.linear(
+                values, self.weights[turn], self.counts, x_scale, self.scale, None, self.gated, launch
+            )
 
         return call
 
@@ -121,7 +124,7 @@ class Product:
             row |= {"contender": contender}
             try:
                 # x in FP8 is off by up to 1/16; sums in float32, by far less than 2^-12
-                rounded = self.fp8 and (contender == LIBRARY or rows > matvec.MOST_ROWS)
+                rounded = self.fp8 and (contender == LIBRARY or rows > gemv.MOST_ROWS)
                 off = off_by(call(x, 0), exact, size, 2**-4 if rounded else 2**-12)
                 if not off <= 1:
                     raise ArithmeticError(f"off by {off:.3g} times what is allowed")
@@ -134,10 +137,10 @@ class Product:
 
 def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[Stream | Tiles]:
     item = 1 if fp8 else 2
-    if rows <= matvec.MOST_ROWS:
-        return list(matvec.candidates(item))
+    if rows <= gemv.MOST_ROWS:
+        return list(gemv.candidates(item))
     device = torch.device("cuda", 0)
-    return list(skinny.candidates(outputs, inputs, item, rows, processors(device), shared_memory(device)))
+    return list(skinny_gemm.candidates(outputs, inputs, item, rows, processors(device), shared_memory(device)))
 
 
 def compile_one(rows: int, fp8: bool, gated: bool, launch: Stream | Tiles) -> None:
@@ -148,11 +151,11 @@ def compile_one(rows: int, fp8: bool, gated: bool, launch: Stream | Tiles) -> No
     try:
         if isinstance(launch, Stream):
             x = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
-            matvec.linear(x, weight, scale, None, gated, launch)
+            gemv.linear(x, weight, scale, None, gated, launch)
         else:
             x = torch.zeros(rows, 4096, device="cuda", dtype=dtype)
             x_scale = torch.ones(rows, 1, device="cuda") if fp8 else None
-            skinny.linear(x, weight, skinny.arrivals(weight), x_scale, scale, None, gated, launch)
+            skinny_gemm.linear(x, weight, skinny_gemm.arrivals(weight), x_scale, scale, None, gated, launch)
         torch.cuda.synchronize()
     except Exception as error:  # it will be said where it is measured
         print(f"{launch}: {type(error).__name__}", file=sys.stderr)
@@ -163,7 +166,7 @@ def compile_all(models: list[str], rows: list[int]) -> None:
         (number, model in FP8_MODELS, gated, launch)
         for model in models
         for number in rows
-        if number <= skinny.MOST_ROWS
+        if number <= skinny_gemm.MOST_ROWS
         for gated in (False, True)
         for outputs, inputs in SHAPES[model].values()
         for launch in launches(number, outputs, inputs, model in FP8_MODELS)

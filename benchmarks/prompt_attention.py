@@ -1,4 +1,4 @@
-"""Attention of prompts on one GPU: ``shotcast.kernels.prompt_attention`` beside PyTorch's ``varlen_attn``.
+"""Attention of prompts on one GPU: ``shotcast.kernels.triton.prompt_attention`` beside PyTorch's ``varlen_attn``.
 
     python benchmarks/prompt_attention.py [--heads 8] [--kv-heads 2] [--head-dim 128] [--json FILE]
 
@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
 
+from shotcast.device.triton.intrinsics import processors
 from shotcast.engine import steps
-from shotcast.kernels import prompt_attention
-from shotcast.kernels.target import processors
+from shotcast.kernels.triton import prompt_attention
 
 BLOCK = 16
 CALLS = 20

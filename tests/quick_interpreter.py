@@ -117,8 +117,8 @@ def _yield_cores() -> None:
     """
     import triton.language as tl
 
-    from shotcast.kernels import mail, sync, two_shot_fp8
+    from shotcast.transport.triton import send_recv, sync, two_shot_fp8
 
-    for module in (mail, sync, two_shot_fp8):
+    for module in (send_recv, sync, two_shot_fp8):
         module.relax = lambda: time.sleep(_PAUSE_S)
         module.POLLS_PER_LOOK = tl.constexpr(_POLLS_PER_LOOK)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shotcast import env
-from shotcast.collectives.spawn import spawn
 from shotcast.engine.llm import LLM
 from shotcast.errors import ConfigError
+from shotcast.launcher.spawn import spawn
 
 JOB = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

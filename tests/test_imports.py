@@ -19,7 +19,10 @@ LAYERS = (
     ("wire",),
     ("hardware", "cost"),
     ("memory",),
-    ("kernels", "cpu"),
+    ("device",),
+    ("kernels",),
+    ("transport",),
+    ("launcher",),
     ("collectives",),
     ("functional", "layers"),
     ("models",),
@@ -95,16 +98,19 @@ def test_every_part_has_a_place() -> None:
     ("file", "code"),
     [
         ("memory/a.py", "from shotcast.collectives.communicator import Communicator"),
-        ("memory/a.py", "def f():\n    import shotcast.kernels.sync"),
-        ("memory/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shotcast.cpu import atomics"),
-        ("kernels/a.py", "from shotcast import cpu"),
-        ("kernels/a.py", "from ..cpu import atomics"),
-        ("cpu/deep/a.py", "from ...kernels import sync"),
+        ("memory/a.py", "def f():\n    import shotcast.kernels.triton.norm"),
+        (
+            "memory/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shotcast.device.cpu import atomics",
+        ),
+        ("kernels/a.py", "from shotcast import transport"),
+        ("kernels/a.py", "from ..transport.cpu import waiting"),
+        ("kernels/deep/a.py", "from ...transport.triton import sync"),
         ("hardware/a.py", "import shotcast.cost"),
         ("env.py", "from shotcast.wire import Op"),
         ("collectives/a.py", "import importlib\nimportlib.import_module('shotcast.bench.harness')"),
-        ("cpu/a.py", "from shotcast import Communicator"),
-        ("cpu/a.py", "import shotcast"),
+        ("device/a.py", "from shotcast import Communicator"),
+        ("device/a.py", "import shotcast"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path: Path, file: str, code: str) -> None:
@@ -115,8 +121,8 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, code: str) -> N
 
 
 def test_downward_imports_are_not_violations(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "a.py").write_text(
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "a.py").write_text(
         "from shotcast import env, __version__\nfrom shotcast.memory.shm import x\nfrom . import b\nimport torch\n"
     )
     assert violations(tmp_path) == []

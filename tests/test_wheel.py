@@ -34,7 +34,7 @@ def test_holds_every_file_of_the_package(wheel: Path) -> None:
     package = ROOT / "src" / "shotcast"
     expected = {
         f"shotcast/{file.relative_to(package).as_posix()}"
-        for pattern in ("*.py", "py.typed", "collectives/tables/*.json")
+        for pattern in ("*.py", "py.typed", "collectives/choice/tables/*.json")
         for file in package.rglob(pattern)
     }
     assert "shotcast/py.typed" in expected
@@ -44,7 +44,9 @@ def test_holds_every_file_of_the_package(wheel: Path) -> None:
 
 
 def test_holds_tuned_tables(wheel: Path) -> None:
-    tables = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("shotcast/collectives/tables/")]
+    tables = [
+        name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("shotcast/collectives/choice/tables/")
+    ]
     assert any(name.endswith(".json") for name in tables)
 
 

@@ -16,7 +16,7 @@ from shotcast.errors import (
 
 if TYPE_CHECKING:
     from shotcast.collectives.communicator import Communicator
-    from shotcast.collectives.spawn import spawn
+    from shotcast.launcher.spawn import spawn
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return Communicator
     if name == "spawn":
-        from shotcast.collectives.spawn import spawn
+        from shotcast.launcher.spawn import spawn
 
         return spawn
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

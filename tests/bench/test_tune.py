@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import shotcast
 from shotcast.bench import tune, tune_table
 from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TunePlan, contenders, search, settled
-from shotcast.collectives.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
-from shotcast.collectives.problem import Candidate, CollectiveProblem, Topology
-from shotcast.collectives.table import KERNELS, parse
+from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
+from shotcast.collectives.choice.problem import Candidate, CollectiveProblem, Topology
+from shotcast.collectives.choice.table import KERNELS, parse
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.wire import ALGORITHMS, LaunchShape, Op

@@ -10,7 +10,7 @@ import tune_targets as targets
 
 import shotcast
 from shotcast.bench import tune, tune_table
-from shotcast.collectives.table import Row, parse, render
+from shotcast.collectives.choice.table import Row, parse, render
 from shotcast.wire import LaunchShape
 
 pytestmark = [

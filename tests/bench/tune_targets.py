@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 import shotcast
 from shotcast.bench import baselines, tune
-from shotcast.collectives.problem import Candidate
+from shotcast.collectives.choice.problem import Candidate
 
 
 def _with(change: Callable[[Candidate, baselines.Call], Callable[[], Any]], plan: tune.TunePlan) -> list[tune.Point]:

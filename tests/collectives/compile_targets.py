@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import shotcast
 from shotcast import Communicator
-from shotcast.collectives import ops
 from shotcast.collectives.norm_operands import Fp8Normed
+from shotcast.collectives.torch_ops import operators
 
 
 def values(comm: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -177,7 +177,7 @@ def opcheck() -> list[str]:
                 (*scattered, torch.ones(()), name, 1e-6, False, True, "auto"),
             ],
         }
-        assert sorted(arguments) == sorted(ops.OPERATORS)
+        assert sorted(arguments) == sorted(operators.OPERATORS)
         # what is sent in one place is received in the other, as often
         checked = [op for op in arguments if op not in ("send", "recv")]
         for op in [*checked, "send" if rank == 0 else "recv", "recv" if rank == 0 else "send"]:

@@ -15,7 +15,7 @@ import shotcast
 from shotcast.collectives import reference, rms_norm
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
-from shotcast.kernels import layout
+from shotcast.transport.triton import layout
 from shotcast.wire import Op
 
 EPS = 1e-5
@@ -452,7 +452,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     It goes on when they have given up. Interpreter only, which runs programs one after the other.
     """
-    from shotcast.kernels import fused_scatter, fused_two_shot, sync
+    from shotcast.transport.triton import fused_reduce_scatter, fused_two_shot, sync
 
     pushed = -1
 
@@ -465,7 +465,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
     # before the first call: the interpreter keeps what it has once read. Many looks, to see a deadline when it passes
     sync.POLLS_PER_LOOK = 8
-    fused_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
+    fused_reduce_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
         rows = comm.world_size if shards == 1 else 1  # one of each rank

@@ -46,7 +46,7 @@ def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
 
     The interpreter runs a grid's programs one after the other, headers first: without this, all ranks push at once.
     """
-    from shotcast.kernels import sync
+    from shotcast.transport.triton import sync
 
     dice = random.Random(int(os.environ["RANK"]))
 
@@ -60,7 +60,7 @@ def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
 
 def silent_after_its_header(operation: str, victim: int, timeout_s: float) -> dict[str, Any]:
     """Rank ``victim`` exchanges headers and then sends nothing: only the place of what lacks tells who it is."""
-    from shotcast.kernels import sync
+    from shotcast.transport.triton import sync
 
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         x, out = torch.ones(4096), torch.zeros(comm.world_size * 4096)
@@ -104,7 +104,7 @@ def long_messages(count: int) -> int:
 
 def clearing(calls: int, largest: int) -> int:
     """Calls that clear their slots themselves, from 256 bytes a slot on, among calls that do not."""
-    from shotcast.kernels import layout
+    from shotcast.transport.triton import layout
 
     layout.MANY_BYTES = 256
     return changing_sizes("cpu", calls, largest, 5)

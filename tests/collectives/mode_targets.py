@@ -10,8 +10,9 @@ import torch
 from workers import check, inputs
 
 import shotcast
-from shotcast.collectives import agreement, reference
-from shotcast.collectives.table import Row, parse, render
+from shotcast.collectives import reference
+from shotcast.collectives.choice import agreement
+from shotcast.collectives.choice.table import Row, parse, render
 from shotcast.errors import ConfigError
 from shotcast.wire import CallPlan, LaunchShape, Op
 

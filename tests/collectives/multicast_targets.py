@@ -33,7 +33,7 @@ class EmulatedBuffer:
     """Shared memory with a multicast address; a SymmetricBuffer."""
 
     def __init__(self, group: Any, nbytes: int):
-        from shotcast.kernels import multicast
+        from shotcast.transport.triton import multicast
 
         self._shared = _ShmBuffer(group, nbytes)
         self.multicast_address = next(NOWHERE)
@@ -127,7 +127,7 @@ def every_form(counts: list[int], seed: int) -> int:
 
 def fused_forms(listed: list[fused_targets.Case], op: Op) -> int:
     """Fused calls, compared as in tests/collectives/test_interpreter_fused.py. Returns quads that went by multicast."""
-    from shotcast.kernels import multicast
+    from shotcast.transport.triton import multicast
 
     fused_targets.cases("cpu", listed, [op], 1 << 18, 2)
     return sum(area.stored_quads for area in multicast._emulated)
@@ -175,7 +175,7 @@ def sums_of_sentinels(count: int) -> list[bool]:
 
 def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
     """Rank ``victim`` exchanges headers and then sends nothing: only the flags can tell the others who it is."""
-    from shotcast.kernels import sync
+    from shotcast.transport.triton import sync
 
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         warm(comm, "multimem")

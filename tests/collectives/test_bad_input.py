@@ -14,7 +14,7 @@ import pytest
 
 import shotcast
 from shotcast import ConfigError
-from shotcast.collectives.table import KERNELS, Row, render
+from shotcast.collectives.choice.table import KERNELS, Row, render
 from shotcast.hardware.detect import cpu_model
 from shotcast.wire import LaunchShape
 

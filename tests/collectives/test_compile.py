@@ -98,7 +98,7 @@ def test_operators_that_cannot_be_ordered_are_refused(tmp_path: Path) -> None:
         import torch.library
         del torch.library._register_effectful_op
         import shotcast, torch
-        from shotcast.collectives import ops
+        from shotcast.collectives.torch_ops import operators
         comm = shotcast.Communicator(device="cpu")
         assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
         try:

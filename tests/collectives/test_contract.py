@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shotcast.collectives.problem import CollectiveProblem, Topology
-from shotcast.collectives.select import choose
-from shotcast.collectives.table import packaged
+from shotcast.collectives.choice.problem import CollectiveProblem, Topology
+from shotcast.collectives.choice.select import choose
+from shotcast.collectives.choice.table import packaged
 from shotcast.wire import Op
 
 SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)

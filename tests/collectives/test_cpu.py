@@ -14,7 +14,7 @@ from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics, wai
 
 import shotcast
 from shotcast import wire
-from shotcast.collectives.table import Row, render
+from shotcast.collectives.choice.table import Row, render
 from shotcast.wire import LaunchShape
 
 pytestmark = pytest.mark.timeout(120)

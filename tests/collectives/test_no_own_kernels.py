@@ -7,8 +7,8 @@ import torch
 
 import shotcast
 from shotcast.collectives import placement
-from shotcast.collectives.problem import CollectiveProblem, Topology
-from shotcast.collectives.select import choose
+from shotcast.collectives.choice.problem import CollectiveProblem, Topology
+from shotcast.collectives.choice.select import choose
 from shotcast.wire import Op
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shotcast.collectives import placement
 from shotcast.errors import ConfigError
-from shotcast.kernels.layout import Layout
+from shotcast.transport.triton.layout import Layout
 
 GPU = torch.device("cuda", 1)
 
@@ -45,7 +45,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
         return "executor"
 
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", buffer)
-    monkeypatch.setattr("shotcast.kernels.executor.TritonExecutor", executor)
+    monkeypatch.setattr("shotcast.transport.triton.executor.TritonExecutor", executor)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return calls

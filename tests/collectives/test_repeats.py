@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.collectives import repeats
-from shotcast.collectives.repeats import Repeats
+from shotcast.collectives import fast_path
+from shotcast.collectives.fast_path import Repeats
 
 STREAM = 0x5EED
 
@@ -61,8 +61,8 @@ class Parts:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
-    monkeypatch.setattr(repeats, "raw_stream", lambda device: STREAM)
-    monkeypatch.setattr(repeats, "current_device", lambda: None)
+    monkeypatch.setattr(fast_path, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(fast_path, "current_device", lambda: None)
     return Parts()
 
 
@@ -111,7 +111,7 @@ def test_what_differs_goes_the_long_way(parts: Parts, x: torch.Tensor, out: torc
 
 
 def test_not_while_another_gpu_is_current(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "current_device", lambda: 1)
+    monkeypatch.setattr(fast_path, "current_device", lambda: 1)
     assert not parts.make(parts.x, parts.out)
 
 
@@ -145,6 +145,6 @@ def test_calls_of_several_kernels_of_captures_and_of_nothing_are_not_kept(parts:
 
 
 def test_what_is_kept_has_a_limit(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "_KEPT", 1)
+    monkeypatch.setattr(fast_path, "_KEPT", 1)
     parts.keep(torch.ones(3), torch.ones(3))
     assert not parts.make(parts.x, parts.out)

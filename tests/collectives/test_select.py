@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast import wire
-from shotcast.collectives import select
-from shotcast.collectives.candidates import (
+from shotcast.collectives.choice import select
+from shotcast.collectives.choice.candidates import (
     PLAIN,
     candidates,
     keeps_bits,
@@ -20,9 +20,9 @@ from shotcast.collectives.candidates import (
     launch_shapes,
     obstacle,
 )
-from shotcast.collectives.problem import Candidate, CollectiveProblem, Explanation, Topology
-from shotcast.collectives.select import choose
-from shotcast.collectives.table import KERNELS, MODES, Table, parse
+from shotcast.collectives.choice.problem import Candidate, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.choice.select import choose
+from shotcast.collectives.choice.table import KERNELS, MODES, Table, parse
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
 from shotcast.errors import ConfigError
 from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op

@@ -19,7 +19,7 @@ import torch
 
 import shotcast
 from shotcast import CollectiveTimeout, ConfigError, RankFailed
-from shotcast.collectives import rank_process
+from shotcast.launcher import rank_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,7 +66,7 @@ class TestResults:
 def test_a_rank_begins_with_all_loaded_that_collectives_need() -> None:
     """The server that ranks are forked from passes over what it cannot import, without a word."""
     before, added = shotcast.spawn(targets.what_a_call_loads, 1)[0]
-    assert {"numba.np.npyfuncs", "shotcast.cpu.executor", "shotcast.collectives.communicator"} <= set(before)
+    assert {"numba.np.npyfuncs", "shotcast.transport.cpu.executor", "shotcast.collectives.communicator"} <= set(before)
     assert [name for name in added if name.startswith(("numba", "shotcast"))] == []
     assert "triton" not in before, "it reads TRITON_INTERPRET when it is imported"
 
@@ -80,11 +80,11 @@ def test_the_server_goes_without_what_it_cannot_load(
         raise AttributeError("this numba has none")
 
     monkeypatch.setattr("numba.core.base.BaseContext.refresh", refresh)
-    monkeypatch.delitem(sys.modules, "shotcast.cpu.preload", raising=False)
+    monkeypatch.delitem(sys.modules, "shotcast.transport.cpu.preload", raising=False)
     with caplog.at_level("INFO", "shotcast"):
-        importlib.import_module("shotcast.cpu.preload")
+        importlib.import_module("shotcast.transport.cpu.preload")
     assert "this numba has none" in caplog.text
-    sys.modules.pop("shotcast.cpu.preload")
+    sys.modules.pop("shotcast.transport.cpu.preload")
 
 
 class TestEnvironment:
@@ -324,7 +324,7 @@ class TestParent:
                 import os, signal, sys, threading, time
                 sys.path.insert(0, {str(Path(__file__).parent)!r})
                 import shotcast, spawn_targets
-                from shotcast.collectives import rank_process
+                from shotcast.launcher import rank_process
 
                 def interrupt():
                     while rank_process._server._forkserver_pid is None:
@@ -352,7 +352,7 @@ class TestParent:
                 from pathlib import Path
                 sys.path.insert(0, {str(Path(__file__).parent)!r})
                 import shotcast, spawn_targets
-                from shotcast.collectives.spawn import Ranks
+                from shotcast.launcher.spawn import Ranks
 
                 if __name__ == "__main__":
                     job = Ranks.start(spawn_targets.waits_for, 1, {str(marker)!r})

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast import wire
-from shotcast.collectives import table as tables
-from shotcast.collectives.candidates import PLAIN, keeps_bits, launch_obstacle, obstacle
-from shotcast.collectives.problem import CollectiveProblem, Topology
-from shotcast.collectives.table import KERNELS, MODES, Row, file_name, fit_for, load, packaged, parse, render
+from shotcast.collectives.choice import table as tables
+from shotcast.collectives.choice.candidates import PLAIN, keeps_bits, launch_obstacle, obstacle
+from shotcast.collectives.choice.problem import CollectiveProblem, Topology
+from shotcast.collectives.choice.table import KERNELS, MODES, Row, file_name, fit_for, load, packaged, parse, render
 from shotcast.errors import ConfigError
 from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.cpu import attention
-from shotcast.cpu.attention import decode, rotate_into_cache
+from shotcast.kernels.cpu import attention
+from shotcast.kernels.cpu.attention import decode, rotate_into_cache
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

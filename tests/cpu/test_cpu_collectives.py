@@ -9,8 +9,8 @@ import pytest
 import torch
 from local_ranks import run_ranks
 
-from shotcast.cpu.executor import CpuExecutor
 from shotcast.errors import UnsupportedError
+from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import CallPlan, LaunchShape, Op, slice_bytes
 
 MAX_BYTES = 1 << 20

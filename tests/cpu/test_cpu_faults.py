@@ -11,8 +11,8 @@ import pytest
 import torch
 from local_ranks import DEAD, LocalGroup, run_ranks
 
-from shotcast.cpu.executor import CpuExecutor
 from shotcast.errors import ClosedError
+from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, LaunchShape, Op
 
 MAX_BYTES = 1 << 20

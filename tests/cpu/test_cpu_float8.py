@@ -9,8 +9,8 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from shotcast.cpu.float8 import BYTE, from_e4m3, to_e4m3
-from shotcast.cpu.floats import F32, LANES, WORD, vector
+from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
+from shotcast.device.cpu.floats import F32, LANES, WORD, vector
 
 
 @intrinsic(prefer_literal=True)

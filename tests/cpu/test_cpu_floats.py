@@ -8,8 +8,9 @@ from array import array
 import pytest
 import torch
 
-from shotcast.cpu import compilation, floats, one_shot
-from shotcast.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu import compilation, floats
+from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.transport.cpu import one_shot
 
 KINDS = {
     "float32": (torch.float32, floats.SUMS["float32"]),

@@ -13,18 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_ranks import run_ranks
 
-from shotcast.cpu import blocks, floats
-from shotcast.cpu.executor import CpuExecutor
+from shotcast.device.cpu import floats
 from shotcast.errors import UnsupportedError
+from shotcast.transport.cpu import fp8_blocks
+from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import TIMEOUT, CallPlan, LaunchShape, Op, slice_bytes
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128
 KINDS = {
-    "float32": (torch.float32, blocks.ENCODE["float32"], blocks.DECODE["float32"]),
-    "float16": (torch.float16, blocks.ENCODE["float16"], blocks.DECODE["float16"]),
-    "float16 by bits": (torch.float16, blocks.ENCODE_HALF_BITS, blocks.DECODE_HALF_BITS),
-    "bfloat16": (torch.bfloat16, blocks.ENCODE["bfloat16"], blocks.DECODE["bfloat16"]),
+    "float32": (torch.float32, fp8_blocks.ENCODE["float32"], fp8_blocks.DECODE["float32"]),
+    "float16": (torch.float16, fp8_blocks.ENCODE["float16"], fp8_blocks.DECODE["float16"]),
+    "float16 by bits": (torch.float16, fp8_blocks.ENCODE_HALF_BITS, fp8_blocks.DECODE_HALF_BITS),
+    "bfloat16": (torch.bfloat16, fp8_blocks.ENCODE["bfloat16"], fp8_blocks.DECODE["bfloat16"]),
 }
 
 
@@ -86,7 +87,7 @@ def call(arithmetic, *arguments: int) -> None:
 
 
 def encoded(kind: str, x: torch.Tensor) -> torch.Tensor:
-    out = torch.full((blocks.encoded_bytes(len(x)) + 8,), 0x5A, dtype=torch.uint8)
+    out = torch.full((fp8_blocks.encoded_bytes(len(x)) + 8,), 0x5A, dtype=torch.uint8)
     call(KINDS[kind][1], out.data_ptr(), x.data_ptr(), len(x), 0)
     assert (out[-8:] == 0x5A).all()
     return out[:-8]
@@ -96,7 +97,7 @@ def check_blocks(kind: str, x: torch.Tensor) -> None:
     dtype, _, decode = KINDS[kind]
     memory = encoded(kind, x)
     scale, byte = quantized(x.float())
-    whole = memory.view(-1, blocks.BLOCK_BYTES)
+    whole = memory.view(-1, fp8_blocks.BLOCK_BYTES)
     assert_bits(whole[:, :4].contiguous().view(torch.float32), scale, "scales")
     assert torch.equal(whole[:, 4:].reshape(-1)[: len(x)], byte.view(-1)[: len(x)]), "bytes"
     out = torch.full((len(x) + 3,), 7.0).to(dtype)
@@ -145,8 +146,8 @@ def test_sums_of_blocks():
             memory = [encoded("float32", x) for x in inputs]
             sources = array("q", [block.data_ptr() for block in memory])
             out, result = torch.zeros_like(memory[0]), torch.empty(count)
-            call(blocks.SUM, out.data_ptr(), sources.buffer_info()[0], ranks, count)
-            call(blocks.DECODE["float32"], result.data_ptr(), out.data_ptr(), count, 0)
+            call(fp8_blocks.SUM, out.data_ptr(), sources.buffer_info()[0], ranks, count)
+            call(fp8_blocks.DECODE["float32"], result.data_ptr(), out.data_ptr(), count, 0)
             total = torch.zeros(count)
             for x in inputs:
                 total = total + travelled(x)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from local_ranks import DEAD, LocalGroup, run_ranks
 
-from shotcast.cpu.executor import CpuExecutor
-from shotcast.cpu.rows import add_rms_norm
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
+from shotcast.transport.cpu.executor import CpuExecutor
+from shotcast.transport.cpu.norm_rows import add_rms_norm
 from shotcast.wire import MISMATCH, QUANTIZATIONS, TIMEOUT, CallPlan, LaunchShape, Norm, Op
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

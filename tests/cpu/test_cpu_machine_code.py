@@ -8,8 +8,9 @@ import llvmlite.binding as llvm
 import pytest
 from numba import njit, types
 
-from shotcast.cpu import blocks, copies, floats, fused, norm, one_shot, point_to_point, ring, two_shot, two_shot_fp8
-from shotcast.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu import floats
+from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
 
 TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
 SCHEDULES = {
@@ -17,7 +18,7 @@ SCHEDULES = {
     "two_shot": two_shot.ALL_REDUCE,
     "ring": ring.ALL_REDUCE,
     "broadcast": copies.BROADCAST,
-    "recv": point_to_point.RECV,
+    "recv": send_recv.RECV,
     "fused": fused.REDUCE_SCATTER_ALL_GATHER,
     "fp8": two_shot_fp8.ALL_REDUCE,
 }
@@ -61,7 +62,7 @@ def test_words_are_acquired_and_released(name):
 
 
 def code_of(arithmetic: Arithmetic, triple: str, monkeypatch) -> str:
-    monkeypatch.setattr("shotcast.cpu.compilation.keep_on_disk", lambda compilable: None)
+    monkeypatch.setattr("shotcast.device.cpu.compilation.keep_on_disk", lambda compilable: None)
     arithmetic = Arithmetic(arithmetic._function)
     arithmetic.address()
     text = arithmetic._compiled.inspect_llvm()
@@ -102,11 +103,11 @@ def test_rows_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
 
 
 @pytest.mark.parametrize("triple", TRIPLES)
-@pytest.mark.parametrize("dtype", blocks.ENCODE)
+@pytest.mark.parametrize("dtype", fp8_blocks.ENCODE)
 def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
-    encoding = code_of(blocks.ENCODE[dtype], triple, monkeypatch)
-    decoding = code_of(blocks.DECODE[dtype], triple, monkeypatch)
-    summing = code_of(blocks.SUM, triple, monkeypatch)
+    encoding = code_of(fp8_blocks.ENCODE[dtype], triple, monkeypatch)
+    decoding = code_of(fp8_blocks.DECODE[dtype], triple, monkeypatch)
+    summing = code_of(fp8_blocks.SUM, triple, monkeypatch)
     if triple.startswith("aarch64"):
         product, total = r"fmul\s+v\d+\.4s", r"fadd\s+v\d+\.4s"
         narrowed, widened = r"\bxtn|\buzp1", r"\bushll|\btbl"  # as LLVM chooses

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.cpu import matvec
+from shotcast.kernels.cpu import gemv
 from shotcast.layers.linear import Linear
 
 
@@ -24,14 +24,14 @@ def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, thre
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    before, from_bytes = torch.get_num_threads(), matvec._THREADS_FROM_BYTES
+    before, from_bytes = torch.get_num_threads(), gemv._THREADS_FROM_BYTES
     torch.set_num_threads(threads)
-    matvec._THREADS_FROM_BYTES = 0
+    gemv._THREADS_FROM_BYTES = 0
     try:
-        out = matvec.linear(x, weight)
+        out = gemv.linear(x, weight)
     finally:
         torch.set_num_threads(before)
-        matvec._THREADS_FROM_BYTES = from_bytes
+        gemv._THREADS_FROM_BYTES = from_bytes
     assert (out.dtype, out.shape) == (torch.float32, (rows, outputs))
     wanted = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
@@ -41,7 +41,7 @@ def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, thre
 def test_not_a_number_and_infinity_stay() -> None:
     weight = torch.ones(4, 8)
     weight[1, 3], weight[2, 5] = float("nan"), float("inf")
-    out = matvec.linear(torch.ones(1, 8), weight)[0]
+    out = gemv.linear(torch.ones(1, 8), weight)[0]
     assert out[0] == 8
     assert out[1].isnan()
     assert out[2] == float("inf")
@@ -52,11 +52,11 @@ def test_not_a_number_and_infinity_stay() -> None:
 def test_a_linear_layer_takes_either_way(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     taken = []
-    compiled = matvec.linear
-    monkeypatch.setattr(matvec, "linear", lambda x, weight: taken.append(rows) or compiled(x, weight))
+    compiled = gemv.linear
+    monkeypatch.setattr(gemv, "linear", lambda x, weight: taken.append(rows) or compiled(x, weight))
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 64), (32, 64), (32,)))
     out = Linear(weight, bias)(x)
     assert out.dtype == dtype
-    assert bool(taken) == (rows <= matvec.MOST_ROWS[dtype])
+    assert bool(taken) == (rows <= gemv.MOST_ROWS[dtype])
     wanted = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

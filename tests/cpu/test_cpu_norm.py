@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from norm_reference import reference
 
-from shotcast.cpu import floats, norm
-from shotcast.cpu.rows import add_rms_norm
+from shotcast.device.cpu import floats
 from shotcast.memory.operands import NormTensors
+from shotcast.transport.cpu import norm
+from shotcast.transport.cpu.norm_rows import add_rms_norm
 from shotcast.wire import QUANTIZATIONS, Norm
 
 KINDS = {

@@ -8,7 +8,7 @@ import time
 import torch
 from local_ranks import run_ranks
 
-from shotcast.cpu.executor import CpuExecutor
+from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, Op
 
 MAX_BYTES = 1 << 20

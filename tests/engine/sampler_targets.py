@@ -6,7 +6,7 @@ import torch
 
 from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import Sampler
-from shotcast.kernels import sampling
+from shotcast.kernels.triton import sampling
 
 
 def drawn(row: torch.Tensor, kinds: list[SamplingParams], count: int, output: tuple[int, ...]) -> list[list[int]]:

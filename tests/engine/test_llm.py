@@ -21,12 +21,12 @@ import pytest
 import torch
 import transformers
 
-from shotcast.collectives.spawn import Ranks
 from shotcast.engine.client import News
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, UnsupportedError
+from shotcast.launcher.spawn import Ranks
 from shotcast.models.source import find_model
 
 PROMPTS = [

@@ -14,8 +14,8 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _LEAST_WORKSPACE as LEAST
 from shotcast.engine.load import _require_float8, _workspace_bytes
 from shotcast.errors import UnsupportedError
-from shotcast.kernels.layout import Layout
 from shotcast.models.presets import preset
+from shotcast.transport.triton.layout import Layout
 
 LARGE = 4 << 20
 """The longest message within a stage, in these tests."""

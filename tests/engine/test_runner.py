@@ -24,8 +24,8 @@ from shotcast.engine.requests import Progress, Request, SamplingParams
 from shotcast.engine.runner import Drawn, Runner
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.state import State
-from shotcast.kernels.prompt_attention import TILE_FIELDS
-from shotcast.kernels.steps import FIELDS
+from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
+from shotcast.kernels.triton.step_inputs import FIELDS
 from shotcast.layers.batch import Logits
 from shotcast.layers.clock import HostClock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shotcast.kernels import activations
+from shotcast.kernels.triton import activations
 
 E4M3_MAX = 448.0
 

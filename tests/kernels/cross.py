@@ -15,20 +15,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shotcast.kernels import layout
-from shotcast.kernels.barrier import barrier
-from shotcast.kernels.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.kernels.executor import ROW_OPTIONS, fp8_options
-from shotcast.kernels.fused_one_shot import one_shot_rms_norm
-from shotcast.kernels.fused_scatter import scatter_rms_norm
-from shotcast.kernels.fused_two_shot import two_shot_rms_norm
-from shotcast.kernels.mail import mail
-from shotcast.kernels.multimem import multimem_all_reduce
-from shotcast.kernels.norm import NORM_ADDRESSES, add_rms_norm
-from shotcast.kernels.one_shot import one_shot_reduce
-from shotcast.kernels.ring import ring
-from shotcast.kernels.two_shot import two_shot_all_reduce
-from shotcast.kernels.two_shot_fp8 import two_shot_fp8_all_reduce
+from shotcast.device.triton import tiles
+from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
+from shotcast.transport.triton.barrier import barrier
+from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.transport.triton.executor import ROW_OPTIONS, fp8_options
+from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
+from shotcast.transport.triton.fused_reduce_scatter import scatter_rms_norm
+from shotcast.transport.triton.fused_two_shot import two_shot_rms_norm
+from shotcast.transport.triton.multimem import multimem_all_reduce
+from shotcast.transport.triton.one_shot import one_shot_reduce
+from shotcast.transport.triton.ring import ring
+from shotcast.transport.triton.send_recv import mail
+from shotcast.transport.triton.two_shot import two_shot_all_reduce
+from shotcast.transport.triton.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
 ADDRESSES = ("x", "out", "data", "own", "peers", "header", "cells", "more_cells", *NORM_ADDRESSES[:-1])
@@ -116,7 +116,7 @@ def compiled_fused(
     """A kernel that norms rows, as the executor launches it."""
     kernel, fixed = FUSED[name]
     words = hidden * (4 if dtype == "float32" else 2) // 4
-    block, warps = layout.row_tile(words)
+    block, warps = tiles.row_tile(words)
     if "PARTS" in kernel.arg_names:
         warps = 1  # a program has a tile, not a row
     values = {
@@ -131,7 +131,7 @@ def compiled_fused(
         "BLOCK": 128 * warps,
         "ROW_BLOCK": block,
         "PARTS": -(-words // 128),
-        "GROUP": min(world_size, layout.slots_at_once(block, warps)),
+        "GROUP": min(world_size, tiles.slots_at_once(block, warps)),
         "WARPS": warps,
         "PDL": capability >= 90,
     }

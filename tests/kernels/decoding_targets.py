@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from shotcast.kernels import embedding, logits, steps
-from shotcast.kernels.stamps import Stamps
+from shotcast.kernels.triton import embedding, logits, step_inputs
+from shotcast.kernels.triton.timestamps import Stamps
 
 
 def unpacked(
@@ -17,7 +17,7 @@ def unpacked(
     count = packed.shape[0]
     tokens, positions, slots, rows = (torch.full([count], -9) for _ in range(4))
     lengths = torch.full([count], -9, dtype=torch.int32)
-    steps.unpack(packed, drawn, tables, block_size, tokens, positions, slots, lengths, rows)
+    step_inputs.unpack(packed, drawn, tables, block_size, tokens, positions, slots, lengths, rows)
     return tokens, positions, slots, lengths, rows, tables
 
 
@@ -31,7 +31,7 @@ def unpacked_prompts(
     places = torch.arange(count, dtype=torch.int32)
     cells = torch.tensor([filled.shape[0]], dtype=torch.int32)
     more = torch.cat((filled.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # of steps before
-    steps.unpack_prompts(
+    step_inputs.unpack_prompts(
         ids, places + 1000, places + 2000, drawn_rows, cells, more, drawn, tables, tokens, positions, slots, rows
     )
     return tokens, positions, slots, rows, tables

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shotcast.kernels import matvec, skinny
-from shotcast.kernels.matvec import Stream
-from shotcast.kernels.skinny import Tiles
+from shotcast.kernels.triton import gemv, skinny_gemm
+from shotcast.kernels.triton.gemv import Stream
+from shotcast.kernels.triton.skinny_gemm import Tiles
 
 Case = tuple[int, int, int, str, bool, bool, bool, Stream | None]
 """rows, inputs, outputs, dtype, FP8 weights, bias, gated, launch."""
@@ -69,7 +69,7 @@ def products(cases: list[Case]) -> list[float]:
     found = []
     for rows, inputs, outputs, dtype, fp8, biased, gated, stream in cases:
         given = operands(rows, inputs, outputs, getattr(torch, dtype), fp8, biased, "cpu")
-        found.append(excess(matvec.linear(*given, gated, stream), *given, gated))
+        found.append(excess(gemv.linear(*given, gated, stream), *given, gated))
     return found
 
 
@@ -86,8 +86,8 @@ def skinny_excess(case: SkinnyCase, device: str, summed_in: float = 2**-24) -> f
     if name == "float8":
         x = x.to(torch.float8_e4m3fn)
         x_scale = (torch.rand(rows, 1, generator=torch.Generator().manual_seed(rows)) + 0.5).to(device)
-    counts = skinny.arrivals(weight)
-    made = [skinny.linear(x, weight, counts, x_scale, scale, bias, gated, tiles) for _ in range(2)]
+    counts = skinny_gemm.arrivals(weight)
+    made = [skinny_gemm.linear(x, weight, counts, x_scale, scale, bias, gated, tiles) for _ in range(2)]
     assert torch.equal(*made)
     assert not counts.any()
     return excess(made[0], x, weight, scale, bias, gated, x_scale, summed_in)

@@ -14,8 +14,8 @@ import triton.language as tl
 from word_targets import DTYPES, aligned, expect, random_words
 
 from shotcast.collectives import reference
-from shotcast.kernels import multicast
-from shotcast.kernels.multicast import multicast_sum, multicast_words, quads_of
+from shotcast.transport.triton import multicast
+from shotcast.transport.triton.multicast import multicast_sum, multicast_words, quads_of
 
 NOWHERE = 1 << 52
 SIZE = 64

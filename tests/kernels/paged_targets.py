@@ -7,8 +7,8 @@ import mmap
 
 import torch
 
-from shotcast.cpu import attention
-from shotcast.kernels import paged_attention, rotation
+from shotcast.kernels.cpu import attention
+from shotcast.kernels.triton import paged_attention, rope
 from shotcast.layers.attention import norm_heads
 
 EPS = 1e-3
@@ -74,7 +74,7 @@ def both_ways(
             if device == "cpu":
                 given, gains = guarded(given), None if gains is None else guarded(gains)
             rotated = tuple(tensor.clone() for tensor in mine)
-            rotation.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
+            rope.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)
             for scratch in (decoding._parts, decoding._weights):
                 scratch.fill_(float("nan"))  # what is joined must have been written, by parts without tokens too

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.kernels.prompt_attention import TILE_FIELDS, attend
+from shotcast.kernels.triton.prompt_attention import TILE_FIELDS, attend
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """How far results may be off, as a part of the largest of their head. (The interpreter cuts bfloat16 weights off.)"""

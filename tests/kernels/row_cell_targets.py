@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.kernels.fused_tiles import give, tag_of, take
-from shotcast.kernels.sync import Call
+from shotcast.transport.triton.fused_tiles import give, tag_of, take
+from shotcast.transport.triton.sync import Call
 
 PARTS = 5
 

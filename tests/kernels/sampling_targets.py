@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shotcast.engine.draw import exponential, inverse_temperature, scramble
 from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import Sampler, row_key
-from shotcast.kernels import sampling
-from shotcast.kernels.scores import highest, noise, race, value_of
+from shotcast.kernels.triton import sampling
+from shotcast.kernels.triton.sampling_scores import highest, noise, race, value_of
 
 CLOSE = 1e-5
 """Of scores that rounding may order otherwise, what they differ by at most, relative."""

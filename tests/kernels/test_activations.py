@@ -10,7 +10,7 @@ import pytest
 from activation_targets import both, edges
 
 from quick_interpreter import interpret
-from shotcast.kernels.activations import rows_kernel
+from shotcast.kernels.triton.activations import rows_kernel
 
 SHAPES = [(1, 1), (2, 48), (3, 100), (1, 2047), (2, 2048), (2, 3584), (1, 8193)]
 

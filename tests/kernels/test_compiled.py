@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from shotcast.kernels import target
+from shotcast.device.triton import intrinsics
 from shotcast.wire import REDUCIBLE
 
 KERNELS = [name for name in cross.KERNELS if name not in cross.FP8]
@@ -386,7 +386,7 @@ def test_no_runtime_argument_is_specialised() -> None:
         for param in kernel.params:
             assert param.is_constexpr or param.do_not_specialize, f"{kernel.__name__} is specialised on {param.name}"
         named |= set(runtime_arguments(kernel))
-    assert set(target._NOT_SPECIALIZED) == named, "names that no kernel has"
+    assert set(intrinsics._NOT_SPECIALIZED) == named, "names that no kernel has"
 
 
 @pytest.mark.parametrize("name", [*cross.KERNELS, *cross.FUSED])

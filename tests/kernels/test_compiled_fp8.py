@@ -16,7 +16,7 @@ import cross
 import pytest
 from test_compiled import Form, narrow, of_kind, waits_for_the_prior_kernel_first
 
-from shotcast.kernels.target import ROWS_FIRST
+from shotcast.device.triton.intrinsics import ROWS_FIRST
 from shotcast.wire import REDUCIBLE
 
 SHAPES = ((128, 1), (512, 4), (1024, 8))

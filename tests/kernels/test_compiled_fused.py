@@ -10,7 +10,7 @@ import cross
 import pytest
 from test_compiled import MAX_STACK, of_kind
 
-from shotcast.kernels import layout
+from shotcast.device.triton import tiles
 
 
 class Form(NamedTuple):
@@ -91,11 +91,11 @@ def check(form: Form, tmp_path: Path) -> None:
     assert used["STACK"] <= (MAX_STACK if "shot" in form.name else 48 if form.world_size < 8 else 96)
 
 
-@pytest.mark.parametrize("words", [1, 4, 16, 250, 256, 257, 2048, 4096, 5000, layout.MAX_ROW_WORDS])
+@pytest.mark.parametrize("words", [1, 4, 16, 250, 256, 257, 2048, 4096, 5000, tiles.MAX_ROW_WORDS])
 def test_row_tiles(words: int) -> None:
     """A thread has words of its own (16 bytes from 128 words on): or it would poll what others poll, and disagree."""
-    block, warps = layout.row_tile(words)
+    block, warps = tiles.row_tile(words)
     assert words <= block < max(2 * words, 17)
     assert block >= 128 * warps or warps == 1
     assert block <= 16 * 32 * warps
-    assert layout.slots_at_once(block, warps) >= 2
+    assert tiles.slots_at_once(block, warps) >= 2

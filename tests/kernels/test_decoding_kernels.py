@@ -12,18 +12,18 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from quick_interpreter import interpret
-from shotcast.kernels import embedding, steps
-from shotcast.kernels.embedding import embed_kernel
-from shotcast.kernels.logits import TILE, best_kernel, join_kernel
-from shotcast.kernels.stamps import begin_kernel, end_kernel
-from shotcast.kernels.steps import FIELDS, unpack_kernel, unpack_prompts_kernel
+from shotcast.kernels.triton import embedding, step_inputs
+from shotcast.kernels.triton.embedding import embed_kernel
+from shotcast.kernels.triton.logits import TILE, best_kernel, join_kernel
+from shotcast.kernels.triton.step_inputs import FIELDS, unpack_kernel, unpack_prompts_kernel
+from shotcast.kernels.triton.timestamps import begin_kernel, end_kernel
 
 
 def test_what_begins_a_step_is_not_overtaken() -> None:
     """Kernels that others may overtake say so by PDL; attention reads tables and lengths before it waits."""
     for kernel in (unpack_kernel, unpack_prompts_kernel, embed_kernel):
         assert "PDL" not in kernel.arg_names
-    for module in (embedding, steps):
+    for module in (embedding, step_inputs):
         assert "launch_" not in inspect.getsource(module), "nor is any of their launches asked to overtake"
 
 

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from shotcast.kernels.launch import Launch
+from shotcast.device.triton.launch import Launch
 from shotcast.memory import driver as cuda_driver
 
 STREAM = 0x5EED

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.kernels import layout
-from shotcast.kernels.executor import TritonExecutor
-from shotcast.kernels.launch import Launch
-from shotcast.kernels.layout import Layout
-from shotcast.kernels.multimem import multimem_all_reduce
+from shotcast.device.triton.launch import Launch
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.executor import TritonExecutor
+from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.wire import CallPlan, LaunchShape, Norm, Op
 
 MAX_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels import matvec
-from shotcast.kernels.matvec import Stream, stream_kernel
+from shotcast.kernels.triton import gemv
+from shotcast.kernels.triton.gemv import Stream, stream_kernel
 
 KINDS = (("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16", True))
 
@@ -46,7 +46,7 @@ def test_as_exact_as_float32_sums() -> None:
 
 @given(st.integers(1, 40_000), st.sampled_from([16, 1024, 4096, 8192]), st.sampled_from([1, 2]), st.integers(1, 200))
 def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: int, item: int, processors: int) -> None:
-    stream = matvec.choose(outputs, inputs, item, processors)
+    stream = gemv.choose(outputs, inputs, item, processors)
     assert stream.tile == 1 or -(-outputs // stream.tile) >= 2 * processors
     assert stream.tile == 4 or -(-outputs // (2 * stream.tile)) < 2 * processors
 
@@ -57,7 +57,7 @@ def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: in
 )
 def test_products_of_few_outputs_have_more_on_their_way(outputs: int, inputs: int, item: int, columns: int) -> None:
     """Not where half of it would lie beyond the row."""
-    assert matvec.choose(outputs, inputs, item, 132).columns == columns
+    assert gemv.choose(outputs, inputs, item, 132).columns == columns
 
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -84,26 +84,26 @@ def test_which_products_are_ours(
     with FakeTensorMode():
         left = torch.empty(rows, inputs, dtype=x, device=device)
         right = torch.empty(outputs, inputs, dtype=weight, device=device)
-        assert matvec.serves(left, right) == ours
+        assert gemv.serves(left, right) == ours
         if rows > 1:
-            assert not matvec.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
+            assert not gemv.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
 
 
 def test_what_is_not_served_is_refused() -> None:
     weight = torch.zeros(6, 32, dtype=torch.bfloat16)
     x = torch.zeros(2, 32, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="not 3 of"):
-        matvec.linear(x[:1].repeat(3, 1), weight)
+        gemv.linear(x[:1].repeat(3, 1), weight)
     with pytest.raises(UnsupportedError, match="float32"):
-        matvec.linear(x.float(), weight.float())
+        gemv.linear(x.float(), weight.float())
     with pytest.raises(ConfigError, match="equally many columns"):
-        matvec.linear(x[:, :16].contiguous(), weight)
+        gemv.linear(x[:, :16].contiguous(), weight)
     with pytest.raises(ConfigError, match="a multiple of 16"):
-        matvec.linear(x[:, :24].contiguous(), weight[:, :24].contiguous())
+        gemv.linear(x[:, :24].contiguous(), weight[:, :24].contiguous())
     with pytest.raises(ConfigError, match="contiguous"):
-        matvec.linear(x.t().contiguous().t(), weight)
+        gemv.linear(x.t().contiguous().t(), weight)
     with pytest.raises(ConfigError, match="even number"):
-        matvec.linear(x, weight[:5], gated=True)
+        gemv.linear(x, weight[:5], gated=True)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capabili
 
 def chosen() -> list[tuple[Stream, int, bool]]:
     return [
-        (matvec.choose(outputs, 4096, 2 - fp8, 132), rows, fp8)
+        (gemv.choose(outputs, 4096, 2 - fp8, 132), rows, fp8)
         for rows, fp8, outputs in itertools.product((1, 2), (False, True), (1536, 28672))
     ]
 
@@ -166,7 +166,7 @@ def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int,
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True), (100, False), (100, True)])
 def test_gated_compiles(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows in (1, 2):
-        stream = matvec.choose(28672, 8192, 2 - fp8, 132)
+        stream = gemv.choose(28672, 8192, 2 - fp8, 132)
         kernel = compiled(stream, rows, fp8, gated=True, capability=capability)
         assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
         assert "ex2" in kernel.asm["ptx"]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from matvec_targets import SkinnyCase, excess, operands, skinny_excess
 
-from shotcast.kernels import activations, matvec, skinny
-from shotcast.kernels.target import processors, shared_memory
+from shotcast.device.triton.intrinsics import processors, shared_memory
+from shotcast.kernels.triton import activations, gemv, skinny_gemm
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear
@@ -25,15 +25,15 @@ KINDS = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)
 def test_products(rows: int, dtype: torch.dtype, fp8: bool) -> None:
     for (inputs, outputs), gated in itertools.product(SHAPES, (False, True)):
         given = operands(rows, inputs, outputs, dtype, fp8, rows % 2 == 0, "cuda")
-        assert excess(matvec.linear(*given, gated), *given, gated) <= 1, (inputs, outputs, gated)
+        assert excess(gemv.linear(*given, gated), *given, gated) <= 1, (inputs, outputs, gated)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_every_launch_that_is_measured(rows: int, fp8: bool) -> None:
     given = operands(rows, 4096, 1536, torch.bfloat16, fp8, True, "cuda")
-    for stream in matvec.candidates(1 if fp8 else 2):
-        assert excess(matvec.linear(*given, True, stream), *given, True) <= 1, stream
+    for stream in gemv.candidates(1 if fp8 else 2):
+        assert excess(gemv.linear(*given, True, stream), *given, True) <= 1, stream
 
 
 def skinny_off(case: SkinnyCase) -> float:
@@ -54,7 +54,7 @@ def test_skinny_products(rows: int, dtype: str) -> None:
 def test_every_skinny_launch_that_is_measured(rows: int, dtype: str) -> None:
     device = torch.device("cuda", 0)
     of = 4096, 1 if dtype == "float8" else 2, rows, processors(device), shared_memory(device)
-    for tiles in skinny.candidates(1536, *of):
+    for tiles in skinny_gemm.candidates(1536, *of):
         assert skinny_off((rows, 4096, 1536, dtype, True, True, tiles)) <= 1, tiles
 
 

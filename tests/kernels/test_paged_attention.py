@@ -14,8 +14,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from quick_interpreter import interpret
-from shotcast.kernels import paged_attention, rotation
-from shotcast.kernels.paged_attention import (
+from shotcast.kernels.triton import paged_attention, rope
+from shotcast.kernels.triton.paged_attention import (
     SMALL_TILE,
     STAGES,
     TILE,
@@ -27,7 +27,7 @@ from shotcast.kernels.paged_attention import (
     join_kernel,
     tile_of,
 )
-from shotcast.kernels.rotation import rotate_kernel
+from shotcast.kernels.triton.rope import rotate_kernel
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,11 @@ def test_heads_are_turned_together(
 ) -> None:
     """16 bytes of 16-bit values a thread and access, and no more programs than that takes."""
     launches = Launches(rotate_kernel)
-    monkeypatch.setattr(rotation, "rotate_kernel", launches)
-    monkeypatch.setattr(rotation, "launch_options", lambda device, warps: {"launch_pdl": True, "num_warps": warps})
+    monkeypatch.setattr(rope, "rotate_kernel", launches)
+    monkeypatch.setattr(rope, "launch_options", lambda device, warps: {"launch_pdl": True, "num_warps": warps})
     x = torch.zeros(5, (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16)
     queries, cache = torch.zeros(5, heads, head_dim), torch.zeros(9, kv_heads, head_dim)
-    rotation.rotate_into_cache(x, x, x, x, x, cache, cache, queries)
+    rope.rotate_into_cache(x, x, x, x, x, cache, cache, queries)
     ((grid, given, options),) = launches.seen
     assert (grid, given["COUNT"], options["num_warps"]) == ((5, parts), count, warps)
     constants = {name: given[name] for name in ("HEADS", "KV_HEADS", "HALF", "HALF_TILE", "COUNT", "PDL")}

@@ -14,8 +14,8 @@ import torch
 import triton
 
 from quick_interpreter import interpret
-from shotcast.kernels import prompt_attention
-from shotcast.kernels.prompt_attention import (
+from shotcast.kernels.triton import prompt_attention
+from shotcast.kernels.triton.prompt_attention import (
     FEW_ROWS,
     FLOAT32_KEYS,
     FLOAT32_ROWS,

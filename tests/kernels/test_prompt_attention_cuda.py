@@ -8,8 +8,8 @@ import prompt_targets as targets
 import pytest
 import torch
 
-from shotcast.kernels.prompt_attention import tile_tokens
-from shotcast.kernels.target import processors
+from shotcast.device.triton.intrinsics import processors
+from shotcast.kernels.triton.prompt_attention import tile_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quick_interpreter import interpret
-from shotcast.kernels import layout
+from shotcast.device.triton import tiles
+from shotcast.transport.triton import layout
 
 
-@given(st.integers(16, 1 << 24), st.integers(129, layout.MAX_ROW_WORDS), st.data())
+@given(st.integers(16, 1 << 24), st.integers(129, tiles.MAX_ROW_WORDS), st.data())
 def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: int, data: st.DataObject) -> None:
     """As the kernel numbers them: a power of two for each row, all ``apart`` from one another.
 

@@ -11,7 +11,7 @@ import pytest
 import sampling_targets as targets
 
 from quick_interpreter import interpret
-from shotcast.kernels import sampling
+from shotcast.kernels.triton import sampling
 
 
 @pytest.mark.parametrize(("vocabs", "examples"), [((1, 2, 31, 257), 40), ((1000, 5000), 8)])

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels import skinny
-from shotcast.kernels.skinny import Tiles, skinny_kernel
+from shotcast.kernels.triton import skinny_gemm
+from shotcast.kernels.triton.skinny_gemm import Tiles, skinny_kernel
 
 DTYPES = ("bfloat16", "float16", "float8")
 MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
@@ -47,19 +47,22 @@ def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
     st.integers(1, 300_000),
     st.integers(1, 2000).map(lambda units: 16 * units),
     st.sampled_from([1, 2]),
-    st.integers(1, skinny.MOST_ROWS),
+    st.integers(1, skinny_gemm.MOST_ROWS),
     st.integers(1, 200),
     st.sampled_from(list(MEMORY.values())),
 )
 def test_launches_fit_and_no_processor_is_promised_more_than_its_share(
     outputs: int, inputs: int, item: int, rows: int, processors: int, kib: int
 ) -> None:
-    tiles = skinny.choose(outputs, inputs, item, rows, processors, kib << 10)
-    assert tiles.stages == 2 or tiles.stages * (skinny.TILE + skinny.row_tile(rows)) * skinny.STEP_BYTES < kib << 10
+    tiles = skinny_gemm.choose(outputs, inputs, item, rows, processors, kib << 10)
+    assert (
+        tiles.stages == 2
+        or tiles.stages * (skinny_gemm.TILE + skinny_gemm.row_tile(rows)) * skinny_gemm.STEP_BYTES < kib << 10
+    )
     if tiles.parts > 1:
-        assert tiles.parts * -(-outputs // skinny.TILE) <= 2 * processors
-        assert tiles.parts * 2 * skinny.STEP_BYTES <= inputs * item + skinny.STEP_BYTES
-    known = list(skinny.candidates(outputs, inputs, item, rows, processors, kib << 10))
+        assert tiles.parts * -(-outputs // skinny_gemm.TILE) <= 2 * processors
+        assert tiles.parts * 2 * skinny_gemm.STEP_BYTES <= inputs * item + skinny_gemm.STEP_BYTES
+    known = list(skinny_gemm.candidates(outputs, inputs, item, rows, processors, kib << 10))
     assert tiles in known
 
 
@@ -70,9 +73,9 @@ BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     ("rows", "inputs", "x", "weight", "device", "ours"),
     [
         (3, 4096, BF16, BF16, "cuda", True),
-        (skinny.MOST_ROWS, 4096, FP16, FP16, "cuda", True),
-        (skinny.MOST_ROWS, 4096, FP8, FP8, "cuda", True),
-        (skinny.MOST_ROWS + 1, 4096, FP8, FP8, "cuda", False),
+        (skinny_gemm.MOST_ROWS, 4096, FP16, FP16, "cuda", True),
+        (skinny_gemm.MOST_ROWS, 4096, FP8, FP8, "cuda", True),
+        (skinny_gemm.MOST_ROWS + 1, 4096, FP8, FP8, "cuda", False),
         (0, 4096, BF16, BF16, "cuda", False),
         (3, 4104, BF16, BF16, "cuda", False),
         (3, 4096, torch.float32, torch.float32, "cuda", False),
@@ -86,23 +89,23 @@ def test_which_products_are_ours(
     with FakeTensorMode():
         left = torch.empty(rows, inputs, dtype=x, device=device)
         right = torch.empty(1536, inputs, dtype=weight, device=device)
-        assert skinny.serves(left, right) == ours
+        assert skinny_gemm.serves(left, right) == ours
         if rows:
-            assert not skinny.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
+            assert not skinny_gemm.serves(torch.empty(inputs, rows, dtype=x, device=device).t(), right)
 
 
 def test_what_is_not_served_is_refused() -> None:
     weight = torch.zeros(6, 32, dtype=torch.bfloat16)
-    counts = skinny.arrivals(weight)
+    counts = skinny_gemm.arrivals(weight)
     x = torch.zeros(3, 32, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="not 65 of"):
-        skinny.linear(x[:1].repeat(65, 1), weight, counts)
+        skinny_gemm.linear(x[:1].repeat(65, 1), weight, counts)
     with pytest.raises(UnsupportedError, match=r"not 3 of torch\.bfloat16 with torch\.float8"):
-        skinny.linear(x, weight.to(torch.float8_e4m3fn), counts)
+        skinny_gemm.linear(x, weight.to(torch.float8_e4m3fn), counts)
     with pytest.raises(ConfigError, match="equally many columns"):
-        skinny.linear(x[:, :16].contiguous(), weight, counts)
+        skinny_gemm.linear(x[:, :16].contiguous(), weight, counts)
     with pytest.raises(ConfigError, match="even number"):
-        skinny.linear(x, weight[:5], counts, gated=True)
+        skinny_gemm.linear(x, weight[:5], counts, gated=True)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------
@@ -122,11 +125,11 @@ def compiled(
     outputs: int, inputs: int, rows: int, fp8: bool, gated: bool = False, capability: int = 90, whole: bool = True
 ) -> tuple[Any, dict[str, str]]:
     item = 1 if fp8 else 2
-    tiles = skinny.choose(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
+    tiles = skinny_gemm.choose(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
     constants: dict[str, Any] = {
-        "M_TILE": skinny.row_tile(rows),
-        "TILE": skinny.TILE,
-        "COLUMNS": skinny.STEP_BYTES // item,
+        "M_TILE": skinny_gemm.row_tile(rows),
+        "TILE": skinny_gemm.TILE,
+        "COLUMNS": skinny_gemm.STEP_BYTES // item,
         "STAGES": tiles.stages,
         "PARTS": tiles.parts,
         "WHOLE": whole,
@@ -138,7 +141,7 @@ def compiled(
         constants |= {"scale": None, "x_scale": None}
     signature = signature_of(fp8) | dict.fromkeys(constants, "constexpr")
     aligned = ("x", "weight", "inputs", "out", "partial")
-    return cross.build(skinny_kernel, signature, constants, skinny.WARPS, capability, {}, aligned), signature
+    return cross.build(skinny_kernel, signature, constants, skinny_gemm.WARPS, capability, {}, aligned), signature
 
 
 SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624, 16384, True)]

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from shotcast.collectives import reference
-from shotcast.kernels import layout
-from shotcast.kernels.float8 import from_words, to_words
-from shotcast.kernels.sync import Call, enter, look_at_clock, without_sentinel
-from shotcast.kernels.words import load_words, nan_unless, pack, store_words, sum_words, unpack
+from shotcast.device.triton.float8 import from_words, to_words
+from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, sum_words, unpack
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.sync import Call, enter, look_at_clock, without_sentinel
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 GUARD = 0xA5

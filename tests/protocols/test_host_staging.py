@@ -34,7 +34,7 @@ class Rules:
 
 
 class Rank:
-    """The vocabulary of ``cpu/waiting.py``."""
+    """The vocabulary of ``transport/cpu/waiting.py``."""
 
     def __init__(self, rank: int, ranks: int, rules: Rules) -> None:
         self.rank, self.ranks, self.rules = rank, ranks, rules

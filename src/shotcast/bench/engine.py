@@ -25,12 +25,12 @@ import torch
 from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.spawn import spawn
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device import resolved
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
+from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint

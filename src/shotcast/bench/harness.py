@@ -43,8 +43,8 @@ from shotcast.bench.plan import MIN_CALLS, BenchPlan
 from shotcast.bench.report import MEASURES, Row
 from shotcast.bench.work import Gemm
 from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, Communicator
-from shotcast.collectives.spawn import spawn
 from shotcast.errors import ConfigError
+from shotcast.launcher.spawn import spawn
 from shotcast.units import format_size
 
 ROUNDS = 3

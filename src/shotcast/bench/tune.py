@@ -31,13 +31,13 @@ from shotcast.bench import harness
 from shotcast.bench.baselines import Call
 from shotcast.bench.cases import Case, Reference
 from shotcast.bench.plan import BenchPlan
-from shotcast.collectives import table
-from shotcast.collectives.candidates import candidates, keeps_bits, launch_shapes
+from shotcast.collectives.choice import table
+from shotcast.collectives.choice.candidates import candidates, keeps_bits, launch_shapes
+from shotcast.collectives.choice.problem import Candidate, CollectiveProblem
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.problem import Candidate, CollectiveProblem
-from shotcast.collectives.spawn import spawn
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
+from shotcast.launcher.spawn import spawn
 from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape, Op
 
@@ -61,7 +61,7 @@ class TunePlan:
     Attributes:
         sizes: bytes of the whole tensor, ascending. Where neighbours choose different algorithms, sizes between are
             measured too, until neighbours are within a factor of 2.
-        modes: of :data:`shotcast.collectives.table.MODES`; CPU ranks have ``eager`` only.
+        modes: of :data:`shotcast.collectives.choice.table.MODES`; CPU ranks have ``eager`` only.
         seconds: for the timed calls of all candidates at one size; of each, at least
             :data:`shotcast.bench.plan.MIN_CALLS` are timed.
         any_bits: algorithms whose sums have other bits than the numerics contract says may be chosen.

@@ -1,4 +1,4 @@
-"""What tuning has found, as a table for :mod:`shotcast.collectives.table` and to read."""
+"""What tuning has found, as a table for :mod:`shotcast.collectives.choice.table` and to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table as View
 
 from shotcast.bench.tune import Point, Timed
-from shotcast.collectives import table
+from shotcast.collectives.choice import table
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
 

@@ -71,7 +71,7 @@ def tune(
         raise ConfigError("a table is for one number of ranks; tune each by itself")
     from shotcast.bench import tune as tuning
     from shotcast.bench import tune_table
-    from shotcast.collectives import table
+    from shotcast.collectives.choice import table
     from shotcast.hardware.detect import detect, nvidia_driver
 
     plan = tuning.TunePlan(

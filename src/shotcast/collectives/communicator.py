@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from shotcast import env
-from shotcast.collectives import autograd, ops, rms_norm
-from shotcast.collectives.agreement import agree, find_tables
+from shotcast.collectives import rms_norm
 from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid
+from shotcast.collectives.choice.agreement import agree, find_tables
+from shotcast.collectives.choice.problem import Explanation, Topology
+from shotcast.collectives.choice.resolver import Call, Resolver
+from shotcast.collectives.fast_path import Repeats
+from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
-from shotcast.collectives.problem import Explanation, Topology
-from shotcast.collectives.registry import register
-from shotcast.collectives.repeats import Repeats
-from shotcast.collectives.resolver import Call, Resolver
-from shotcast.collectives.streams import StreamChain
-from shotcast.collectives.trouble import error_of
+from shotcast.collectives.stream_order import StreamChain
+from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.torch_ops.communicators import register
 from shotcast.collectives.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
 from shotcast.memory.host_group import StoreGroup, new_group
@@ -167,7 +168,7 @@ class Communicator:
             return out
         valid(x, "x", self.device)
         if is_compiling():
-            return ops.all_reduce(self, x, out, algorithm, reduction)
+            return operators.all_reduce(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.AllReduce.apply(x, self, algorithm)
         out = output(x, out, x.shape)
@@ -192,7 +193,7 @@ class Communicator:
         """
         valid(x, "x", self.device)
         if is_compiling():
-            return ops.reduce_scatter(self, x, out, algorithm, reduction)
+            return operators.reduce_scatter(self, x, out, algorithm, reduction)
         if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
             return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
@@ -235,7 +236,7 @@ class Communicator:
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
         if is_compiling():
-            return ops.all_gather(self, x, out, sizes, algorithm)
+            return operators.all_gather(self, x, out, sizes, algorithm)
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm)
         out = output(x, out, (rows, *x.shape[1:]))
@@ -250,7 +251,7 @@ class Communicator:
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
         if is_compiling():
-            return ops.all_to_all(self, x, out, algorithm)
+            return operators.all_to_all(self, x, out, algorithm)
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.AllToAll.apply(x, self, algorithm)
         out = output(x, out, x.shape)
@@ -264,7 +265,7 @@ class Communicator:
         valid(x, "x", self.device)
         rank_in(root, self.world_size, "root")
         if is_compiling():
-            return ops.broadcast(self, x, root, algorithm)
+            return operators.broadcast(self, x, root, algorithm)
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
         return x
 
@@ -279,7 +280,7 @@ class Communicator:
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
         if is_compiling():
-            ops.send(self, x, dst)
+            operators.send(self, x, dst)
             return
         self._run(Op.SEND, x, None, root=dst)
 
@@ -298,14 +299,14 @@ class Communicator:
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
         if is_compiling():
-            return ops.recv(self, x, src)
+            return operators.recv(self, x, src)
         self._run(Op.RECV, None, x, root=src)
         return x
 
     def barrier(self) -> None:
         """Complete (on CUDA: on the current stream) when every rank has called."""
         if is_compiling():
-            ops.barrier(self)
+            operators.barrier(self)
             return
         self._run(Op.BARRIER, None, None)
 
@@ -336,7 +337,7 @@ class Communicator:
             ``(normed, new_residual)``; not differentiable.
         """
         if is_compiling():
-            return ops.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
+            return operators.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         name = Op.ALL_REDUCE_RMS_NORM.label
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
         self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
@@ -369,7 +370,7 @@ class Communicator:
             ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
         """
         if is_compiling():
-            return ops.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
+            return operators.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
         op, device = Op.ALL_REDUCE_RMS_NORM, self.device
         norm, tensors = fp8_operands(
             f"{op.label}_fp8", device, x, residual, weight, eps, 1, False, scale, with_normed, out
@@ -405,7 +406,7 @@ class Communicator:
             ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
         """
         if is_compiling():
-            return ops.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
+            return operators.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm", self.world_size
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
@@ -431,7 +432,7 @@ class Communicator:
         """
         if is_compiling():
             operands = x, residual, weight, eps, scale
-            return ops.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
+            return operators.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm_fp8", self.world_size
         norm, tensors = fp8_operands(

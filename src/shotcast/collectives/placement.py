@@ -65,12 +65,12 @@ def executor_for(
         return Placement(None, "", "the ranks are on several hosts, and own kernels share memory of one", False)
     if device.type == "cpu":
         if env.cpu_kernels() == "compiled":
-            from shotcast.cpu.executor import CpuExecutor
+            from shotcast.transport.cpu.executor import CpuExecutor
 
             return Placement(CpuExecutor(host, max_bytes, timeout_s), "compiled", "", False)
-        from shotcast.kernels.executor import TritonExecutor
-        from shotcast.kernels.layout import Layout
         from shotcast.memory.shm import ShmBuffer
+        from shotcast.transport.triton.executor import TritonExecutor
+        from shotcast.transport.triton.layout import Layout
 
         shared = ShmBuffer(host, Layout.of(max_bytes).nbytes)
         return Placement(
@@ -85,9 +85,9 @@ def executor_for(
         if text:
             logger.warning("rank %d: %s; the vendor library serves all calls", rank, text)
             return Placement(None, "", f"rank {rank}: {text}", False)
-    from shotcast.kernels.executor import TritonExecutor
-    from shotcast.kernels.layout import Layout
     from shotcast.memory.cuda import CudaBuffer
+    from shotcast.transport.triton.executor import TritonExecutor
+    from shotcast.transport.triton.layout import Layout
 
     overlapping = len(set(indices)) < len(indices)
     buffer = CudaBuffer(group, Layout.of(max_bytes).nbytes, device, host.order, overlapping)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shotcast.collectives import reference
-from shotcast.kernels import layout
+from shotcast.device.triton import tiles
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm
 
@@ -13,21 +13,22 @@ from shotcast.wire import Norm
 def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
     """Norm ``total`` [rows, hidden] into the tensors of as many rows.
 
-    By a kernel (``kernels/norm.py``; the tensors begin at multiples of 16 bytes), or without ``by_kernel`` by compiled
-    host code (``cpu/rows.py``): the bits of the fused operations. By plain torch if rows are too long for a kernel.
+    By a kernel (``kernels/triton/norm.py``; the tensors begin at multiples of 16 bytes), or without ``by_kernel`` by
+    compiled host code (``transport/cpu/norm_rows.py``): the bits of the fused operations. By plain torch if rows are
+    too long for a kernel.
     """
     if total.numel() == 0:
         return
     row_bytes = norm.hidden * total.element_size()
-    if by_kernel and row_bytes <= 4 * layout.MAX_ROW_WORDS:
-        from shotcast.kernels.norm import launch_add_rms_norm
+    if by_kernel and row_bytes <= 4 * tiles.MAX_ROW_WORDS:
+        from shotcast.kernels.triton.norm import launch_add_rms_norm
 
         launch_add_rms_norm(total, tensors, norm)
         return
     if not by_kernel:
-        from shotcast.cpu import rows
+        from shotcast.transport.cpu import norm_rows
 
-        rows.add_rms_norm(total, tensors, norm)
+        norm_rows.add_rms_norm(total, tensors, norm)
         return
     new_residual = reference.add_residual(total, tensors.residual)
     normed = reference.rms_norm(new_residual, tensors.weight, tensors.eps)

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection, Listener
 from typing import NamedTuple
 
 from shotcast import env
-from shotcast.collectives.spawn import Ranks
 from shotcast.engine import rank
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device import resolved
 from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams, output_room, token_ids
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
+from shotcast.launcher.spawn import Ranks
 from shotcast.models.memory import require_division
 from shotcast.models.source import RANDOM, open_checkpoint
 

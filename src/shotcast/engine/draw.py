@@ -1,4 +1,4 @@
-"""Tokens drawn from logits on a CPU, by PyTorch; on a GPU, ``kernels/sampling.py`` does the same.
+"""Tokens drawn from logits on a CPU, by PyTorch; on a GPU, ``kernels/triton/sampling.py`` does the same.
 
 A draw is a race: each token has a time, exponentially distributed with its probability as rate, and the first wins.
 The times come from a hash of key and token.

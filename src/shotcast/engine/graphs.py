@@ -14,7 +14,7 @@ from shotcast.engine.capture import Graphs, Replay
 from shotcast.engine.plan import StepPlan
 from shotcast.engine.state import State
 from shotcast.engine.transfer import pinned
-from shotcast.kernels.steps import FIELDS, unpack
+from shotcast.kernels.triton.step_inputs import FIELDS, unpack
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.clock import DeviceClock
 

@@ -1,8 +1,9 @@
 """Steps with prompts on static memory, captured as CUDA graphs: one for each of some numbers of tokens, padded up.
 
 A graph is the same for any mix of chunks of prompts and sequences that decode: which tokens are whose stands in tiles
-(``kernels/prompt_attention.py``) that the host sends with the tokens, in one copy. It ends with the rows whose logits
-are wanted. These are few, and any number, and the head is as large as several layers; so it has graphs of its own.
+(``kernels/triton/prompt_attention.py``) that the host sends with the tokens, in one copy. It ends with the rows whose
+logits are wanted. These are few, and any number, and the head is as large as several layers; so it has graphs of its
+own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from shotcast.engine import steps
 from shotcast.engine.capture import Graphs
 from shotcast.engine.state import State
 from shotcast.engine.transfer import pinned
-from shotcast.kernels.prompt_attention import TILE_FIELDS
-from shotcast.kernels.steps import unpack_prompts
+from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
+from shotcast.kernels.triton.step_inputs import unpack_prompts
 from shotcast.layers.batch import Batch, Logits, Tiles
 
 

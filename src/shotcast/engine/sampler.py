@@ -2,7 +2,7 @@
 
 The noise of a draw is keyed by the request's seed and the place in its output, so what a request draws depends on no
 more: not on the batch, the slot, the rank, or whether it was pre-empted. On a CPU, ``engine/draw.py`` draws; on a GPU
-``kernels/sampling.py``, to which a step is one copy.
+``kernels/triton/sampling.py``, to which a step is one copy.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Sampler:
         best: torch.Tensor,
         drawn: torch.Tensor,
     ) -> torch.Tensor:
-        from shotcast.kernels import sampling
+        from shotcast.kernels.triton import sampling
 
         places = np.array(slots)
         integers = self._integers[places]

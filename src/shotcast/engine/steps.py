@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shotcast.engine.plan import PENDING, StepPlan
-from shotcast.kernels.prompt_attention import TILE_FIELDS
+from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
 
 Ints = npt.NDArray[np.int32]
 

@@ -1,1 +1,1 @@
-"""The collectives as Triton kernels: compiled for NVIDIA GPUs, or run by Triton's interpreter over shared memory."""
+"""The kernels that models are computed with: products, attention, norms, sampling."""

@@ -73,7 +73,7 @@ class Attention:
         self._group = max(stop - start for start, stop in itertools.pairwise(starts))
         self._decoding: Any = None if beside is None else beside._decoding
         if self._decoding is None and cosines.device.type == "cuda":
-            from shotcast.kernels.paged_attention import Decoding
+            from shotcast.kernels.triton.paged_attention import Decoding
 
             processors = torch.cuda.get_device_properties(cosines.device).multi_processor_count
             self._decoding = Decoding(heads, head_dim, kv_of, sequences, processors, cosines.device)
@@ -103,8 +103,8 @@ class Attention:
         Args:
             dtype: of the cache.
         """
-        from shotcast.kernels.prompt_attention import tile_tokens
-        from shotcast.kernels.target import processors
+        from shotcast.device.triton.intrinsics import processors
+        from shotcast.kernels.triton.prompt_attention import tile_tokens
 
         device = self._cosines.device
         return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, processors(device))
@@ -113,7 +113,7 @@ class Attention:
         self, queries: torch.Tensor, cache: KeyValueCache, tables: torch.Tensor, tiles: Tiles, out: torch.Tensor
     ) -> None:
         """Attention of all queries, [tokens, heads, head_dim]."""
-        from shotcast.kernels.prompt_attention import attend
+        from shotcast.kernels.triton.prompt_attention import attend
 
         shape = self._first_heads, self._group, cache.block_size, self.window
         attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.tokens, *shape, out)
@@ -123,19 +123,19 @@ class Attention:
         queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
         turned = self._cosines, self._sines, batch.positions[of], batch.slots[of], cache.keys, cache.values, queries
         if self._decoding is None:
-            from shotcast.cpu.attention import rotate_into_cache
+            from shotcast.kernels.cpu.attention import rotate_into_cache
 
             x = qkv if self._norms is None else norm_heads(qkv, self._norms, self._eps)
             rotate_into_cache(x.to(cache.keys.dtype), *turned)
         else:
-            from shotcast.kernels import rotation
+            from shotcast.kernels.triton import rope
 
-            rotation.rotate_into_cache(qkv, *turned, self._norms, self._eps)
+            rope.rotate_into_cache(qkv, *turned, self._norms, self._eps)
         return queries
 
     def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
         """Attention of one query a sequence, [sequences, heads, head_dim], on a CPU."""
-        from shotcast.cpu.attention import decode
+        from shotcast.kernels.cpu.attention import decode
 
         paged = queries, cache.keys, cache.values, batch.tables, batch.rows, batch.lengths
         decode(*paged, self._kv_of, cache.block_size, self.window, out)

@@ -23,7 +23,7 @@ class Prefills(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """All sequences of a step, one behind the other, in the pieces that ``kernels/prompt_attention.py`` takes.
+    """All sequences of a step, one behind the other, in the pieces that ``kernels/triton/prompt_attention.py`` takes.
 
     Attributes:
         table: int32 [tiles, TILE_FIELDS].

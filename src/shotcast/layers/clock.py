@@ -53,7 +53,7 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device):
-        from shotcast.kernels.stamps import Stamps
+        from shotcast.kernels.triton.timestamps import Stamps
 
         self._stamps = Stamps(2, device)
         self._told = torch.zeros(2, 2, dtype=torch.int64).pin_memory()

@@ -33,7 +33,7 @@ class Vocabulary:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens] to [tokens, hidden]: rows of tokens that are this rank's, zero for the others. To be summed."""
         if self.weight.is_cuda:
-            from shotcast.kernels.embedding import embed
+            from shotcast.kernels.triton.embedding import embed
 
             return embed(tokens, self.weight, self._mine.start)
         if self._parallel.size == 1:
@@ -47,7 +47,7 @@ class Vocabulary:
         parts = self._parallel.gather_parts(self._product(x), self._widths)
         rows = x.shape[0]
         if self.weight.is_cuda:
-            from shotcast.kernels.logits import join
+            from shotcast.kernels.triton.logits import join
 
             if out is None:
                 values = torch.empty(rows, sum(self._widths), device=x.device)

@@ -41,9 +41,9 @@ class Linear:
         self.weight, self.bias = weight, bias
         self._counts: torch.Tensor | None = None
         if weight.device.type == "cuda":
-            from shotcast.kernels import skinny
+            from shotcast.kernels.triton import skinny_gemm
 
-            self._counts = skinny.arrivals(weight)
+            self._counts = skinny_gemm.arrivals(weight)
         if self._scale is not None and any(size % float8.UNIT for size in self.weight.shape):
             raise ConfigError(
                 f"FP8 takes matrices whose sides are multiples of {float8.UNIT}; a rank's part of one is "
@@ -54,9 +54,9 @@ class Linear:
         """Whether so many rows are multiplied in FP8: given so, they need not be quantised here."""
         if self._scale is None:
             return False
-        from shotcast.kernels import matvec
+        from shotcast.kernels.triton import gemv
 
-        return rows > matvec.MOST_ROWS
+        return rows > gemv.MOST_ROWS
 
     def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
         """[rows, inputs] to [rows, outputs]."""
@@ -71,7 +71,7 @@ class Linear:
         if self.weight.device.type == "cpu":
             gate, up = self(x).chunk(2, dim=-1)
             return F.silu(gate) * up
-        from shotcast.kernels import activations
+        from shotcast.kernels.triton import activations
 
         x = self._as_taken(x)
         out = self._by_own_kernel(x, gated=True)
@@ -87,19 +87,19 @@ class Linear:
 
     @staticmethod
     def _quantized(x: torch.Tensor) -> Float8Rows:
-        from shotcast.kernels import activations
+        from shotcast.kernels.triton import activations
 
         return Float8Rows(*activations.quantize(x.contiguous()))
 
     def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
         """None where the library is faster."""
-        from shotcast.kernels import matvec, skinny
+        from shotcast.kernels.triton import gemv, skinny_gemm
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
-        if matvec.serves(values, self.weight):
-            return matvec.linear(values, self.weight, self._scale, self.bias, gated)
-        if self._counts is not None and skinny.serves(values, self.weight):
-            return skinny.linear(values, self.weight, self._counts, x_scale, self._scale, self.bias, gated)
+        if gemv.serves(values, self.weight):
+            return gemv.linear(values, self.weight, self._scale, self.bias, gated)
+        if self._counts is not None and skinny_gemm.serves(values, self.weight):
+            return skinny_gemm.linear(values, self.weight, self._counts, x_scale, self._scale, self.bias, gated)
         return None
 
     def _by_library(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
@@ -111,10 +111,10 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        from shotcast.cpu import matvec
+        from shotcast.kernels.cpu import gemv
 
-        if matvec.serves(x, self.weight):
-            out = matvec.linear(x, self.weight)
+        if gemv.serves(x, self.weight):
+            out = gemv.linear(x, self.weight)
             return (out if self.bias is None else out + self.bias).to(x.dtype)
         if x.shape[0] >= _TURNED_FROM and x.dtype == torch.float32:
             out = torch.mm(self.weight, x.t().contiguous()).t().contiguous()

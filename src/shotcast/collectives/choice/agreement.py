@@ -1,0 +1,77 @@
+"""What makes all ranks of a communicator choose alike: the tables they ask, and that they agree on all settings."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shotcast import env
+from shotcast.collectives.choice.resolver import Tables
+from shotcast.collectives.choice.table import fit_for, load, packaged
+from shotcast.errors import ConfigError
+from shotcast.hardware.detect import cpu_model
+from shotcast.memory.host_group import StoreGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """The tables that a rank has.
+
+    Attributes:
+        tables: to be asked in this order.
+        trouble: why the user's cannot be asked; empty if it can be, or there is none.
+        stale: why the packaged one is not among them, if there is one.
+    """
+
+    tables: Tables
+    trouble: str
+    stale: str
+
+    @property
+    def digest(self) -> str:
+        texts = "\0".join(table.text for _, table in self.tables)
+        return hashlib.sha256(texts.encode()).hexdigest()[:12]
+
+
+def find_tables(part: str, world_size: int, device: str) -> Found:
+    """The user's table (SHOTCAST_TABLE) and the packaged one for so many of this part.
+
+    Args:
+        part: name of the GPU; ``cpu`` for CPU ranks.
+        device: ``cuda`` or ``cpu``.
+    """
+    tables, trouble, stale = [], "", ""
+    kernels = env.cpu_kernels() if device == "cpu" else "triton"
+    if path := env.table_path():
+        try:
+            table = load(path, cpu_model() if device == "cpu" else part, world_size, device)
+            tables.append(("user table", fit_for(table, kernels)))
+        except ConfigError as error:
+            trouble = str(error)
+    try:
+        if found := packaged(part, world_size):
+            tables.append(("packaged table", fit_for(found, kernels)))
+    except ConfigError as error:
+        # nobody asked for it by name, and without it calls are right and may be slower
+        stale = str(error)
+        logger.warning("%s", error)
+    return Found(tuple(tables), trouble, stale)
+
+
+def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
+    """Return if all ranks have the same settings, by name, and none has trouble. Collective.
+
+    Raises:
+        ConfigError: on every rank, naming who has what.
+    """
+    everybody = host.all_gather((trouble, settings), what="construction")
+    if told := "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text):
+        raise ConfigError(told)
+    for name, value in settings.items():
+        values = [theirs.get(name) for _, theirs in everybody]
+        if any(theirs != value for theirs in values):
+            said = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(values))
+            raise ConfigError(f"the ranks do not agree on {name}: {said}")

@@ -1,0 +1,118 @@
+"""From the arguments of a call to what is launched: the choice, its plan, and what must have been compiled for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from shotcast import wire
+from shotcast.collectives.arguments import operation
+from shotcast.collectives.choice.candidates import PLAIN, candidates
+from shotcast.collectives.choice.problem import Choice, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.choice.select import choose
+from shotcast.collectives.choice.table import MODES, Table
+from shotcast.collectives.first_use import Form
+from shotcast.collectives.vendor import REDUCTIONS
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.units import format_size
+from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
+
+Tables = tuple[tuple[str, Table], ...]
+"""In the order they are asked in, each after what it is called."""
+
+_DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
+
+
+class Call(NamedTuple):
+    """A call resolved: kept, so that the same call again costs a look-up.
+
+    ``needs`` is what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
+    nothing can be compiled and tables may choose another form.
+    """
+
+    plan: CallPlan
+    choice: Choice
+    reduction: str
+    needs: tuple[tuple[Form, CallPlan], ...]
+    label: str
+
+
+@dataclasses.dataclass(slots=True)
+class Resolver:
+    """How one communicator decides. All of it is the same on all its ranks.
+
+    Args:
+        environment: the algorithm that SHOTCAST_ALGORITHM names.
+        stale: why the packaged table is not among ``tables``, if there is one.
+        executor: whose kernels are launched; None where there are none.
+        graphs: whether calls can be captured.
+    """
+
+    topology: Topology
+    environment: str
+    tables: Tables
+    stale: str
+    executor: Any
+    graphs: bool
+
+    def problem(
+        self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...], norm: Norm | None
+    ) -> CollectiveProblem:
+        if reduction not in REDUCTIONS:
+            raise ConfigError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
+        if tensor is None:
+            return CollectiveProblem(op, 0, "uint8", self.topology)
+        dtype = _DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None:
+            raise UnsupportedError(f"{op.label}: dtype {tensor.dtype} is not served; {', '.join(wire.DTYPES)} are")
+        nbytes = tensor.numel() * tensor.element_size()
+        return CollectiveProblem(op, nbytes, dtype, self.topology, root, sizes, reduction, norm)
+
+    def resolve(
+        self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
+    ) -> Call:
+        """``launch`` goes past the choice."""
+        op, sizes, norm = problem.op, problem.sizes, problem.norm
+        choice = choose(problem, algorithm, self.environment, self.tables, "graph" if capturing else "eager")
+        candidate = choice.candidate
+        # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
+        code = problem.root
+        if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            code = list(REDUCTIONS).index(problem.reduction)
+        elif sizes:
+            code = UNEVEN
+        elif norm is not None:
+            code = norm.code
+        shape = candidate.launch if launch is None else launch
+        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
+        form = Form("")
+        if self.executor is not None:
+            form = Form(self.executor.form(plan))
+            if op in (Op.SEND, Op.RECV):
+                other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
+                form = Form(self.executor.form(plan), problem.root, self.executor.form(other))
+        label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
+        needs: tuple[tuple[Form, CallPlan], ...] = ((form, plan),)
+        if self.graphs and not capturing and launch is None:
+            needs = tuple(dict([*needs, *self.resolve(problem, algorithm, True).needs]).items())
+        return Call(plan, choice, problem.reduction, needs, label)
+
+    def explain(self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str) -> Explanation:
+        """See :meth:`Communicator.explain`."""
+        asked = operation(op)
+        if not isinstance(x, torch.Tensor):
+            raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
+        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
+        problem = self.problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
+        if mode not in (MODES if self.graphs else ("eager",)):
+            known = " or ".join(MODES) if self.graphs else "eager, as CPU ranks have no graphs"
+            raise ConfigError(f"mode is {known}, not {mode!r}")
+        choice = choose(problem, algorithm, self.environment, self.tables, mode)
+        candidate, reason = choice.candidate, choice.reason
+        if self.stale and choice.source == "cost model":
+            reason += f"; {self.stale}"
+        legal = tuple(candidate.algorithm for candidate in candidates(problem))
+        size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
+        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode)

@@ -1,0 +1,238 @@
+"""Tuned tables: thresholds as data, with where they come from. ``shotcast tune`` writes them (docs/tuning.md).
+
+A table is JSON::
+
+    {"format": 2, "kernels": 1, "part": "NVIDIA H200", "world_size": 4, "provenance": {...}, "measurements": [...],
+     "entries": {"graph": {"all_reduce": {"bfloat16": [[65536, "one_shot", {"programs": 64, ...}],
+                                                       [null, "vendor", null]]}},
+                 "eager": {...}}}
+
+Each row serves messages up to its first number of bytes (null: any size); rows ascend. A row without a launch takes
+the algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; where one of them has
+no rows for an operation and dtype, the other's serve. Provenance and measurements are for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shotcast import wire
+from shotcast.collectives.choice.candidates import PLAIN, launch_obstacle
+from shotcast.errors import ConfigError
+from shotcast.wire import LaunchShape
+
+FORMAT = 2
+KERNELS = 5
+"""Revision of the kernels. Raised when their speed or what they can serve changes: tables made before are refused."""
+
+MODES = ("graph", "eager")
+"""How a call is made: captured in a CUDA graph, or not. On CPU ranks every call is ``eager``."""
+
+ANY_CPU = "cpu"
+"""As part: a table that serves CPU ranks on any processor."""
+
+Key = tuple[str, str, str]
+"""Mode, operation, dtype."""
+
+_AGAIN = "run `shotcast tune` again"
+_KEYS = {"format", "kernels", "part", "world_size", "provenance", "measurements", "entries"}
+_OPS = tuple(op.label for op in wire.Op)
+_LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Up to ``nbytes`` (infinity for any): ``algorithm``, launched as ``launch`` or by default. Listed in ``mode``."""
+
+    nbytes: float
+    algorithm: str
+    launch: LaunchShape | None
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table as read; ``name`` is its file's name, ``text`` what ranks compare."""
+
+    name: str
+    part: str
+    world_size: int
+    rows: dict[Key, tuple[Row, ...]]
+    text: str
+
+    def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager") -> Row | None:
+        """The row that serves a call; None if the table says nothing of it."""
+        rows: tuple[Row, ...] = ()
+        for asked in (mode, *MODES):
+            if rows := self.rows.get((asked, op, dtype), ()):
+                break
+        place = bisect_left([row.nbytes for row in rows], nbytes)
+        return rows[place] if place < len(rows) else None
+
+
+def parse(text: str, name: str) -> Table:
+    """Read a table. Raises ConfigError saying what is wrong with it, and where, or that it is out of date."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"table {name} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"table {name} is a JSON {type(data).__name__}; a table is an object (docs/tuning.md)")
+    found = data.get("format")
+    if not _whole(found) or found != FORMAT:
+        raise ConfigError(f"table {name} has format {found!r}; this version reads format {FORMAT}: {_AGAIN}")
+    if unknown := data.keys() - _KEYS:
+        raise ConfigError(f"table {name} has unknown keys: {', '.join(sorted(unknown))}")
+    if absent := _KEYS - {"provenance", "measurements"} - data.keys():
+        raise ConfigError(f"table {name} lacks {', '.join(sorted(absent))}")
+    if not _whole(data["kernels"]) or data["kernels"] != KERNELS:
+        raise ConfigError(
+            f"table {name} was made for revision {data['kernels']!r} of the kernels; these are revision {KERNELS}, and "
+            f"its thresholds may mislead: {_AGAIN}"
+        )
+    if not isinstance(data["part"], str) or not data["part"]:
+        raise ConfigError(f"table {name}: part is the name of a GPU or processor, not {data['part']!r}")
+    if not _whole(data["world_size"]) or data["world_size"] < 1:
+        raise ConfigError(f"table {name}: world_size is a whole number from 1 up, not {data['world_size']!r}")
+    _items(data.get("provenance", {}), f"table {name}, provenance")
+    if not isinstance(data.get("measurements", []), list):
+        raise ConfigError(f"table {name}, measurements: a list is meant, not {data['measurements']!r}")
+    rows: dict[Key, tuple[Row, ...]] = {}
+    for mode, by_op in _items(data["entries"], f"table {name}, entries"):
+        if mode not in MODES:
+            raise ConfigError(f"table {name} has entries for {mode!r}; calls are {' or '.join(MODES)}")
+        if mode == "graph" and data["part"] == ANY_CPU:
+            raise ConfigError(f"table {name} has entries for graph, and CPU ranks have eager calls only")
+        for op, by_dtype in _items(by_op, f"table {name}, {mode}"):
+            for dtype, listed in _items(by_dtype, f"table {name}, {mode}/{op}"):
+                where = f"table {name}, {mode}/{op}/{dtype}"
+                if op not in _OPS or dtype not in wire.DTYPES:
+                    raise ConfigError(f"table {name} speaks of {op}/{dtype}, which is no operation and dtype")
+                if not isinstance(listed, list):
+                    raise ConfigError(f"{where}: a list of rows is meant, not {listed!r}")
+                rows[mode, op, dtype] = parsed = tuple(_row(row, mode, where) for row in listed)
+                if wire.Op[op.upper()] in PLAIN and any(row.launch is not None for row in parsed):
+                    raise ConfigError(f"{where}: the launch of fused calls follows from their rows; null is meant")
+                limits = [row.nbytes for row in parsed]
+                if limits != sorted(set(limits)):
+                    raise ConfigError(f"{where}: sizes must ascend")
+    return Table(name, data["part"], data["world_size"], rows, text)
+
+
+def _items(value: Any, where: str) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: an object is meant, not {value!r}")
+    return value.items()
+
+
+def _row(row: Any, mode: str, where: str) -> Row:
+    if not isinstance(row, list) or len(row) != 3:
+        raise ConfigError(f"{where}: a row is [bytes or null, algorithm, launch or null], not {row!r}")
+    nbytes, algorithm, launch = row
+    if nbytes is not None and not (_whole(nbytes) and nbytes >= 0):
+        raise ConfigError(f"{where}: a row serves up to a whole number of bytes, or null for any, not {nbytes!r}")
+    if algorithm not in wire.ALGORITHMS:
+        raise ConfigError(f"{where}: unknown algorithm {algorithm!r}; there are {', '.join(wire.ALGORITHMS)}")
+    if launch is not None:
+        if not isinstance(launch, dict) or launch.keys() - _LAUNCH_FIELDS:
+            raise ConfigError(f"{where}: a launch has {', '.join(_LAUNCH_FIELDS)}, or is null; not {launch!r}")
+        if wrong := [name for name, value in launch.items() if not (_whole(value) and value >= 0)]:
+            raise ConfigError(f"{where}: {wrong[0]} is a whole number from 0 up, not {launch[wrong[0]]!r}")
+    # beyond what any message counts is any size
+    limit = float("inf") if nbytes is None or nbytes > 1 << 60 else nbytes
+    return Row(limit, algorithm, None if launch is None else LaunchShape(**launch), mode)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def fit_for(table: Table, kernels: str) -> Table:
+    """``table``, once it is certain that ``kernels`` ("triton", "interpreter" or "compiled") take its launches."""
+    for (mode, op, dtype), rows in table.rows.items():
+        for row in rows:
+            if row.launch is not None and (trouble := launch_obstacle(kernels, row.algorithm, row.launch)):
+                raise ConfigError(f"table {table.name}, {mode}/{op}/{dtype}, {row.algorithm}: {trouble}")
+    return table
+
+
+def file_name(part: str, world_size: int) -> str:
+    """``nvidia_h200_x4.json``."""
+    return f"{re.sub('[^a-z0-9]+', '_', part.lower()).strip('_')}_x{world_size}.json"
+
+
+def packaged(part: str, world_size: int) -> Table | None:
+    """The table that comes with the package for this part and world size, if there is one.
+
+    Raises ConfigError if it was made for another revision of the kernels.
+    """
+    name = file_name(part, world_size)
+    file = resources.files("shotcast.collectives.choice") / "tables" / name
+    return parse(file.read_text(), name) if file.is_file() else None
+
+
+def load(path: str, part: str, world_size: int, device: str = "cuda") -> Table:
+    """The user's table. Raises ConfigError if it cannot be read, is out of date, or was made for other hardware."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"SHOTCAST_TABLE: cannot read {path}: {error}") from error
+    table = parse(text, path)
+    parts = (part, ANY_CPU) if device == "cpu" else (part,)
+    if table.part not in parts or table.world_size != world_size:
+        raise ConfigError(
+            f"SHOTCAST_TABLE: {path} was made for {table.world_size} x {table.part}; this is {world_size} x {part}: "
+            f"{_AGAIN} here, or unset SHOTCAST_TABLE"
+        )
+    if device == "cpu" and any(mode == "graph" for mode, _, _ in table.rows):
+        raise ConfigError(f"SHOTCAST_TABLE: {path} has entries for graph, and CPU ranks have eager calls only")
+    return table
+
+
+def render(
+    part: str,
+    world_size: int,
+    rows: Mapping[Key, Sequence[Row]],
+    provenance: Mapping[str, Any],
+    measurements: Sequence[Mapping[str, Any]],
+) -> str:
+    """The text of a table, a row a line; :func:`parse` reads it back."""
+    entries: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for (mode, op, dtype), listed in rows.items():
+        entries.setdefault(mode, {}).setdefault(op, {})[dtype] = [
+            [
+                None if row.nbytes == float("inf") else int(row.nbytes),
+                row.algorithm,
+                None if row.launch is None else dataclasses.asdict(row.launch),
+            ]
+            for row in listed
+        ]
+    document = {
+        "format": FORMAT,
+        "kernels": KERNELS,
+        "part": part,
+        "world_size": world_size,
+        "provenance": provenance,
+        "measurements": measurements,
+        "entries": entries,
+    }
+    return _pretty(document, "") + "\n"
+
+
+def _pretty(value: Any, indent: str) -> str:
+    """JSON with one line for each thing that holds no objects of its own, and for each element of a list."""
+    deeper = indent + " "
+    if isinstance(value, Mapping) and value:
+        inside = (f"{deeper}{json.dumps(str(key))}: {_pretty(item, deeper)}" for key, item in value.items())
+        return "{\n" + ",\n".join(inside) + f"\n{indent}}}"
+    if isinstance(value, list | tuple) and any(isinstance(item, list | tuple | Mapping) for item in value):
+        return "[\n" + ",\n".join(deeper + json.dumps(item) for item in value) + f"\n{indent}]"
+    return json.dumps(value)

@@ -1,0 +1,435 @@
+"""The collectives as PyTorch operators, ``torch.ops.shotcast.*``: what torch.compile puts in its graphs.
+
+:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced; eager calls go past them, as an
+operator costs the host as much again as the call. It takes numbers, strings and tensors only, so a communicator goes by
+its name, and what shapes depend on, ``world_size`` and for uneven parts ``rank``, comes with it: compiled code is
+cached by what a graph says, and ranks share the cache.
+
+Operators write to new tensors. They take any strides, as a compiler may lay out a tensor in its own way. They are
+ordered: a compiler runs all calls of a graph, used or not, in the order of the program. Left alone it drops calls and
+swaps them as sizes suggest, and sizes may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shotcast.collectives.arguments import output, rows_per_rank
+from shotcast.collectives.norm_operands import Fp8Normed, norm_rows
+from shotcast.collectives.torch_ops import autograd, inductor
+from shotcast.collectives.torch_ops.communicators import named
+from shotcast.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from shotcast.collectives.communicator import Communicator
+
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""As Fp8Normed. An operator gives all four: empty ones for a scale that was given and for a norm not asked for."""
+
+_library = torch.library.Library("shotcast", "DEF")
+
+OPERATORS: list[str] = []
+"""Their names in ``torch.ops.shotcast``."""
+
+
+def _operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define ``shotcast::schema``, run by the decorated function; ``shaped`` gives results of the right shapes."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)
+    try:
+        torch.library._register_effectful_op(f"shotcast::{name}", torch.library.EffectType.ORDERED, lib=_library)
+        obstacle = ""
+    except AttributeError as error:  # there is no public name for it
+        obstacle = str(error)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if obstacle:
+            raise UnsupportedError(f"PyTorch {torch.__version__} cannot order operators in a graph: {obstacle}")
+        inductor.order(OPERATORS)
+        return shaped(*args, **kwargs)
+
+    torch.library.register_fake(f"shotcast::{name}", traced, lib=_library)
+    OPERATORS.append(name)
+
+    def run_by(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return run_by
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+
+def _like(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _part(x: torch.Tensor, comm: str, world_size: int, *_: Any, **__: Any) -> torch.Tensor:
+    return x.new_empty((rows_per_rank(x, world_size, "reduce_scatter"), *x.shape[1:]))
+
+
+def _joined(x: torch.Tensor, comm: str, world_size: int, *_: Any, **__: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0] * world_size, *x.shape[1:]))
+
+
+def _joined_uneven(x: torch.Tensor, comm: str, sizes: Sequence[int], *_: Any, **__: Any) -> torch.Tensor:
+    return x.new_empty((sum(sizes), *x.shape[1:]))
+
+
+def _normed(x: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+def _normed_of_all(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, gather: bool, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape if gather else residual.shape), residual.new_empty(residual.shape)
+
+
+def _quantized(*operands: Any) -> Quantized:
+    return _quantized_of_all(*(*operands[:-1], False, operands[-1]))
+
+
+def _quantized_of_all(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    gather: bool,
+    algorithm: str,
+) -> Quantized:
+    shape = x.shape if gather else residual.shape
+    found = (*shape[:-1], 1) if scale is None else 0
+    return (
+        x.new_empty(shape, dtype=torch.float8_e4m3fn),
+        x.new_empty(found, dtype=torch.float32),
+        residual.new_empty(residual.shape),
+        x.new_empty(shape if with_normed else 0),
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@_operator("all_reduce(Tensor x, str comm, str algorithm, str reduction) -> Tensor", _like)
+def _all_reduce(x: torch.Tensor, comm: str, algorithm: str, reduction: str) -> torch.Tensor:
+    return named(comm).all_reduce(x.contiguous(), algorithm=algorithm, reduction=reduction)
+
+
+@_operator(
+    "reduce_scatter(Tensor x, str comm, int world_size, str algorithm, str reduction, bool strict=True) -> Tensor",
+    _part,
+)
+def _reduce_scatter(
+    x: torch.Tensor, comm: str, world_size: int, algorithm: str, reduction: str, strict: bool = True
+) -> torch.Tensor:
+    """Not ``strict``: another algorithm is taken where this one cannot serve."""
+    x, by = x.contiguous(), named(comm)
+    algorithm = algorithm if strict else autograd.where_legal(by, x, algorithm)
+    return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction)
+
+
+@_operator("all_gather(Tensor x, str comm, int world_size, str algorithm) -> Tensor", _joined)
+def _all_gather(x: torch.Tensor, comm: str, world_size: int, algorithm: str) -> torch.Tensor:
+    return named(comm).all_gather(x.contiguous(), algorithm=algorithm)
+
+
+@_operator("all_gather_uneven(Tensor x, str comm, SymInt[] sizes, int rank, str algorithm) -> Tensor", _joined_uneven)
+def _all_gather_uneven(x: torch.Tensor, comm: str, sizes: Sequence[int], rank: int, algorithm: str) -> torch.Tensor:
+    by = named(comm)
+    if rank != by.rank:
+        raise ConfigError(f"all_gather_uneven was compiled on rank {rank} and runs on rank {by.rank}")
+    return by.all_gather(x.contiguous(), sizes=sizes, algorithm=algorithm)
+
+
+@_operator("all_to_all(Tensor x, str comm, str algorithm) -> Tensor", _like)
+def _all_to_all(x: torch.Tensor, comm: str, algorithm: str) -> torch.Tensor:
+    return named(comm).all_to_all(x.contiguous(), algorithm=algorithm)
+
+
+@_operator("broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor", _like)
+def _broadcast(x: torch.Tensor, comm: str, root: int, algorithm: str) -> torch.Tensor:
+    by = named(comm)
+    out = x.new_empty(x.shape)
+    if by.rank == root:
+        out.copy_(x.detach())
+    return by.broadcast(out, root, algorithm)
+
+
+@_operator("send(Tensor x, str comm, int dst) -> ()", _nothing)
+def _send(x: torch.Tensor, comm: str, dst: int) -> None:
+    named(comm).send(x.contiguous(), dst)
+
+
+@_operator("recv(Tensor x, str comm, int src) -> Tensor", _like)
+def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
+    """A new tensor like ``x``, received."""
+    return named(comm).recv(x.new_empty(x.shape), src)
+
+
+@_operator("barrier(str comm) -> ()", _nothing)
+def _barrier(comm: str) -> None:
+    named(comm).barrier()
+
+
+@_operator(
+    "all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, str comm, float eps, str algorithm)"
+    " -> (Tensor, Tensor)",
+    _normed,
+)
+def _all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = named(comm).all_reduce_rms_norm
+    return call(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, algorithm)
+
+
+@_operator(
+    "all_reduce_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? scale, str comm, float eps, "
+    "bool with_normed, str algorithm) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantized,
+)
+def _all_reduce_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    algorithm: str,
+) -> Quantized:
+    call = named(comm).all_reduce_rms_norm_fp8
+    operands = x.contiguous(), residual.contiguous(), weight.contiguous()
+    return _all_four(call(*operands, eps, scale, with_normed, algorithm), scale)
+
+
+@_operator(
+    "reduce_scatter_rms_norm(Tensor x, Tensor residual, Tensor weight, str comm, float eps, bool gather, "
+    "str algorithm) -> (Tensor, Tensor)",
+    _normed_of_all,
+)
+def _reduce_scatter_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, gather: bool, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = named(comm).reduce_scatter_rms_norm
+    return call(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, gather, algorithm)
+
+
+@_operator(
+    "reduce_scatter_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? scale, str comm, float eps, "
+    "bool with_normed, bool gather, str algorithm) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantized_of_all,
+)
+def _reduce_scatter_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    comm: str,
+    eps: float,
+    with_normed: bool,
+    gather: bool,
+    algorithm: str,
+) -> Quantized:
+    call = named(comm).reduce_scatter_rms_norm_fp8
+    operands = x.contiguous(), residual.contiguous(), weight.contiguous()
+    return _all_four(call(*operands, eps, scale, with_normed, gather, algorithm), scale)
+
+
+def _all_four(result: Fp8Normed, scale: torch.Tensor | None) -> Quantized:
+    quantized, found, new_residual, normed = result
+    if scale is not None:
+        found = found.new_empty(0)
+    return quantized, found, new_residual, new_residual.new_empty(0) if normed is None else normed
+
+
+for _name, (_keep, _backward) in autograd.OPERATORS.items():
+    torch.library.register_autograd(f"shotcast::{_name}", _backward, setup_context=_keep, lib=_library)
+
+# -- calls of a communicator ------------------------------------------------------------------------------------------
+
+
+def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``result`` in ``out``, which has been checked. A compiler leaves the copy out where nobody else sees ``out``."""
+    return out.copy_(result)
+
+
+def all_reduce(
+    comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
+) -> torch.Tensor:
+    """:meth:`Communicator.all_reduce` by its operator."""
+    if out is None and reduction == "sum":
+        return torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction)
+    if out is not None:
+        output(x, out, x.shape)
+    result = torch.ops.shotcast.all_reduce(x.detach(), comm.name, algorithm, reduction)
+    return result if out is None else _written(out, result)
+
+
+def reduce_scatter(
+    comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
+) -> torch.Tensor:
+    """:meth:`Communicator.reduce_scatter` by its operator."""
+    rows = rows_per_rank(x, comm.world_size, "reduce_scatter")
+    if out is None and reduction == "sum":
+        return torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction)
+    if out is not None:
+        output(x, out, (rows, *x.shape[1:]))
+    result = torch.ops.shotcast.reduce_scatter(x.detach(), comm.name, comm.world_size, algorithm, reduction)
+    return result if out is None else _written(out, result)
+
+
+def all_gather(
+    comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, sizes: Sequence[int] | None, algorithm: str
+) -> torch.Tensor:
+    """:meth:`Communicator.all_gather` by its operators; ``x`` has a dimension, and ``sizes`` were checked."""
+    source = x
+    if out is not None:
+        output(x, out, (x.shape[0] * comm.world_size if sizes is None else sum(sizes), *x.shape[1:]))
+        source = x.detach()
+    if sizes is None:
+        result = torch.ops.shotcast.all_gather(source, comm.name, comm.world_size, algorithm)
+    else:
+        result = torch.ops.shotcast.all_gather_uneven(source, comm.name, sizes, comm.rank, algorithm)
+    return result if out is None else _written(out, result)
+
+
+def all_to_all(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
+    """:meth:`Communicator.all_to_all` by its operator."""
+    if out is None:
+        return torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
+    output(x, out, x.shape)
+    return _written(out, torch.ops.shotcast.all_to_all(x.detach(), comm.name, algorithm))
+
+
+def broadcast(comm: Communicator, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
+    """:meth:`Communicator.broadcast` by its operator."""
+    with torch.no_grad():
+        return _written(x, torch.ops.shotcast.broadcast(x.detach(), comm.name, root, algorithm))
+
+
+def send(comm: Communicator, x: torch.Tensor, dst: int) -> None:
+    """:meth:`Communicator.send` by its operator."""
+    torch.ops.shotcast.send(x.detach(), comm.name, dst)
+
+
+def recv(comm: Communicator, x: torch.Tensor, src: int) -> torch.Tensor:
+    """:meth:`Communicator.recv` by its operator."""
+    with torch.no_grad():
+        return _written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
+
+
+def barrier(comm: Communicator) -> None:
+    """:meth:`Communicator.barrier` by its operator."""
+    torch.ops.shotcast.barrier(comm.name)
+
+
+def all_reduce_rms_norm(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    algorithm: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`Communicator.all_reduce_rms_norm` by its operator."""
+    norm_rows("all_reduce_rms_norm", comm.device, x, residual, weight, eps, 1)
+    operands = x.detach(), residual.detach(), weight.detach()
+    normed, new_residual = torch.ops.shotcast.all_reduce_rms_norm(*operands, comm.name, eps, algorithm)
+    return (normed, new_residual) if out is None else _norms_written("all_reduce_rms_norm", out, normed, new_residual)
+
+
+def all_reduce_rms_norm_fp8(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    with_normed: bool,
+    algorithm: str,
+    out: Fp8Normed | None,
+) -> Fp8Normed:
+    """:meth:`Communicator.all_reduce_rms_norm_fp8` by its operator."""
+    norm_rows("all_reduce_rms_norm_fp8", comm.device, x, residual, weight, eps, 1)
+    operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
+    made = torch.ops.shotcast.all_reduce_rms_norm_fp8(*operands, comm.name, eps, with_normed, algorithm)
+    return _fp8_written("all_reduce_rms_norm_fp8", out, made, scale, with_normed)
+
+
+def reduce_scatter_rms_norm(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gather: bool,
+    algorithm: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`Communicator.reduce_scatter_rms_norm` by its operator."""
+    name = "reduce_scatter_rms_norm"
+    norm_rows(name, comm.device, x, residual, weight, eps, comm.world_size)
+    operands = x.detach(), residual.detach(), weight.detach()
+    normed, new_residual = torch.ops.shotcast.reduce_scatter_rms_norm(*operands, comm.name, eps, gather, algorithm)
+    return (normed, new_residual) if out is None else _norms_written(name, out, normed, new_residual)
+
+
+def reduce_scatter_rms_norm_fp8(
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    with_normed: bool,
+    gather: bool,
+    algorithm: str,
+    out: Fp8Normed | None,
+) -> Fp8Normed:
+    """:meth:`Communicator.reduce_scatter_rms_norm_fp8` by its operator."""
+    norm_rows("reduce_scatter_rms_norm_fp8", comm.device, x, residual, weight, eps, comm.world_size)
+    operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
+    made = torch.ops.shotcast.reduce_scatter_rms_norm_fp8(*operands, comm.name, eps, with_normed, gather, algorithm)
+    return _fp8_written("reduce_scatter_rms_norm_fp8", out, made, scale, with_normed)
+
+
+def _norms_written(
+    name: str, out: tuple[torch.Tensor, torch.Tensor], normed: torch.Tensor, new_residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ConfigError(f"{name}: out is (normed, new_residual)")
+    return _checked_written(out[0], normed), _checked_written(out[1], new_residual)
+
+
+def _fp8_written(
+    name: str, out: Fp8Normed | None, made: Quantized, scale: torch.Tensor | None, with_normed: bool
+) -> Fp8Normed:
+    quantized, found, new_residual, normed = made
+    if out is None:
+        given = found if scale is None else scale
+        return Fp8Normed(quantized, given, new_residual, normed if with_normed else None)
+    if not isinstance(out, tuple) or len(out) != 4:
+        raise ConfigError(f"{name}: out is (quantized, scale, new_residual, normed)")
+    return Fp8Normed(
+        _checked_written(out[0], quantized),
+        _checked_written(out[1], found) if scale is None else scale,
+        _checked_written(out[2], new_residual),
+        _checked_written(out[3], normed) if with_normed else None,
+    )
+
+
+def _checked_written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    if out is None:
+        raise ConfigError(f"out must be {list(result.shape)} of {result.dtype}; it is None")
+    return _written(output(result, out, result.shape), result)

@@ -1,0 +1,1 @@
+"""What compiled host code shares: compilation, atomics, float formats, vectors, threads."""

@@ -1,0 +1,148 @@
+"""Words of memory at plain addresses, as compiled host code sees them.
+
+``acquire`` and ``release`` are LLVM atomics of 64 bits: what a rank wrote before ``release(address, value)`` is visible
+to the rank whose ``acquire(address)`` returns that value, and what it read before is not affected by what the other
+then writes. On x86 both are ordinary moves, on aarch64 ldar and stlr. All addresses and values are int64.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+_MACHINE = platform.machine().lower()
+
+
+def _word_at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _WORD.as_pointer())
+
+
+@intrinsic
+def load(_context: Any, address: Any) -> Any:
+    """The word at ``address``, which no other rank writes meanwhile."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load(_word_at(builder, arguments[0]))
+
+    return signature(types.int64, types.int64), generate
+
+
+@intrinsic
+def store(_context: Any, address: Any, value: Any) -> Any:
+    """Sets the word at ``address``, which no other rank reads meanwhile."""
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _word_at(builder, arguments[0]))
+        return target.get_dummy_value()
+
+    return signature(types.void, types.int64, types.int64), generate
+
+
+@intrinsic
+def acquire(_context: Any, address: Any) -> Any:
+    """The word at ``address``, written by another rank with :func:`release`."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_word_at(builder, arguments[0]), "acquire", 8)
+
+    return signature(types.int64, types.int64), generate
+
+
+@intrinsic
+def release(_context: Any, address: Any, value: Any) -> Any:
+    """Sets the word at ``address`` after everything this rank read and wrote before."""
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _word_at(builder, arguments[0]), "release", 8)
+        return target.get_dummy_value()
+
+    return signature(types.void, types.int64, types.int64), generate
+
+
+@intrinsic
+def pause(_context: Any) -> Any:
+    """Tells the core that this is a spinning loop."""
+
+    def generate(target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        if _MACHINE in ("x86_64", "amd64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        elif _MACHINE in ("aarch64", "arm64"):
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])  # yield
+        return target.get_dummy_value()
+
+    return signature(types.void), generate
+
+
+@intrinsic
+def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
+    """Copies ``nbytes`` bytes between places that do not overlap, or are the same."""
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        to, source, nbytes = arguments
+        # Equal addresses are an in-place call; memcpy does not promise to leave those alone.
+        with builder.if_then(builder.icmp_signed("!=", to, source)):
+            cgutils.raw_memcpy(
+                builder, builder.inttoptr(to, _BYTE_POINTER), builder.inttoptr(source, _BYTE_POINTER), nbytes, 1
+            )
+        return target.get_dummy_value()
+
+    return signature(types.void, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def add_up(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    """Calls the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the four others."""
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return target.get_dummy_value()
+
+    return signature(types.void, *(types.int64,) * 5), generate
+
+
+@intrinsic
+def monotonic_ns(_context: Any) -> Any:
+    """The clock that deadlines are read from, in nanoseconds; it runs on while a process is stopped."""
+
+    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        timespec = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), timespec.type])
+        clock_gettime = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(clock_gettime, [ir.Constant(ir.IntType(32), 1), timespec])  # CLOCK_MONOTONIC
+        now = builder.load(timespec)
+        seconds = builder.mul(builder.extract_value(now, 0), ir.Constant(_WORD, 1_000_000_000))
+        return builder.add(seconds, builder.extract_value(now, 1))
+
+    return signature(types.int64), generate
+
+
+@intrinsic
+def sleep_ns(_context: Any, duration: Any) -> Any:
+    """Gives the core away for ``duration`` nanoseconds (under a second), or for other runnable threads if it is 0."""
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        none = ir.Constant(_WORD, 0)
+        with builder.if_else(builder.icmp_signed("==", arguments[0], none)) as (now, later):
+            with now:
+                kind = ir.FunctionType(ir.IntType(32), [])
+                builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+            with later:
+                timespec = cgutils.alloca_once_value(builder, cgutils.pack_array(builder, [none, arguments[0]], _WORD))
+                kind = ir.FunctionType(ir.IntType(32), [timespec.type, _BYTE_POINTER])
+                nanosleep = cgutils.get_or_insert_function(builder.module, kind, "nanosleep")
+                builder.call(nanosleep, [timespec, ir.Constant(_BYTE_POINTER, None)])
+        return target.get_dummy_value()
+
+    return signature(types.void, types.int64), generate

@@ -1,0 +1,63 @@
+"""FP8 (e4m3, finite) as compiled host code converts it: the bits of :mod:`shotcast.device.triton.float8`.
+
+A byte has 4 bits of exponent (bias 7) and 3 of mantissa: largest 448, no infinity, NaN 0x7F.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from shotcast.device.cpu.floats import F32, I32, splat, vector
+
+BYTE = ir.IntType(8)
+E4M3_MAX = 448.0
+
+_SMALLEST_NORMAL = 0x3C800000  # 2^-6 as float32
+_LARGEST = 0x43E00000  # 448 as float32
+_REBIAS = 120  # float32 has exponent bias 127, e4m3 has 7
+
+
+def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
+    """float32 to the byte of the nearest e4m3 (ties to even); beyond 448 it is 448; NaN is 0x7F, whatever its sign."""
+    wide, single = vector(I32, lanes), vector(F32, lanes)
+
+    def constant(number: int) -> Any:
+        return splat(I32, lanes, number)
+
+    bits = builder.bitcast(value, wide)
+    size = builder.and_(bits, constant(0x7FFFFFFF))
+    # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa goes to the exponent by itself.
+    clamped = builder.select(builder.icmp_unsigned("<", size, constant(_LARGEST)), size, constant(_LARGEST))
+    odd = builder.and_(builder.lshr(clamped, constant(20)), constant(1))
+    normal = builder.lshr(builder.add(builder.add(clamped, constant(0x7FFFF)), odd), constant(20))
+    normal = builder.sub(normal, constant(_REBIAS << 3))
+    # Subnormal: the spacing of float32 at 2^14 is that of subnormal e4m3, so an addition there rounds to it.
+    tiny = builder.icmp_unsigned("<", size, constant(_SMALLEST_NORMAL))
+    low = builder.bitcast(builder.select(tiny, size, constant(0)), single)
+    low = builder.bitcast(builder.fadd(low, splat(F32, lanes, 16384.0)), wide)
+    byte = builder.select(tiny, builder.sub(low, constant(0x46800000)), normal)
+    byte = builder.or_(byte, builder.and_(builder.lshr(bits, constant(24)), constant(0x80)))
+    nan = builder.icmp_unsigned(">", size, constant(0x7F800000))
+    return builder.trunc(builder.select(nan, constant(0x7F), byte), vector(BYTE, lanes))
+
+
+def from_e4m3(builder: Any, byte: Any, lanes: int) -> Any:
+    """The float32 of an e4m3 byte; both NaN bytes become the positive quiet NaN."""
+    wide, single = vector(I32, lanes), vector(F32, lanes)
+
+    def constant(number: int) -> Any:
+        return splat(I32, lanes, number)
+
+    bits = builder.zext(byte, wide)
+    size = builder.and_(bits, constant(0x7F))
+    shifted = builder.shl(size, constant(20))
+    normal = builder.add(shifted, constant(_REBIAS << 23))
+    # A subnormal is its mantissa in eighths of 2^-6: put it below a one of 2^-6, then take that away again.
+    below = builder.bitcast(builder.add(shifted, constant((_REBIAS + 1) << 23)), single)
+    subnormal = builder.bitcast(builder.fsub(below, splat(F32, lanes, 2.0**-6)), wide)
+    value = builder.select(builder.icmp_unsigned("<", size, constant(8)), subnormal, normal)
+    value = builder.or_(value, builder.shl(builder.and_(bits, constant(0x80)), constant(24)))
+    value = builder.select(builder.icmp_unsigned("==", size, constant(0x7F)), constant(0x7FC00000), value)
+    return builder.bitcast(value, single)

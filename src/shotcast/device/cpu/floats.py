@@ -1,0 +1,239 @@
+"""Adding up the ranks' contributions: float32 accumulation in rank order, one rounding at the end.
+
+    out[i] = round(((0.0 + x_0[i]) + x_1[i]) + ... + x_{k-1}[i])
+
+Written as LLVM vectors rather than left to the vectoriser: the destination may be one of the sources (in-place calls),
+which an alias check answers with scalar code. There is no multiplication to contract and no reassociation. Rounding is
+to nearest even; a NaN comes out as the dtype's positive quiet NaN, so that bits do not depend on which operand of an
+addition the compiler puts first.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Protocol
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from shotcast.device.cpu.compilation import Arithmetic
+
+WORD = ir.IntType(64)
+I16, I32 = ir.IntType(16), ir.IntType(32)
+F16, F32 = ir.HalfType(), ir.FloatType()
+
+LANES = 32
+"""Elements handled at once: 2 registers of AVX-512, 4 of AVX, 8 of NEON."""
+
+
+def vector(element: Any, lanes: int) -> Any:
+    """The LLVM type of ``lanes`` elements; a scalar if that is 1."""
+    return element if lanes == 1 else ir.VectorType(element, lanes)
+
+
+def splat(element: Any, lanes: int, value: float) -> Any:
+    """The constant ``value`` in every lane."""
+    return ir.Constant(element, value) if lanes == 1 else ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
+
+
+class Format(Protocol):
+    """How a dtype widens to float32 and rounds back; ``lanes`` is 1 for a scalar."""
+
+    stored: Any
+
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any: ...
+
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any: ...
+
+
+class Float32(Format):
+    stored = F32
+
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
+        return value
+
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
+        nan = splat(F32, lanes, float("nan"))
+        return builder.select(builder.fcmp_unordered("uno", value, value), nan, value)
+
+
+class Half(Format):
+    """float16 with the machine's own conversions."""
+
+    stored = F16
+
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
+        return builder.fpext(value, vector(F32, lanes))
+
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
+        rounded = builder.fptrunc(value, vector(F16, lanes))
+        nan = splat(F16, lanes, float("nan"))
+        return builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded)
+
+
+class HalfBits(Format):
+    """float16 by integer operations, for x86 without F16C, where LLVM would call a library that may be absent."""
+
+    stored = I16
+
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
+        wide, single = vector(I32, lanes), vector(F32, lanes)
+
+        def constant(number: int) -> Any:
+            return splat(I32, lanes, number)
+
+        bits = builder.zext(value, wide)
+        magnitude = builder.shl(builder.and_(bits, constant(0x7FFF)), constant(13))
+        exponent = builder.and_(magnitude, constant(31 << 23))
+        normal = builder.add(magnitude, constant(112 << 23))
+        infinite = builder.add(magnitude, constant(224 << 23))
+        # A subnormal is its mantissa in units of 2**-24: put it below a one of 2**-14, then take that away again.
+        offset = splat(F32, lanes, 2.0**-14)
+        below = builder.bitcast(builder.add(magnitude, constant(113 << 23)), single)
+        subnormal = builder.bitcast(builder.fsub(below, offset), wide)
+        result = builder.select(builder.icmp_unsigned("==", exponent, constant(31 << 23)), infinite, normal)
+        result = builder.select(builder.icmp_unsigned("==", exponent, constant(0)), subnormal, result)
+        sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
+        return builder.bitcast(builder.or_(result, sign), single)
+
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
+        wide, single = vector(I32, lanes), vector(F32, lanes)
+
+        def constant(number: int) -> Any:
+            return splat(I32, lanes, number)
+
+        bits = builder.bitcast(value, wide)
+        magnitude = builder.and_(bits, constant(0x7FFFFFFF))
+        # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa ends in infinity by itself.
+        odd = builder.and_(builder.lshr(magnitude, constant(13)), constant(1))
+        normal = builder.add(builder.add(magnitude, constant((0xFFF - (112 << 23)) & 0xFFFFFFFF)), odd)
+        normal = builder.lshr(normal, constant(13))
+        # Subnormal: adding 0.5 leaves the value in units of 2**-24, rounded by the addition itself.
+        half = builder.bitcast(builder.fadd(builder.bitcast(magnitude, single), splat(F32, lanes, 0.5)), wide)
+        subnormal = builder.sub(half, constant(126 << 23))
+        result = builder.select(builder.icmp_unsigned("<", magnitude, constant(113 << 23)), subnormal, normal)
+        result = builder.select(builder.icmp_unsigned(">=", magnitude, constant(143 << 23)), constant(0x7C00), result)
+        result = builder.or_(result, builder.and_(builder.lshr(bits, constant(16)), constant(0x8000)))
+        nan = builder.icmp_unsigned(">", magnitude, constant(255 << 23))
+        return builder.trunc(builder.select(nan, constant(0x7E00), result), vector(I16, lanes))
+
+
+class Bfloat16(Format):
+    """bfloat16: the upper half of a float32."""
+
+    stored = I16
+
+    def widen(self, builder: Any, value: Any, lanes: int) -> Any:
+        bits = builder.shl(builder.zext(value, vector(I32, lanes)), splat(I32, lanes, 16))
+        return builder.bitcast(bits, vector(F32, lanes))
+
+    def narrow(self, builder: Any, value: Any, lanes: int) -> Any:
+        def constant(number: int) -> Any:
+            return splat(I32, lanes, number)
+
+        bits = builder.bitcast(value, vector(I32, lanes))
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF))), constant(16))
+        # Without the select, rounding would carry some NaN payloads into infinity or minus zero.
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC0), rounded)
+        return builder.trunc(rounded, vector(I16, lanes))
+
+
+def _sum_with(form: Format) -> Any:
+    """The body of ``function(destination, sources, world_size, count)`` for one dtype.
+
+    ``sources`` is the address of ``world_size`` addresses.
+    """
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        destination, sources, world_size, count = arguments
+        itemsize = 4 if form.stored is F32 else 2
+
+        def add_block(offset: Any, lanes: int) -> None:
+            stored, wide = vector(form.stored, lanes), vector(F32, lanes)
+            total = cgutils.alloca_once(builder, wide)
+            builder.store(splat(F32, lanes, 0.0), total)
+            with cgutils.for_range(builder, world_size) as rank:
+                where = builder.add(sources, builder.mul(rank.index, ir.Constant(WORD, 8)))
+                source = builder.load(builder.inttoptr(where, WORD.as_pointer()))
+                item = builder.inttoptr(builder.add(source, offset), stored.as_pointer())
+                value = form.widen(builder, builder.load(item, align=1), lanes)
+                builder.store(builder.fadd(builder.load(total), value), total)
+            result = form.narrow(builder, builder.load(total), lanes)
+            place = builder.inttoptr(builder.add(destination, offset), stored.as_pointer())
+            builder.store(result, place, align=1)
+
+        blocks = builder.udiv(count, ir.Constant(WORD, LANES))
+        with cgutils.for_range(builder, blocks) as block:
+            add_block(builder.mul(block.index, ir.Constant(WORD, LANES * itemsize)), LANES)
+        done = builder.mul(blocks, ir.Constant(WORD, LANES))
+        with cgutils.for_range(builder, builder.sub(count, done)) as item:
+            add_block(builder.mul(builder.add(done, item.index), ir.Constant(WORD, itemsize)), 1)
+        return target.get_dummy_value()
+
+    return signature(types.void, *(types.int64,) * 4), generate
+
+
+@intrinsic
+def _float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Float32())
+
+
+@intrinsic
+def _half(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Half())
+
+
+@intrinsic
+def _half_bits(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(HalfBits())
+
+
+@intrinsic
+def _bfloat16(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Bfloat16())
+
+
+def _sum_float32(destination: int, sources: int, world_size: int, count: int) -> None:
+    _float32(destination, sources, world_size, count)
+
+
+def _sum_half(destination: int, sources: int, world_size: int, count: int) -> None:
+    _half(destination, sources, world_size, count)
+
+
+def _sum_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
+    _half_bits(destination, sources, world_size, count)
+
+
+def _sum_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
+    _bfloat16(destination, sources, world_size, count)
+
+
+def machine_has_half() -> bool:
+    """Whether this machine converts float16 in hardware."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return True
+    return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
+
+
+FORMATS: dict[str, Format] = {
+    "float32": Float32(),
+    "float16": Half(),
+    "float16 by bits": HalfBits(),
+    "bfloat16": Bfloat16(),
+}
+"""By dtype; float16 in both of its ways."""
+
+SUM_HALF = Arithmetic(_sum_half)
+SUM_HALF_BITS = Arithmetic(_sum_half_bits)
+SUMS = {
+    "float32": Arithmetic(_sum_float32),
+    "float16": SUM_HALF if machine_has_half() else SUM_HALF_BITS,
+    "bfloat16": Arithmetic(_sum_bfloat16),
+}
+"""By dtype: the sum over ranks, compiled on first use."""

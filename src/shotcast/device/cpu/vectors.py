@@ -1,0 +1,57 @@
+"""Small pieces of LLVM code that the vectorised arithmetic is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from shotcast.device.cpu.floats import I32, LANES, WORD, splat
+
+
+def number(value: int) -> Any:
+    """A constant of 64 bits."""
+    return ir.Constant(WORD, value)
+
+
+def load_at(builder: Any, kind: Any, address: Any) -> Any:
+    """What is at an address of any alignment."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def store_at(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def every(builder: Any, value: Any, lanes: int) -> Any:
+    """A scalar in every lane."""
+    if lanes == 1:
+        return value
+    none = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    one = builder.insert_element(none, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, none, splat(I32, lanes, 0))
+
+
+def folded(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes as one: the upper half onto the lower half, until one is left."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        halves = [
+            builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(I32, width), list(range(low, low + width))))
+            for low in (0, width)
+        ]
+        lanes = combine(*halves)
+    return builder.extract_element(lanes, ir.Constant(I32, 0))
+
+
+def for_all(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
+    """``body(index, lanes)`` for ``count`` elements: vectors, then scalars."""
+    blocks = builder.udiv(count, number(LANES))
+    with cgutils.for_range(builder, blocks) as block:
+        body(builder.mul(block.index, number(LANES)), LANES)
+    done = builder.mul(blocks, number(LANES))
+    with cgutils.for_range(builder, builder.sub(count, done)) as item:
+        body(builder.add(done, item.index), 1)

@@ -1,0 +1,1 @@
+"""What Triton kernels share: intrinsics of the machine, 32-bit words, FP8 conversions, the launch."""

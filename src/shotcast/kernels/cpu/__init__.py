@@ -1,0 +1,1 @@
+"""Model kernels for CPUs, as host code that numba compiles."""

@@ -1,0 +1,1 @@
+"""Model kernels for GPUs, in Triton."""

@@ -1,0 +1,90 @@
+"""Rows between two products: gated by SiLU, in FP8 with a scale of their own, or both, in one kernel.
+
+value     = x, or silu(first half) * second half              in float32
+scale     = max |value| / 448 of the row, at least 2^-126
+quantized = e4m3(value / scale)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import await_prior_kernel, launch_options, release_next_kernel
+from shotcast.device.triton.words import round_float
+from shotcast.kernels.triton.norm import e4m3_byte, magnitude, scale_of
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + exp(-x)), without overflow."""
+    small = tl.exp(-tl.abs(x))
+    return x * tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def rows_kernel(
+    x,
+    out,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, part): BLOCK columns, with QUANTIZE all of the row's WIDTH, into ``out`` [rows, WIDTH]."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    source = x + row * (2 * WIDTH if GATED else WIDTH)
+    value = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        value = silu(value) * tl.load(source + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    if QUANTIZE:
+        factor = scale_of(tl.max(magnitude(value), axis=0))
+        tl.store(scale + row, factor)
+        byte = e4m3_byte(value * tl.div_rn(1.0, factor))
+        tl.store(out + row * WIDTH + i, byte.to(tl.uint8).to(out.dtype.element_ty, bitcast=True), mask=inside)
+    else:
+        tl.store(out + row * WIDTH + i, round_float(value, out.dtype.element_ty), mask=inside)
+
+
+_BLOCK = 2048
+"""Columns of a program, where rows may be divided."""
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """``silu(first half of the columns) * second half``, rounded once: [rows, 2 * width] to [rows, width]."""
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    block = min(_BLOCK, triton.next_power_of_2(out.shape[1]))
+    _launch(x, out, None, block, gated=True)
+    return out
+
+
+def quantize(x: torch.Tensor, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in FP8, after :func:`gate` with ``gated``.
+
+    Args:
+        x: contiguous [rows, columns], a float dtype.
+
+    Returns:
+        float8_e4m3fn [rows, width] and float32 [rows, 1], whose product is about the rows.
+    """
+    width = x.shape[1] // 2 if gated else x.shape[1]
+    out = x.new_empty(x.shape[0], width, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    _launch(x, out, scale, triton.next_power_of_2(width), gated)
+    return out, scale
+
+
+def _launch(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, block: int, gated: bool) -> None:
+    rows, width = out.shape
+    if rows:
+        options = launch_options(x.device, warps=max(1, min(16, block // 512)))
+        quantizes = scale is not None
+        grid = (rows, triton.cdiv(width, block))
+        rows_kernel[grid](x, out, scale, width, block, gated, quantizes, options["launch_pdl"], **options)

@@ -1,0 +1,307 @@
+"""Products of a row or two with a matrix of weights: each weight is read once, at the speed of memory.
+
+    out = x @ weight.T * scale + bias;   GATED: the first half of the outputs are gates, the other half what they gate,
+                                         out = silu(gates) * others
+
+For decoding, where a weight serves few tokens (for more: :mod:`shotcast.kernels.triton.skinny_gemm`). A program has
+some outputs and all of their columns, so sums need no other program, and their order is fixed. Weights depend on no
+kernel before: the first of them are loaded before the wait for it, which hides that kernel's end and this one's
+beginning. (To ask for more of them, into the L2 cache, made a step slower: docs/engine.md.)
+
+Weights on their way take room in the L1 cache, which shared memory takes from: kernels that run beside these keep
+theirs small (:mod:`shotcast.kernels.triton.paged_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.float8 import from_words
+from shotcast.device.triton.intrinsics import (
+    await_prior_kernel,
+    converts_float8,
+    launch_options,
+    processors,
+    release_next_kernel,
+)
+from shotcast.device.triton.words import round_float, unpack
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.triton.activations import silu
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of x."""
+UNIT = 16
+"""Columns are a multiple of this."""
+
+
+@triton.jit
+def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight that this program takes; GATED: a gate and what it gates are neighbours in the tile."""
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if GATED:
+        n = n // 2 + n % 2 * (outputs // 2)
+    return tl.minimum(n, outputs - 1).to(tl.int64)
+
+
+@triton.jit
+def write_outputs(
+    sums,
+    rows,
+    x_scale,
+    scale,
+    bias,
+    out,
+    outputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Scales, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
+    m = tl.arange(0, M_TILE)[:, None]
+    if scale is not None:
+        sums = sums * tl.load(scale + rows)[None, :]
+    if x_scale is not None:
+        sums = sums * tl.load(x_scale + m, mask=m < count, other=0.0)
+    if bias is not None:
+        sums = sums + tl.load(bias + rows)[None, :].to(tl.float32)
+    if GATED:
+        gate, other = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
+        sums = silu(gate) * other
+        width = outputs // 2
+        n = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
+    else:
+        width = outputs
+        n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rounded = round_float(sums, out.dtype.element_ty)
+    tl.store(out + m * width + n[None, :], rounded, mask=(m < count) & (n < width)[None, :])
+
+
+@triton.jit
+def products(
+    x,
+    words,
+    start,
+    inputs,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Sums over neighbouring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
+
+    ``words`` are of the weight, from its word ``start`` on. A thread has four in a row, so the words of x that belong
+    to them are loaded by the same threads: four as well, or for FP8, which has twice as many columns a word, two times
+    four, here ``lower`` and ``upper``, of which neighbours belong to one word of the weight.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    i = tl.arange(0, WORDS)[None, None, :]
+    m = tl.arange(0, M_TILE)[:, None, None]
+    row = x.to(tl.pointer_type(tl.int32)) + m * (inputs // 2)
+    if FP8:
+        inside = start + i < inputs // 4
+        source = row + start * 2 + i // 4 * 8 + i % 4
+        lower = tl.load(source, mask=inside, other=0)
+        upper = tl.load(source + 4, mask=inside, other=0)
+        QUADS: tl.constexpr = WORDS // 4
+        pairs = tl.permute(tl.reshape(words, [1, TILE, QUADS, 2, 2]), (0, 1, 2, 4, 3))
+        first, second = tl.split(pairs)
+        total = tl.zeros([M_TILE, TILE, QUADS, 2], tl.float32)
+        for half in tl.static_range(2):
+            of_x = tl.reshape(lower if half == 0 else upper, [M_TILE, 1, QUADS, 2, 2])
+            left, right = tl.split(of_x)
+            a, b, c, d = from_words(first if half == 0 else second, NATIVE)
+            low, high = unpack(left, DTYPE)
+            total += low * a
+            total += high * b
+            low, high = unpack(right, DTYPE)
+            total += low * c
+            total += high * d
+        sums = tl.sum(total, axis=3)
+    else:
+        of_x = tl.load(row + start + i, mask=start + i < inputs // 2, other=0)
+        low, high = unpack(of_x, DTYPE)
+        weight_low, weight_high = unpack(words, DTYPE)
+        total = low * weight_low + high * weight_high
+        sums = tl.sum(tl.reshape(total, [M_TILE, TILE, WORDS // 4, 4]), axis=3)
+    return sums
+
+
+@triton.jit(do_not_specialize=["outputs", "count"])
+def stream_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    outputs,
+    inputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """COLUMNS columns of TILE rows at a time, in 32-bit words: as floats, each would take a register while it is on its
+    way. Compiled, the registers that are multiplied are those that the next words come into; what fills the time are
+    the other programs of the processor, of which few registers leave room for up to ten. ``inputs`` is a multiple of
+    16."""
+    EACH: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
+    WORDS: tl.constexpr = COLUMNS // EACH
+    width = inputs // EACH
+    rows = weight_rows(outputs, TILE, GATED)
+    i = tl.arange(0, WORDS)[None, None, :]
+    base = weight.to(tl.pointer_type(tl.int32)) + rows[None, :, None] * width
+    words = tl.load(base + i, mask=i < width, other=0, eviction_policy="evict_first")
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
+    last = (width - 1) // WORDS * WORDS
+    for start in range(0, last, WORDS):
+        place = start + WORDS + i
+        following = tl.load(base + place, mask=place < width, other=0, eviction_policy="evict_first")
+        total += products(x, words, start, inputs, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+        words = following
+    total += products(x, words, last, inputs, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+    write_outputs(tl.sum(total, axis=2), rows, None, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How :func:`stream_kernel` is launched.
+
+    Attributes:
+        tile: outputs of a program.
+        columns: of the weight at a time, 16 bytes or more for each thread.
+        warps: of a program.
+    """
+
+    tile: int
+    columns: int
+    warps: int
+
+    def __str__(self) -> str:
+        return f"{self.tile}x{self.columns} w{self.warps}"
+
+
+MOST_ROWS = 2
+"""Rows of x at most, up to where this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
+_FEW_OUTPUTS, _MANY_INPUTS = 24, 4096
+"""Outputs a processor: with fewer, it has few programs at a time, and each has more on its way, of so many columns."""
+
+
+def choose(outputs: int, inputs: int, itemsize: int, programs: int) -> Stream:
+    """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
+
+    The fastest, nearly: 16-bit weights among the other kernels of a step
+    (benchmarks/data/h200/exploration/shared_memory.txt), FP8 by itself (benchmarks/data/h200/linear.json).
+    """
+    few = outputs < _FEW_OUTPUTS * programs and inputs >= _MANY_INPUTS
+    stream = Stream(4, 2048 if few or itemsize == 1 else 1024, 4)
+    tile = stream.tile
+    while tile > 1 and -(-outputs // tile) < 2 * programs:
+        tile //= 2
+    return replace(stream, tile=tile)
+
+
+def candidates(itemsize: int) -> Iterator[Stream]:
+    """Launches worth measuring."""
+    wide = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
+    for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
+        yield Stream(tile, wide * warps * steps, warps)
+
+
+def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether :func:`linear` is the fastest way."""
+    return (
+        x.device.type == "cuda"
+        and x.dtype in DTYPES
+        and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+        and 0 < x.shape[0] <= MOST_ROWS
+        and weight.shape[1] % UNIT == 0
+        and x.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, most_rows: int, fit: bool, accepted: str) -> None:
+    """Refuse what no kernel here multiplies: dtypes that do not ``fit``, shapes, and more than ``most_rows`` rows.
+
+    Raises:
+        UnsupportedError: for dtypes or rows.
+        ConfigError: for shapes.
+    """
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    if not fit or not 0 < rows <= most_rows:
+        raise UnsupportedError(
+            f"1 to {most_rows} rows of {accepted} are multiplied, not {rows} of {x.dtype} with {weight.dtype}"
+        )
+    whole = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
+    if not whole or not x.is_contiguous() or not weight.is_contiguous():
+        raise ConfigError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns, a "
+            f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
+        )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    stream: Stream | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
+
+    The weight is complete before kernels that may still run when this one begins: it is read meanwhile.
+
+    Args:
+        x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.
+        weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype, or float8_e4m3fn with a scale.
+        scale: float32 [outputs].
+        bias: [outputs].
+        gated: the result is ``silu(first half of the outputs) * second half``.
+        stream: how to launch it; None for what is known to be fast.
+
+    Returns:
+        [rows, outputs], or half as many columns if gated, of the dtype of x.
+
+    Raises:
+        UnsupportedError: for other dtypes or more rows.
+        ConfigError: for other shapes.
+    """
+    fit = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+    check(x, weight, gated, MOST_ROWS, fit, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    if stream is None:
+        stream = choose(outputs, inputs, weight.element_size(), processors(x.device))
+    tile = max(2, stream.tile) if gated else stream.tile
+    out = x.new_empty(rows, outputs // 2 if gated else outputs)
+    options = launch_options(x.device, stream.warps)
+    stream_kernel[(-(-outputs // tile),)](
+        x,
+        weight,
+        scale,
+        bias,
+        out,
+        outputs,
+        inputs,
+        rows,
+        rows,
+        tile,
+        stream.columns,
+        gated,
+        converts_float8(x.device),
+        options["launch_pdl"],
+        **options,
+    )
+    return out

@@ -1,0 +1,357 @@
+"""Attention of one query a sequence over a paged cache, for decoding.
+
+Time is that of reading keys and values once; norm and rotation of queries and keys are a part of it. Every (sequence,
+key-value head) is divided into ``splits`` parts of its context, each a program that reads its part in tiles for all
+query heads of the group, so that a single long sequence uses the whole GPU; a second kernel joins the parts
+(Flash-Decoding, Dao et al., 2023), if there are several. Lengths and tables are read on the device: a captured graph
+serves whatever they hold, and parts without tokens give zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import (
+    await_prior_kernel,
+    dot,
+    hopper,
+    launch_options,
+    release_next_kernel,
+    shared_memory,
+)
+from shotcast.device.triton.words import round_float
+from shotcast.kernels.triton import gemv
+from shotcast.kernels.triton.rope import halves, normed_and_turned
+
+WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
+"""Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when which."""
+_FEW_SPLITS, _MANY_SPLITS = 2, 16
+LEAST_TILE = 16
+_LEAST_GROUP = 16
+"""Rows that ``tl.dot`` takes."""
+_RESERVED_BYTES = 1 << 10
+"""Of shared memory, for each program."""
+WARPS = 4
+WIDE_STAGES, STAGES, FEW_STAGES = 4, 5, 2
+"""Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies. With
+wide tiles, one of four brings as many."""
+
+
+def tile_of(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
+    """Keys at a time, and stages, for which ``memory`` bytes of shared memory have room.
+
+    That is of two tiles of keys and values, and of them in the form that tensor cores take.
+    """
+    each = _tile_bytes(head_dim, itemsize)
+    tile = TILE
+    while tile > LEAST_TILE and tile * each > memory:
+        tile //= 2
+    return tile, STAGES if tile * each <= memory else FEW_STAGES
+
+
+def _tile_bytes(head_dim: int, itemsize: int) -> int:
+    """Shared memory for a key and a value of two tiles."""
+    return 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
+
+
+@triton.jit
+def slots_of(table, positions, there, BLOCK_SIZE: tl.constexpr):
+    """Where in the cache positions of a sequence lie."""
+    block = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@triton.jit
+def load_kept(
+    keys,
+    values,
+    table,
+    kv,
+    tile,
+    stop,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Halves of keys and of values at positions ``tile`` to ``tile + TILE``, 0 from ``stop`` on."""
+    position = tile + tl.arange(0, TILE)
+    there = position < stop
+    row = (slots_of(table, position, there, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
+    i = tl.arange(0, HALF_TILE)[None, :]
+    mask = there[:, None] & (i < HALF)
+    first, second = halves(keys, row, i, mask, HALF)
+    low, high = halves(values, row, i, mask, HALF)
+    return first, second, low, high
+
+
+@triton.jit
+def attend(q1, q2, kept, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """Largest scores, sums of weights and halves of weighted values with TILE more keys and values."""
+    k1, k2, v1, v2 = kept
+    scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
+    scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
+    higher = tl.maximum(largest, tl.max(scores, axis=1))
+    weight = tl.exp(scores - higher[:, None])
+    share = tl.exp(largest - higher)
+    total = total * share + tl.sum(weight, axis=1)
+    weight = weight.to(DTYPE)
+    low = low * share[:, None] + dot(weight, v1)
+    high = high * share[:, None] + dot(weight, v2)
+    return higher, total, low, high
+
+
+@triton.jit
+def decode_kernel(
+    x,
+    norms,
+    cosines,
+    sines,
+    keys,
+    values,
+    tables,
+    rows,
+    lengths,
+    first_heads,
+    parts,
+    weights,
+    result,
+    scale,
+    eps,
+    blocks,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (sequence, key-value head, split); ``parts``: float32 [sequences, heads, splits, head_dim], sums of
+    values by weights that are relative to the largest score; ``weights``: [..., 2], that score and the weights' sum.
+    One split alone is the ``result``, [sequences, heads, head_dim].
+
+    All but ``x`` is there before the kernel before this one ends, so the first keys and values are on their way then.
+    The new ones come from ``x``, and enter the cache by the first split, which attends to them.
+    """
+    release_next_kernel(PDL)
+    sequence = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
+    i = tl.arange(0, HALF_TILE)[None, :]
+    wide = i < HALF
+    first_head = tl.load(first_heads + kv)
+    head = first_head + tl.arange(0, GROUP)[:, None]
+    mine = head < tl.load(first_heads + kv + 1)
+    last = tl.load(lengths + sequence) - 1
+    table = tables + tl.load(rows + sequence).to(tl.int64) * blocks
+    begin = tl.maximum(last + 1 - window, 0) if window > 0 else 0
+    each = ((last - begin + SPLITS - 1) // SPLITS + FIRST - 1) // FIRST * FIRST
+    start = begin + split * each
+    stop = tl.minimum(start + each, last)
+    early = load_kept(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST)
+    cosine = tl.load(cosines + last * HALF + i, mask=wide)
+    sine = tl.load(sines + last * HALF + i, mask=wide)
+    await_prior_kernel(PDL)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    token = x + sequence * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    q1, q2 = halves(token, head, i, mine & wide, HALF)
+    gains = None if norms is None else halves(norms, head, i, mine & wide, HALF)
+    q1, q2 = normed_and_turned(q1, q2, gains, cosine, sine, eps, GROUP, HALF, DTYPE)
+    largest = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    low = tl.zeros([GROUP, HALF_TILE], tl.float32)
+    high = tl.zeros([GROUP, HALF_TILE], tl.float32)
+    if split == 0:
+        place = tl.zeros([1, 1], tl.int32) + HEADS + kv
+        new1, new2 = halves(token, place, i, wide, HALF)
+        new_gains = None if norms is None else halves(norms, place, i, wide, HALF)
+        new1, new2 = normed_and_turned(new1, new2, new_gains, cosine, sine, eps, 1, HALF, DTYPE)
+        new_low, new_high = halves(token, place + KV_HEADS, i, wide, HALF)
+        at = (slots_of(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv) * (2 * HALF) + i
+        tl.store(keys + at, new1, mask=wide)
+        tl.store(keys + at + HALF, new2, mask=wide)
+        tl.store(values + at, new_low, mask=wide)
+        tl.store(values + at + HALF, new_high, mask=wide)
+        products = q1.to(tl.float32) * new1.to(tl.float32) + q2.to(tl.float32) * new2.to(tl.float32)
+        largest = tl.sum(products, axis=1) * scale
+        total = total + 1.0
+        low = low + new_low.to(tl.float32)
+        high = high + new_high.to(tl.float32)
+    if start + FIRST < stop:  # else not even the loop's first loads, which would be of nothing, but waited for
+        for tile in tl.range(start + FIRST, stop, TILE, num_stages=STAGES):
+            kept = load_kept(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+            largest, total, low, high = attend(q1, q2, kept, tile, stop, scale, largest, total, low, high, TILE, DTYPE)
+    if start < stop:
+        largest, total, low, high = attend(q1, q2, early, start, stop, scale, largest, total, low, high, FIRST, DTYPE)
+    place = (sequence * HEADS + head) * SPLITS + split
+    address = place * (2 * HALF) + i
+    if SPLITS == 1:
+        share = 1.0 / total[:, None]
+        tl.store(result + address, round_float(low * share, DTYPE), mask=mine & wide)
+        tl.store(result + address + HALF, round_float(high * share, DTYPE), mask=mine & wide)
+    else:  # zeros where the part has no tokens: they are joined too
+        tl.store(parts + address, low, mask=mine & wide)
+        tl.store(parts + address + HALF, high, mask=mine & wide)
+        tl.store(weights + place * 2, largest[:, None], mask=mine)
+        tl.store(weights + place * 2 + 1, total[:, None], mask=mine)
+
+
+@triton.jit
+def join_kernel(
+    parts, weights, out, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
+    """Program (sequence * heads): the parts of one head as one."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, WIDTH)
+    address = (place * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
+    part = tl.load(parts + address, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    largest = tl.load(weights + (place * SPLITS + s) * 2)
+    total = tl.load(weights + (place * SPLITS + s) * 2 + 1)
+    share = tl.where(total > 0, tl.exp(largest - tl.max(largest, axis=0)), 0.0)
+    joined = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    tl.store(out + place * HEAD_DIM + d, round_float(joined, out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+class Decoding:
+    """Attention of one query a sequence, for one layer shape; the scratch between its kernels is kept.
+
+    Args:
+        heads, head_dim: of the queries.
+        kv_of: for each query head its key-value head, ascending.
+        sequences: at most.
+        processors: multiprocessors of the GPU.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        kv_of: tuple[int, ...],
+        sequences: int,
+        processors: int,
+        device: torch.device,
+    ):
+        self._heads, self._head_dim, self._kv_heads = heads, head_dim, max(kv_of) + 1
+        starts = [kv_of.index(kv) for kv in range(self._kv_heads)] + [heads]
+        self._first_heads = torch.tensor(starts, dtype=torch.int32, device=device)
+        largest = max(stop - start for start, stop in itertools.pairwise(starts))
+        self._group = max(_LEAST_GROUP, triton.next_power_of_2(largest))
+        self._processors = processors
+        room = max(count * self.splits(count) for count in range(1, sequences + 1)) * heads
+        self._parts = torch.empty(room * head_dim, device=device)
+        self._weights = torch.empty(room * 2, device=device)
+
+    def splits(self, sequences: int) -> int:
+        """Parts of each context, so that about two programs a processor are there: a power of two."""
+        wanted = max(1, 2 * self._processors // (sequences * self._kv_heads))
+        return min(64, 1 << (wanted.bit_length() - 1))
+
+    def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, wide: bool) -> tuple[int, int, int]:
+        """Keys that a program loads first, keys at a time after them, and stages.
+
+        The first are few where a context is in many parts, so that a short one is divided among more programs. The
+        others are few there too, and for as many sequences as products of ``gemv.py`` serve: their weights on their
+        way lie in the L1 cache, which is what shared memory leaves, and when attention had all it can use, steps took
+        longer by more than long contexts do now (docs/engine.md). Wide ones, where contexts are in few parts and a
+        processor has room for two programs, read as many keys ahead in fewer, larger steps; with larger groups of heads
+        registers do not hold them.
+
+        Args:
+            dtype: of queries and caches.
+            memory_bytes: shared memory that a program can have.
+            wide: whether wide tiles may be chosen.
+        """
+        tile, stages = tile_of(self._head_dim, dtype.itemsize, memory_bytes)
+        splits = self.splits(sequences)
+        many = splits > _MANY_SPLITS
+        if dtype in gemv.DTYPES and (many or sequences <= gemv.MOST_ROWS):
+            tile = min(tile, SMALL_TILE)
+        elif (
+            wide
+            and splits <= _FEW_SPLITS
+            and self._group <= _LEAST_GROUP
+            and WIDE_TILE * _tile_bytes(self._head_dim, dtype.itemsize) <= memory_bytes
+        ):
+            return TILE, WIDE_TILE, WIDE_STAGES
+        return min(tile, SMALL_TILE if many else TILE), tile, stages
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        block_size: int,
+        window: int,
+        out: torch.Tensor,
+        norms: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """As :func:`rotation.rotate_into_cache` of these tokens, then :func:`shotcast.kernels.cpu.attention.decode`.
+
+        All but ``x`` must be complete before kernels that may still run when this one begins.
+
+        Args:
+            x: [sequences, (heads + 2 kv heads) * head_dim]; caches and out are of its dtype.
+        """
+        sequences = x.shape[0]
+        splits, half = self.splits(sequences), self._head_dim // 2
+        options = launch_options(x.device, WARPS)
+        pdl = options["launch_pdl"]
+        first, tile, stages = self.tiles(
+            sequences, x.dtype, shared_memory(x.device) - _RESERVED_BYTES, hopper(x.device)
+        )
+        decode_kernel[(sequences, self._kv_heads, splits)](
+            x,
+            norms,
+            cosines,
+            sines,
+            keys,
+            values,
+            tables,
+            rows,
+            lengths,
+            self._first_heads,
+            self._parts,
+            self._weights,
+            out,
+            self._head_dim**-0.5,
+            eps,
+            tables.shape[1],
+            window,
+            self._heads,
+            self._kv_heads,
+            half,
+            max(16, triton.next_power_of_2(half)),
+            self._group,
+            block_size,
+            splits,
+            first,
+            tile,
+            stages,
+            pdl,
+            **options,
+        )
+        if splits > 1:
+            width = triton.next_power_of_2(self._head_dim)
+            join_kernel[(sequences * self._heads,)](
+                self._parts, self._weights, out, self._head_dim, width, splits, pdl, **options
+            )

@@ -1,0 +1,385 @@
+"""Attention of several queries a sequence over a paged cache, for steps with prompts.
+
+Queries lie sequence by sequence, and each sequence's are the last of its positions, whose keys and values are in the
+cache already. They are cut into tiles, and a program has one tile and one key-value head: its rows are the (token,
+head) pairs of the heads that share these keys, so that what it reads of the cache serves them all. Softmax goes along
+with the keys (FlashAttention-2, Dao, 2023). Where tiles begin, and what they attend to, is read on the device: a
+captured graph serves whatever sequences there are, as long as there is room for their tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_options, release_next_kernel
+from shotcast.device.triton.words import round_float
+
+TILE_FIELDS = 4
+"""int32 words of a tile: its sequence's row of the tables, its first query, how many it has (0: none), and the position
+of the first (below 0: queries that attend to nothing, and are given zeros)."""
+ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
+"""Rows of a program; where those would leave processors idle, or wide heads not fit into registers; and in float32,
+whose products go through registers alone."""
+KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 32, 16
+"""Keys that a program multiplies with at once; of heads wider than _WIDE; in float32."""
+_WIDE = 128
+STAGES, WIDE_STAGES = 3, 2
+"""Tiles of keys and values in shared memory; of wide heads."""
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _over_keys(
+    query,
+    position,
+    largest,
+    total,
+    out,
+    keys,
+    values,
+    table,
+    kv,
+    begin,
+    end,
+    stop,
+    scale,
+    window,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Softmax and sums, carried on over the keys from ``begin`` to ``end``, of which there are ``stop``. MASKED: not
+    every row sees all of them."""
+    d = tl.arange(0, WIDTH)
+    # Blocks are read a tile before they are needed: or else keys and values, which the compiler asks for ahead of their
+    # use, would wait for them.
+    ahead = begin + tl.arange(0, KEYS)
+    blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+    for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
+        place = tile + tl.arange(0, KEYS)
+        there = place < stop
+        block = blocks.to(tl.int64)
+        ahead = place + KEYS
+        blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+        address = (((block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM)[:, None] + d[None, :]
+        inside = there[:, None]
+        if WIDTH > HEAD_DIM:
+            inside = inside & (d < HEAD_DIM)[None, :]
+        if MASKED or WIDTH > HEAD_DIM:
+            key = tl.load(keys + address, mask=inside, other=0.0)
+            value = tl.load(values + address, mask=inside, other=0.0)
+        else:
+            key = tl.load(keys + address)
+            value = tl.load(values + address)
+        scores = dot(query, tl.trans(key))
+        if MASKED:
+            seen = place[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (place[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+        weight = tl.exp2(scores * scale - higher[:, None])
+        kept = tl.exp2(largest - higher)
+        total = total * kept + tl.sum(weight, axis=1)
+        out = out * kept[:, None] + dot(weight.to(value.dtype), value)
+        largest = higher
+    return largest, total, out
+
+
+@triton.jit
+def _attend_tile(
+    queries,
+    keys,
+    values,
+    table,
+    first_heads,
+    result,
+    kv,
+    first,
+    count,
+    start,
+    scale,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """``count`` queries, at most ROWS rows, from ``first`` on, of which the first is at position ``start``."""
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    head = tl.load(first_heads + kv) + row % GROUP
+    mine = (token < count) & (head < tl.load(first_heads + kv + 1))
+    d = tl.arange(0, WIDTH)
+    address = ((first + token) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+    inside = mine[:, None] & (d < HEAD_DIM)[None, :]
+    query = tl.load(queries + address, mask=inside, other=0.0)
+    position = start + token
+
+    # Finite, so that a row which has seen no key yet is none with an infinite difference.
+    largest = tl.full([ROWS], -1e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    stop = tl.where(start < 0, 0, start + count)
+    # All rows see the keys from here to there.
+    all_from = 0
+    all_to = (start + 1) // KEYS * KEYS
+    if WINDOWED:
+        begin = tl.maximum(start + 1 - window, 0) // KEYS * KEYS
+        all_from = tl.maximum(tl.cdiv(stop - window, KEYS) * KEYS, begin)
+        largest, total, out = _over_keys(
+            query,
+            position,
+            largest,
+            total,
+            out,
+            keys,
+            values,
+            table,
+            kv,
+            begin,
+            all_from,
+            stop,
+            scale,
+            window,
+            KV_HEADS,
+            HEAD_DIM,
+            WIDTH,
+            BLOCK_SIZE,
+            KEYS,
+            STAGES,
+            True,
+            WINDOWED,
+        )
+    largest, total, out = _over_keys(
+        query,
+        position,
+        largest,
+        total,
+        out,
+        keys,
+        values,
+        table,
+        kv,
+        all_from,
+        all_to,
+        stop,
+        scale,
+        window,
+        KV_HEADS,
+        HEAD_DIM,
+        WIDTH,
+        BLOCK_SIZE,
+        KEYS,
+        STAGES,
+        False,
+        WINDOWED,
+    )
+    largest, total, out = _over_keys(
+        query,
+        position,
+        largest,
+        total,
+        out,
+        keys,
+        values,
+        table,
+        kv,
+        tl.maximum(all_from, all_to),
+        stop,
+        stop,
+        scale,
+        window,
+        KV_HEADS,
+        HEAD_DIM,
+        WIDTH,
+        BLOCK_SIZE,
+        KEYS,
+        STAGES,
+        True,
+        WINDOWED,
+    )
+    out = out / tl.where(start < 0, 1.0, total)[:, None]
+    tl.store(result + address, round_float(out, result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def prompt_kernel(
+    queries,
+    keys,
+    values,
+    tables,
+    tiles,
+    first_heads,
+    result,
+    scale,
+    blocks,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile, key-value head), the last tile first: within a sequence it has the most keys. ``scale`` is that of
+    scores with log2(e) in it. A tile of one token, as sequences have that decode, or of few takes SHORT_ROWS rows."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_FIELDS
+    kv = tl.program_id(1)
+    table = tables + tl.load(tile).to(tl.int64) * blocks
+    first = tl.load(tile + 1).to(tl.int64)
+    count = tl.load(tile + 2)
+    start = tl.load(tile + 3)
+    if count * GROUP <= SHORT_ROWS and SHORT_ROWS < ROWS:
+        _attend_tile(
+            queries,
+            keys,
+            values,
+            table,
+            first_heads,
+            result,
+            kv,
+            first,
+            count,
+            start,
+            scale,
+            window,
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            GROUP,
+            SHORT_ROWS,
+            WIDTH,
+            BLOCK_SIZE,
+            KEYS,
+            STAGES,
+            WINDOWED,
+        )
+    else:
+        _attend_tile(
+            queries,
+            keys,
+            values,
+            table,
+            first_heads,
+            result,
+            kv,
+            first,
+            count,
+            start,
+            scale,
+            window,
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            GROUP,
+            ROWS,
+            WIDTH,
+            BLOCK_SIZE,
+            KEYS,
+            STAGES,
+            WINDOWED,
+        )
+
+
+def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int) -> int:
+    """Tokens of a sequence that a program takes, at most.
+
+    Args:
+        tokens: of a step.
+        group: query heads of a key-value head, at most.
+        processors: multiprocessors of the GPU.
+    """
+    if dtype == torch.float32:
+        rows = FLOAT32_ROWS
+    elif head_dim > _WIDE or triton.cdiv(tokens * group, ROWS) * kv_heads < processors:
+        rows = FEW_ROWS
+    else:
+        rows = ROWS
+    return max(1, rows // group)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    most: int,
+    first_heads: torch.Tensor,
+    group: int,
+    block_size: int,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention within each sequence: ``out`` is softmax(queries . keys / sqrt(head_dim)) . values.
+
+    Args:
+        queries: [tokens, heads, head_dim], sequence by sequence.
+        keys, values: [slots, key-value heads, head_dim], the caches, with those of the queries' tokens in them.
+        tables: int32 [rows, blocks], the blocks of sequences in order.
+        tiles: int32 [tiles, TILE_FIELDS]; queries in none of them get no output.
+        most: tokens of a tile.
+        first_heads: int32 [key-value heads + 1], of each the first of its query heads; and their number.
+        group: query heads of a key-value head, at most.
+        block_size: of the caches.
+        window: keys back that a query sees, its own included; 0 for all.
+        out: as queries, to fill. All are of one dtype.
+    """
+    heads, head_dim = queries.shape[1:]
+    width = max(16, triton.next_power_of_2(head_dim))
+    rows, short = (max(16, triton.next_power_of_2(tokens * group)) for tokens in (most, 1))  # tl.dot takes 16 or more
+    wide = head_dim > _WIDE
+    if queries.dtype == torch.float32:
+        keys_at_once = FLOAT32_KEYS
+    else:
+        keys_at_once = WIDE_KEYS if wide else KEYS
+    options = launch_options(queries.device, warps=8 if rows >= ROWS else 4)
+    prompt_kernel[(tiles.shape[0], keys.shape[1])](
+        queries,
+        keys,
+        values,
+        tables,
+        tiles,
+        first_heads,
+        out,
+        head_dim**-0.5 * _LOG2_E,
+        tables.shape[1],
+        window,
+        heads,
+        keys.shape[1],
+        head_dim,
+        group,
+        rows,
+        short,
+        width,
+        block_size,
+        keys_at_once,
+        WIDE_STAGES if wide else STAGES,
+        window > 0,
+        TILE_FIELDS,
+        options["launch_pdl"],
+        **options,
+    )

@@ -1,0 +1,131 @@
+"""Queries and keys turned by their positions (RoPE), with a norm of each head before it if the model has one.
+
+For decoding that is part of attention (:mod:`shotcast.kernels.triton.paged_attention`), which takes the functions from
+here; for steps with prompts, a kernel of its own, which also enters keys and values into the paged cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import await_prior_kernel, launch_options, release_next_kernel
+from shotcast.device.triton.words import round_float
+
+
+@triton.jit
+def normed_and_turned(a, b, norms, cosine, sine, eps, COUNT: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """Halves of heads [COUNT, HALF_TILE], normed with the halves ``norms`` of their weights (or None) and rotated, as
+    floats; rounded to DTYPE before and after the weight, as models are trained, and at the end."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if norms is not None:
+        factor = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * HALF) + eps)[:, None]
+        a = round_float(a * factor, DTYPE).to(tl.float32) * norms[0].to(tl.float32)
+        b = round_float(b * factor, DTYPE).to(tl.float32) * norms[1].to(tl.float32)
+        a, b = round_float(a, DTYPE).to(tl.float32), round_float(b, DTYPE).to(tl.float32)
+    return round_float(a * cosine - b * sine, DTYPE), round_float(b * cosine + a * sine, DTYPE)
+
+
+@triton.jit
+def halves(base, rows, i, mask, HALF: tl.constexpr):
+    """Both halves of heads that begin at ``rows`` [n, 1] heads of 2 * HALF past ``base``."""
+    address = rows * (2 * HALF) + i
+    return tl.load(base + address, mask=mask, other=0.0), tl.load(base + address + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def rotate_kernel(
+    x,
+    norms,
+    cosines,
+    sines,
+    positions,
+    slots,
+    keys,
+    values,
+    queries,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (token, part): COUNT heads, of the queries, then the keys, then the values. ``norms`` may be None."""
+    release_next_kernel(PDL)
+    await_prior_kernel(PDL)
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
+    i = tl.arange(0, HALF_TILE)[None, :]
+    wide = i < HALF
+    first, second = halves(x, token * ALL + head, i, wide & (head < ALL), HALF)
+    slot = tl.load(slots + token)
+    position = tl.load(positions + token)
+    cosine = tl.load(cosines + position * HALF + i, mask=wide)
+    sine = tl.load(sines + position * HALF + i, mask=wide)
+    turns = head < HEADS + KV_HEADS
+    gains = None if norms is None else halves(norms, head, i, wide & turns, HALF)
+    low, high = normed_and_turned(first, second, gains, cosine, sine, eps, COUNT, HALF, DTYPE)
+    first, second = tl.where(turns, low, first), tl.where(turns, high, second)
+    query = queries + (token * HEADS + head) * (2 * HALF) + i
+    tl.store(query, first, mask=wide & (head < HEADS))
+    tl.store(query + HALF, second, mask=wide & (head < HEADS))
+    kept = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
+    tl.store(keys + kept, first, mask=wide & turns & (head >= HEADS))
+    tl.store(keys + kept + HALF, second, mask=wide & turns & (head >= HEADS))
+    kept -= KV_HEADS * (2 * HALF)
+    tl.store(values + kept, first, mask=wide & (head >= HEADS + KV_HEADS) & (head < ALL))
+    tl.store(values + kept + HALF, second, mask=wide & (head >= HEADS + KV_HEADS) & (head < ALL))
+
+
+_PAIRS = 1024
+"""Of halves of heads, in a program."""
+
+
+def rotate_into_cache(
+    x: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    norms: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """As :func:`shotcast.kernels.cpu.attention.rotate_into_cache`; x, queries and caches are of one dtype.
+
+    Args:
+        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before that.
+        eps: of the norm.
+    """
+    tokens, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    every = heads + 2 * kv_heads
+    half_tile = triton.next_power_of_2(head_dim // 2)
+    count = min(triton.next_power_of_2(every), max(1, _PAIRS // half_tile))
+    options = launch_options(x.device, warps=max(1, count * half_tile // 256))  # 16-byte accesses of 16-bit values
+    rotate_kernel[(tokens, triton.cdiv(every, count))](
+        x,
+        norms,
+        cosines,
+        sines,
+        positions,
+        slots,
+        keys,
+        values,
+        queries,
+        eps,
+        heads,
+        kv_heads,
+        head_dim // 2,
+        half_tile,
+        count,
+        options["launch_pdl"],
+        **options,
+    )

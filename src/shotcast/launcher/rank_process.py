@@ -1,0 +1,256 @@
+"""The process of a rank: how it is started, and what it does before and after the caller's function."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import io
+import multiprocessing.forkserver
+import multiprocessing.popen_forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import pickle
+import re
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shotcast.env import socket_dir
+
+running_main = False
+"""True in a rank while the caller's script is imported there."""
+
+
+class _Popen(multiprocessing.popen_forkserver.Popen):
+    """The forkserver's launch, except that the caller's script is not imported before the environment is set.
+
+    multiprocessing runs ``__main__`` in the child first of all. What that script imports reads environment variables
+    (triton.jit does, when a kernel is defined), so :func:`run_rank` does it, later.
+    """
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = multiprocessing.spawn.get_preparation_data(process_obj.name)
+        for key in _MAIN_KEYS:
+            preparation.pop(key, None)
+        buffer = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            set_spawning_popen(None)
+        socket_dir()
+        # Until it ignores Ctrl-C, which is after its imports, the server must not see one: it inherits what is blocked.
+        multiprocessing.resource_tracker.ensure_running()  # the server starts it otherwise, and that unblocks
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            _server.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
+        # multiprocessing.parent_process() of the child watches this end.
+        parent_fd = os.dup(write_fd)
+        self.finalizer = multiprocessing.util.Finalize(self, _close_fds, (parent_fd, self.sentinel))
+        with open(write_fd, "wb", closefd=True) as file:
+            file.write(buffer.getbuffer())
+        self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
+
+
+class RankProcess(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
+        return _Popen(process_obj)
+
+
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    __name__,
+    "shotcast.transport.cpu.preload",
+    "shotcast.collectives.communicator",
+]
+
+
+def _new_server() -> None:
+    """A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
+    global _server
+    _server = multiprocessing.forkserver.ForkServer()
+    _server.set_forkserver_preload(_PRELOAD)
+
+
+_server: multiprocessing.forkserver.ForkServer
+_new_server()
+os.register_at_fork(after_in_child=_new_server)  # a server answers to the process that started it
+
+_MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
+
+
+def main_of_caller() -> dict[str, Any]:
+    """How a rank imports the caller's script; empty where there is none (an interpreter, a notebook, a pipe)."""
+    preparation = multiprocessing.spawn.get_preparation_data("")
+    if not os.path.isfile(preparation.get("init_main_from_path", __file__)):
+        return {}
+    return {key: preparation[key] for key in _MAIN_KEYS if key in preparation}
+
+
+class _Descriptor:
+    """An open file of the caller, given to the rank; its number there, once it has arrived."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Descriptor._arrived, (reduction.DupFd(self.number),)
+
+    @staticmethod
+    def _arrived(duplicate: Any) -> _Descriptor:
+        return _Descriptor(duplicate.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a rank has of its caller, as it is at the time of the call, though the server was started before.
+
+    Attributes:
+        env: all environment variables.
+        main: how the caller's script is imported.
+        streams: standard output and error by number, those that are open.
+    """
+
+    env: dict[str, str]
+    main: dict[str, Any]
+    streams: dict[int, _Descriptor]
+    umask: int | None
+    cores: set[int]
+    niceness: int
+
+    @classmethod
+    def here(cls, env: dict[str, str]) -> Surroundings:
+        streams = {}
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                streams[number] = _Descriptor(number)
+        return cls(env, main_of_caller(), streams, _umask(), os.sched_getaffinity(0), os.nice(0))
+
+    def enter(self) -> None:
+        for number, stream in self.streams.items():
+            os.dup2(stream.number, number)
+            if stream.number != number:  # the server may have been started without it
+                os.close(stream.number)
+        if self.umask is not None:
+            os.umask(self.umask)
+        with contextlib.suppress(OSError):  # of cores that were taken from us meanwhile
+            os.sched_setaffinity(0, self.cores)
+        os.nice(max(0, self.niceness - os.nice(0)))
+        os.environ.clear()
+        os.environ.update(self.env)
+
+
+def _umask() -> int | None:
+    """Without changing it, as asking the usual way does."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        if found := re.search(r"^Umask:\s*([0-7]+)$", status.read(), re.MULTILINE):
+            return int(found[1], 8)
+    return None
+
+
+def run_rank(
+    surroundings: Surroundings,
+    payload: bytes,
+    results: Connection,
+    stacks: Connection,
+    alive: Connection,
+) -> None:
+    _die_with(alive.fileno())
+    for pipe in (results, stacks, alive):
+        os.set_inheritable(pipe.fileno(), False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
+    try:
+        surroundings.enter()
+        _apply_env()
+        with _importing_main():
+            multiprocessing.spawn.prepare(surroundings.main)
+        fn, args = pickle.loads(payload)
+        value = fn(*args)
+    except BaseException as error:
+        results.send_bytes(_error_report(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Threads of a half-dead job may block an orderly exit, and nobody needs one.
+        os._exit(1)
+    results.send_bytes(_value_report(value))
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _die_with(pipe: int) -> None:
+    """Have the kernel kill this process when the other end of ``pipe``, which nobody writes to, is closed.
+
+    A watching thread would not do: it needs the interpreter lock, which a rank stuck in compiled code may hold.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it closed before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _apply_env() -> None:
+    """Make libraries that the server imported under its own environment follow this one."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    np.random.seed()  # forked ranks would all draw the server's numbers
+    if "numba" in sys.modules:
+        sys.modules["numba"].config.reload_config()
+
+
+@contextlib.contextmanager
+def _importing_main() -> Iterator[None]:
+    global running_main
+    running_main = True
+    try:
+        yield
+    finally:
+        running_main = False
+
+
+def _value_report(value: Any) -> bytes:
+    try:
+        return pickle.dumps(("value", pickle.dumps(value), ""))
+    except Exception as error:
+        text = f"returned {type(value).__name__}, which cannot be pickled: {error}"
+        return pickle.dumps(("error", None, text))
+
+
+def _error_report(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, SystemExit):
+        text = f"called sys.exit({error.code!r})\n{text}"
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # an exception whose __init__ takes other arguments only fails here
+    except Exception:
+        data = None
+    return pickle.dumps(("error", data, text))

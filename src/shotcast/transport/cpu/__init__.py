@@ -1,0 +1,1 @@
+"""The collectives of CPU ranks, as host code that numba compiles."""

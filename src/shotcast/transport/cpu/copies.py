@@ -1,0 +1,136 @@
+"""One-shot collectives that move bytes and add nothing: every rank publishes, every rank copies what it needs.
+
+Any dtype, exact to the bit.
+"""
+
+from __future__ import annotations
+
+from shotcast.device.cpu.atomics import copy, load
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import (
+    CHUNK,
+    CONTROL_BYTES,
+    EXTENTS,
+    GENERATION,
+    HEADER,
+    NBYTES,
+    OFFSETS,
+    RANK,
+    ROOT,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.slices import around
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet, meet_all, publish, region
+
+
+def all_gather(context: int, plan: int, x: int, out: int) -> int:
+    """out = the ranks' parts in order. x: this rank's part; parts as the plan's extents, any may be empty."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    chunk, generation_bytes = load(plan + CHUNK), load(context + GENERATION)
+    longest = 0
+    for peer in range(world_size):
+        longest = max(longest, load(plan + EXTENTS + 8 * peer))
+    done = 0
+    while True:
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        size = max(0, min(chunk, load(plan + EXTENTS + 8 * rank) - done))
+        copy(region(context, rank) + staging, x + done, size)
+        step = publish(context, step)
+        copy(out + load(plan + OFFSETS + 8 * rank) + done, x + done, size)
+        for distance in range(1, world_size):
+            peer = around(rank + distance, world_size)
+            status = meet(context, peer, step, word)
+            if status != DONE:
+                return status
+            size = max(0, min(chunk, load(plan + EXTENTS + 8 * peer) - done))
+            copy(out + load(plan + OFFSETS + 8 * peer) + done, region(context, peer) + staging, size)
+        done += chunk
+        if done >= longest:
+            return finish(context, step)
+
+
+def all_to_all(context: int, plan: int, x: int, out: int) -> int:
+    """Block r of out = block ``rank`` of x_r. x, out: N blocks, nbytes in all."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    block, chunk = load(plan + NBYTES) // world_size, load(plan + CHUNK)
+    generation_bytes = load(context + GENERATION)
+    done = 0
+    while True:
+        size = min(chunk, block - done)
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        for peer in range(world_size):
+            if peer != rank:
+                copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
+        step = publish(context, step)
+        copy(out + rank * block + done, x + rank * block + done, size)
+        for distance in range(1, world_size):
+            peer = around(rank + distance, world_size)
+            status = meet(context, peer, step, word)
+            if status != DONE:
+                return status
+            copy(out + peer * block + done, region(context, peer) + staging + rank * chunk, size)
+        done += size
+        if done >= block:
+            return finish(context, step)
+
+
+def broadcast(context: int, plan: int, x: int, out: int) -> int:
+    """out = the root's x. x, out: nbytes; they may be the same, and x is read on the root only."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, step, root = load(context + RANK), load(context + STEP), load(plan + ROOT)
+    nbytes, chunk, generation_bytes = load(plan + NBYTES), load(plan + CHUNK), load(context + GENERATION)
+    first = step
+    done = 0
+    while True:
+        size = min(chunk, nbytes - done)
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        if rank == root:
+            # Everybody must have read step - 2; before the first step they have, since the last call is over.
+            if step > first:
+                status = meet_all(context, step, word)
+                if status != DONE:
+                    return status
+            copy(region(context, rank) + staging, x + done, size)
+            step = publish(context, step)
+            copy(out + done, x + done, size)
+        else:
+            step = publish(context, step)
+            status = meet(context, root, step, word)
+            if status != DONE:
+                return status
+            copy(out + done, region(context, root) + staging, size)
+        done += size
+        if done >= nbytes:
+            break
+    # The root's next call writes what the last step but one left; the others only make sure that all have started.
+    status = meet_all(context, step if rank == root else first + 1, word)
+    if status != DONE:
+        return status
+    return finish(context, step)
+
+
+def barrier(context: int, plan: int, x: int, out: int) -> int:
+    """Returns once every rank has called. Also what goes before a vendor's collective, to compare headers."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    step = publish(context, load(context + STEP))
+    status = meet_all(context, step, word)
+    if status != DONE:
+        return status
+    return finish(context, step)
+
+
+ALL_GATHER = Schedule(all_gather)
+ALL_TO_ALL = Schedule(all_to_all)
+BROADCAST = Schedule(broadcast)
+BARRIER = Schedule(barrier)

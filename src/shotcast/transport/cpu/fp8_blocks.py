@@ -1,0 +1,216 @@
+"""Blocks of FP8 values, each with a scale: how messages travel with ``two_shot_fp8``.
+
+    a = max |x|, at least 2^-100,   scale = a / 448,   q = e4m3(x * (448 / a)),   and x is about q * scale
+
+for each 128 consecutive elements, the last block being what is left; in float32, with exact divisions: the formats and
+the bits of ``transport/triton/two_shot_fp8.py``. An infinity or a NaN makes the scale NaN, and so all of its block.
+
+A block is its scale, float32, and then its bytes. LLVM vectors, as in :mod:`shotcast.device.cpu.floats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from shotcast.device.cpu.compilation import Arithmetic
+from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
+from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.vectors import every, folded, for_all, load_at, number, store_at
+from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST
+
+SCALE_BYTES = 4
+BLOCK_BYTES = SCALE_BYTES + FP8_BLOCK
+_INFINITY = 0x7F800000
+_NAN = 0x7FC00000
+
+
+@njit(error_model="numpy")
+def encoded_bytes(count: int) -> int:
+    """Room for ``count`` elements."""
+    return (count + FP8_BLOCK - 1) // FP8_BLOCK * BLOCK_BYTES
+
+
+def _for_blocks(builder: Any, count: Any, body: Callable[[Any, Any], None]) -> None:
+    """``body(index, length)`` for every block of ``count`` elements."""
+    blocks = builder.udiv(builder.add(count, number(FP8_BLOCK - 1)), number(FP8_BLOCK))
+    with cgutils.for_range(builder, blocks) as block:
+        left = builder.sub(count, builder.mul(block.index, number(FP8_BLOCK)))
+        short = builder.icmp_unsigned("<", left, number(FP8_BLOCK))
+        body(block.index, builder.select(short, left, number(FP8_BLOCK)))
+
+
+def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
+    """Writes to ``place`` the block of ``length`` values ``value_at(index, lanes)``, float32, read twice."""
+    largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
+    for lanes, start in largest.items():
+        builder.store(splat(I32, lanes, FP8_FLOOR), start)
+
+    def larger(left: Any, right: Any) -> Any:
+        return builder.select(builder.icmp_unsigned(">", left, right), left, right)
+
+    def look(index: Any, lanes: int) -> None:
+        bits = builder.bitcast(value_at(index, lanes), vector(I32, lanes))
+        bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
+        builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
+
+    for_all(builder, length, look)
+    # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
+    bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+    finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, _INFINITY))
+    maximum, most = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
+    scale = builder.select(finite, builder.fdiv(maximum, most), builder.bitcast(ir.Constant(I32, _NAN), F32))
+    store_at(builder, scale, place)
+    inverse = builder.fdiv(most, maximum)
+
+    def quantize(index: Any, lanes: int) -> None:
+        byte = to_e4m3(builder, builder.fmul(value_at(index, lanes), every(builder, inverse, lanes)), lanes)
+        store_at(builder, byte, builder.add(place, builder.add(number(SCALE_BYTES), index)))
+
+    for_all(builder, length, quantize)
+
+
+def _get(builder: Any, place: Any, index: Any, lanes: int) -> Any:
+    """Elements of the block at ``place``, as float32."""
+    scale = every(builder, load_at(builder, F32, place), lanes)
+    byte = load_at(builder, vector(BYTE, lanes), builder.add(place, builder.add(number(SCALE_BYTES), index)))
+    return builder.fmul(from_e4m3(builder, byte, lanes), scale)
+
+
+def _block_at(builder: Any, address: Any, block: Any) -> Any:
+    return builder.add(address, builder.mul(block, number(BLOCK_BYTES)))
+
+
+@intrinsic(prefer_literal=True)
+def _encode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any) -> Any:
+    form = FORMATS[dtype.literal_value]
+    itemsize = 4 if form.stored is F32 else 2
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _, destination, source, count = arguments
+
+        def put(block: Any, length: Any) -> None:
+            first = builder.add(source, builder.mul(block, number(FP8_BLOCK * itemsize)))
+
+            def value_at(index: Any, lanes: int) -> Any:
+                item = builder.add(first, builder.mul(index, number(itemsize)))
+                return form.widen(builder, load_at(builder, vector(form.stored, lanes), item), lanes)
+
+            _put_block(builder, _block_at(builder, destination, block), length, value_at)
+
+        _for_blocks(builder, count, put)
+        return target.get_dummy_value()
+
+    return signature(types.void, dtype, *(types.int64,) * 3), generate
+
+
+@intrinsic(prefer_literal=True)
+def _decode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any) -> Any:
+    form = FORMATS[dtype.literal_value]
+    itemsize = 4 if form.stored is F32 else 2
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _, destination, source, count = arguments
+
+        def get(block: Any, length: Any) -> None:
+            first = builder.add(destination, builder.mul(block, number(FP8_BLOCK * itemsize)))
+            place = _block_at(builder, source, block)
+
+            def write(index: Any, lanes: int) -> None:
+                value = form.narrow(builder, _get(builder, place, index, lanes), lanes)
+                store_at(builder, value, builder.add(first, builder.mul(index, number(itemsize))))
+
+            for_all(builder, length, write)
+
+        _for_blocks(builder, count, get)
+        return target.get_dummy_value()
+
+    return signature(types.void, dtype, *(types.int64,) * 3), generate
+
+
+@intrinsic
+def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        destination, sources, world_size, count = arguments
+        totals = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(F32, FP8_BLOCK)), WORD)
+
+        def add(block: Any, length: Any) -> None:
+            def total_of(index: Any, lanes: int) -> None:
+                total = cgutils.alloca_once(builder, vector(F32, lanes))
+                builder.store(splat(F32, lanes, 0.0), total)
+                with cgutils.for_range(builder, world_size) as rank:
+                    where = builder.add(sources, builder.mul(rank.index, number(8)))
+                    place = _block_at(builder, load_at(builder, WORD, where), block)
+                    builder.store(builder.fadd(builder.load(total), _get(builder, place, index, lanes)), total)
+                store_at(builder, builder.load(total), builder.add(totals, builder.mul(index, number(4))))
+
+            for_all(builder, length, total_of)
+
+            def value_at(index: Any, lanes: int) -> Any:
+                return load_at(builder, vector(F32, lanes), builder.add(totals, builder.mul(index, number(4))))
+
+            _put_block(builder, _block_at(builder, destination, block), length, value_at)
+
+        _for_blocks(builder, count, add)
+        return target.get_dummy_value()
+
+    return signature(types.void, *(types.int64,) * 4), generate
+
+
+def _encode_float32(destination: int, source: int, count: int, _unused: int) -> None:
+    _encode("float32", destination, source, count)
+
+
+def _encode_half(destination: int, source: int, count: int, _unused: int) -> None:
+    _encode("float16", destination, source, count)
+
+
+def _encode_half_bits(destination: int, source: int, count: int, _unused: int) -> None:
+    _encode("float16 by bits", destination, source, count)
+
+
+def _encode_bfloat16(destination: int, source: int, count: int, _unused: int) -> None:
+    _encode("bfloat16", destination, source, count)
+
+
+def _decode_float32(destination: int, source: int, count: int, _unused: int) -> None:
+    _decode("float32", destination, source, count)
+
+
+def _decode_half(destination: int, source: int, count: int, _unused: int) -> None:
+    _decode("float16", destination, source, count)
+
+
+def _decode_half_bits(destination: int, source: int, count: int, _unused: int) -> None:
+    _decode("float16 by bits", destination, source, count)
+
+
+def _decode_bfloat16(destination: int, source: int, count: int, _unused: int) -> None:
+    _decode("bfloat16", destination, source, count)
+
+
+def _sum_blocks(destination: int, sources: int, world_size: int, count: int) -> None:
+    _sum(destination, sources, world_size, count)
+
+
+ENCODE_HALF_BITS, DECODE_HALF_BITS = Arithmetic(_encode_half_bits), Arithmetic(_decode_half_bits)
+ENCODE = {
+    "float32": Arithmetic(_encode_float32),
+    "float16": Arithmetic(_encode_half) if machine_has_half() else ENCODE_HALF_BITS,
+    "bfloat16": Arithmetic(_encode_bfloat16),
+}
+"""By dtype, ``(destination, source, count, 0)``: blocks of ``count`` elements."""
+DECODE = {
+    "float32": Arithmetic(_decode_float32),
+    "float16": Arithmetic(_decode_half) if machine_has_half() else DECODE_HALF_BITS,
+    "bfloat16": Arithmetic(_decode_bfloat16),
+}
+"""By dtype, ``(destination, source, count, 0)``: ``count`` elements of blocks, rounded to the dtype."""
+SUM = Arithmetic(_sum_blocks)
+"""``(destination, sources, world_size, count)``: blocks of the sums of ``world_size`` ranks' blocks, in rank order."""

@@ -1,0 +1,220 @@
+"""Reductions whose rows go on through residual add, RMSNorm and quantisation while they are in the cache.
+
+The schedules of :mod:`shotcast.transport.cpu.one_shot` and :mod:`shotcast.transport.cpu.two_shot` with
+:func:`shotcast.transport.cpu.norm.take` in place of the sum or the copy that ends them: the sums, and so
+``new_residual``, have the bits of these. A chunk may end anywhere in a row. Outputs are where the context's ROW says.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import (
+    ARITHMETIC,
+    CHUNK,
+    CONTROL_BYTES,
+    DYNAMIC,
+    GATHER_CHUNK,
+    GENERATION,
+    HEADER,
+    HIDDEN,
+    ITEMSIZE,
+    NBYTES,
+    NORMED,
+    QUANTIZED,
+    RANK,
+    ROW,
+    SCALE,
+    SOURCES,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.norm import ADD_TO_ZERO, TAKE_AS_IT_IS, begin_rows, take
+from shotcast.transport.cpu.slices import around, slice_size
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+
+
+def one_shot(context: int, plan: int, x: int, _out: int) -> int:
+    """All rows on every rank, each from all ranks' staging. x: nbytes."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    nbytes, chunk, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    generation_bytes = load(context + GENERATION)
+    begin_rows(context)
+    done = 0
+    while True:
+        size = min(chunk, nbytes - done)
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        if world_size > 1:
+            copy(region(context, rank) + staging, x + done, size)
+        step = publish(context, step)
+        status = meet_all(context, step, word)
+        if status != DONE:
+            return status
+        for peer in range(world_size):
+            store(context + SOURCES + 8 * peer, region(context, peer) + staging)
+        store(context + SOURCES + 8 * rank, x + done)
+        take(context, plan, ADD_TO_ZERO, world_size, size // itemsize)
+        done += size
+        if done >= nbytes:
+            return finish(context, step)
+
+
+def two_shot(context: int, plan: int, x: int, _out: int) -> int:
+    """All rows on every rank, each slice of a chunk from the one rank that has reduced it. x: nbytes.
+
+    A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk.
+    """
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    nbytes, chunk, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    function = load(plan + ARITHMETIC)
+    generation_bytes = load(context + GENERATION)
+    contribution = slice_size(chunk, world_size)
+    own = region(context, rank)
+    begin_rows(context)
+    now, size_before = 0, 0
+    while True:
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        size = min(chunk, nbytes - now)
+        part = slice_size(size, world_size)
+        low, high = min(rank * part, size), min((rank + 1) * part, size)
+        if size > 0:
+            copy(own + staging + contribution, x + now, low)
+            copy(own + staging + contribution + high, x + now + high, size - high)
+        step = publish(context, step)
+        status = meet_all(context, step, word)
+        if status != DONE:
+            return status
+
+        if high > low:
+            for peer in range(world_size):
+                store(context + SOURCES + 8 * peer, region(context, peer) + staging + contribution + low)
+            store(context + SOURCES + 8 * rank, x + now + low)
+            # Every peer has published this step, hence read the other generation: it may be written already.
+            result = own + CONTROL_BYTES + (step & 1) * generation_bytes
+            add_up(function, result, context + SOURCES, world_size, (high - low) // itemsize)
+
+        # In the order of columns, so from rank 0 on and with this rank's own slice in its place.
+        part = slice_size(size_before, world_size)
+        for peer in range(world_size):
+            low, high = min(peer * part, size_before), min((peer + 1) * part, size_before)
+            store(context + SOURCES, region(context, peer) + staging)
+            take(context, plan, TAKE_AS_IT_IS, 1, (high - low) // itemsize)
+
+        if size == 0:
+            return finish(context, step)
+        size_before = size
+        now += size
+
+
+@njit(error_model="numpy")
+def _reduce_block(context: int, plan: int, x: int, step: int, word: int) -> int:
+    """The rows of block ``rank`` of x_0 + ... + x_{N-1}. Returns the next step, or minus the status if it failed."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    block, itemsize, chunk = load(plan + NBYTES) // world_size, load(plan + ITEMSIZE), load(plan + CHUNK)
+    generation_bytes = load(context + GENERATION)
+    begin_rows(context)
+    done = 0
+    while True:
+        size = min(chunk, block - done)
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        for peer in range(world_size):
+            if peer != rank:
+                copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
+        step = publish(context, step)
+        status = meet_all(context, step, word)
+        if status != DONE:
+            return -status
+        for peer in range(world_size):
+            store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * chunk)
+        store(context + SOURCES + 8 * rank, x + rank * block + done)
+        take(context, plan, ADD_TO_ZERO, world_size, size // itemsize)
+        done += size
+        if done >= block:
+            return step
+
+
+def reduce_scatter(context: int, plan: int, x: int, _out: int) -> int:
+    """The rows of block ``rank``. x: N blocks, nbytes in all."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    step = _reduce_block(context, plan, x, load(context + STEP), word)
+    return -step if step < 0 else finish(context, step)
+
+
+@njit(error_model="numpy")
+def _copy_part(staging: int, outward: bool, part: int, begins: int, length: int, low: int, high: int) -> int:
+    """Copies what bytes low..high of an outcome hold of a part of it: to ``staging`` if ``outward``, else from there.
+
+    The part lies at address ``part`` and is ``length`` bytes from byte ``begins`` of the outcome on. Returns its end.
+    """
+    first, last = max(low, begins), min(high, begins + length)
+    if last > first:
+        if outward:
+            copy(staging + first - low, part + first - begins, last - first)
+        else:
+            copy(part + first - begins, staging + first - low, last - first)
+    return begins + length
+
+
+def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int:
+    """The rows of block ``rank``, then what became of all blocks' rows. x: N blocks, nbytes in all.
+
+    The context's ROW has the beginning of all ranks' outputs but for the residuals, which are this rank's.
+    """
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    itemsize, hidden = load(plan + ITEMSIZE), load(plan + HIDDEN)
+    elements = load(plan + NBYTES) // world_size // itemsize
+    row = context + ROW
+    normed, quantized, scales = load(row + NORMED), load(row + QUANTIZED), load(row + SCALE)
+    # The outcome of a rank is its normed elements, quantized ones and scales, end to end; some of them no bytes.
+    norm_bytes, quantized_bytes, scale_bytes = elements * itemsize, elements, 4 * (elements // hidden)
+    if normed == 0:
+        norm_bytes = 0
+    if quantized == 0:
+        quantized_bytes = 0
+    if load(row + DYNAMIC) == 0:
+        scale_bytes = 0
+    outcome = norm_bytes + quantized_bytes + scale_bytes
+    store(row + NORMED, normed + rank * norm_bytes)
+    store(row + QUANTIZED, quantized + rank * quantized_bytes)
+    store(row + SCALE, scales + rank * scale_bytes)
+    step = _reduce_block(context, plan, x, load(context + STEP), word)
+    if step < 0:
+        return -step
+
+    chunk, generation_bytes = load(plan + GATHER_CHUNK), load(context + GENERATION)
+    done = 0
+    while done < outcome and world_size > 1:
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        until = min(outcome, done + chunk)
+        for distance in range(world_size):
+            peer = around(rank + distance, world_size)
+            if distance == 1:
+                step = publish(context, step)
+                status = meet_all(context, step, word)
+                if status != DONE:
+                    return status
+            place, own = region(context, peer) + staging, peer == rank
+            end = _copy_part(place, own, normed + peer * norm_bytes, 0, norm_bytes, done, until)
+            end = _copy_part(place, own, quantized + peer * quantized_bytes, end, quantized_bytes, done, until)
+            _copy_part(place, own, scales + peer * scale_bytes, end, scale_bytes, done, until)
+        done = until
+    return finish(context, step)
+
+
+ONE_SHOT = Schedule(one_shot)
+TWO_SHOT = Schedule(two_shot)
+REDUCE_SCATTER = Schedule(reduce_scatter)
+REDUCE_SCATTER_ALL_GATHER = Schedule(reduce_scatter_all_gather)

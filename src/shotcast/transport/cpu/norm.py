@@ -1,0 +1,297 @@
+"""Residual add, RMSNorm and FP8 quantisation of rows whose sums arrive piece by piece.
+
+    new_residual = round(round(x_0 + ... + x_{N-1}) + residual)
+    normed       = round(new_residual * factor * weight),   factor = 1 / sqrt(sum(new_residual^2) / hidden + eps)
+    quantized    = e4m3(normed * (1 / scale)),              scale = the caller's, or max |normed| / 448
+
+in float32, with the sum, ``new_residual`` and ``normed`` as rounded to the dtype, and divisions and root exact ones. A
+row's own scale leaves NaN aside and is at least 2^-126, the smallest whose inverse is finite.
+
+The square of column c goes to partial sum c % 32, in the order of columns, and the partial sums are added pairwise,
+halves onto halves: an order that depends on hidden alone, not on how a row was cut.
+
+LLVM vectors, as in :mod:`shotcast.device.cpu.floats`. Outputs may be the inputs they stand for, element by element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from shotcast.device.cpu.atomics import add_up, load, store
+from shotcast.device.cpu.compilation import Arithmetic
+from shotcast.device.cpu.float8 import E4M3_MAX, to_e4m3
+from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.vectors import every, folded, for_all, load_at, number, store_at
+from shotcast.transport.cpu.layout import (
+    ADD,
+    COLUMN,
+    DYNAMIC,
+    EPS,
+    HIDDEN,
+    ITEMSIZE,
+    NEW_RESIDUAL,
+    NORM,
+    NORMED,
+    QUANTIZED,
+    RESIDUAL,
+    ROW,
+    SCALE,
+    SOURCES,
+    SQUARES,
+    SQUARES_LANES,
+    START,
+    WEIGHT,
+)
+
+assert SQUARES_LANES == LANES
+_INFINITY = 0x7F800000
+_SMALLEST_SCALE = 2.0**-126
+
+ADD_TO_ZERO = 0
+TAKE_AS_IT_IS = -(1 << 31)
+"""What a sum starts at, as float32 bits: +0.0 by the contract; or -0.0, which leaves alone what has been summed."""
+
+
+class _Fields:
+    """The words of a row record, and elements behind the addresses that it holds."""
+
+    def __init__(self, builder: Any, row: Any, stored: Any):
+        self._builder, self._row, self._stored = builder, row, stored
+        self._itemsize = 4 if stored is F32 else 2
+
+    def word(self, offset: int) -> Any:
+        return load_at(self._builder, WORD, self._builder.add(self._row, number(offset)))
+
+    def float32(self, offset: int) -> Any:
+        return load_at(self._builder, F32, self._builder.add(self._row, number(offset)))
+
+    def squares(self, index: Any) -> Any:
+        place = self._builder.add(self._row, number(SQUARES))
+        return self._builder.add(place, self._builder.mul(index, number(4)))
+
+    def item(self, address: Any, index: Any) -> Any:
+        return self._builder.add(address, self._builder.mul(index, number(self._itemsize)))
+
+    def read(self, address: Any, index: Any, lanes: int) -> Any:
+        return load_at(self._builder, vector(self._stored, lanes), self.item(address, index))
+
+
+@intrinsic(prefer_literal=True)
+def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    form = FORMATS[dtype.literal_value]
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _, row, sources, world_size, count = arguments
+        fields = _Fields(builder, row, form.stored)
+        residual, new_residual = fields.word(RESIDUAL), fields.word(NEW_RESIDUAL)
+        column, start = fields.word(COLUMN), fields.float32(START)
+
+        def squares_of(index: Any, lanes: int) -> Any:
+            total = cgutils.alloca_once(builder, vector(F32, lanes))
+            builder.store(every(builder, start, lanes), total)
+            with cgutils.for_range(builder, world_size) as rank:
+                where = builder.add(sources, builder.mul(rank.index, number(8)))
+                item = form.widen(builder, fields.read(load_at(builder, WORD, where), index, lanes), lanes)
+                builder.store(builder.fadd(builder.load(total), item), total)
+            rounded = form.widen(builder, form.narrow(builder, builder.load(total), lanes), lanes)
+            added = builder.fadd(rounded, form.widen(builder, fields.read(residual, index, lanes), lanes))
+            result = form.narrow(builder, added, lanes)
+            store_at(builder, result, fields.item(new_residual, index))
+            value = form.widen(builder, result, lanes)
+            return builder.fmul(value, value)
+
+        def one(first: Any, count: Any) -> None:
+            with cgutils.for_range(builder, count) as item:
+                index = builder.add(first, item.index)
+                place = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
+                store_at(builder, builder.fadd(load_at(builder, F32, place), squares_of(index, 1)), place)
+
+        # Single elements up to a multiple of LANES columns, so that vectors put every square where it belongs.
+        before = builder.urem(builder.sub(number(0), column), number(LANES))
+        before = builder.select(builder.icmp_unsigned("<", before, count), before, count)
+        one(number(0), before)
+        blocks = builder.udiv(builder.sub(count, before), number(LANES))
+        wide = vector(F32, LANES)
+        lanes = cgutils.alloca_once(builder, wide)
+        builder.store(load_at(builder, wide, fields.squares(number(0))), lanes)
+        with cgutils.for_range(builder, blocks) as block:
+            index = builder.add(before, builder.mul(block.index, number(LANES)))
+            builder.store(builder.fadd(builder.load(lanes), squares_of(index, LANES)), lanes)
+        store_at(builder, builder.load(lanes), fields.squares(number(0)))
+        done = builder.add(before, builder.mul(blocks, number(LANES)))
+        one(done, builder.sub(count, done))
+        return target.get_dummy_value()
+
+    return signature(types.void, dtype, *(types.int64,) * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
+    form = FORMATS[dtype.literal_value]
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _, row, values, hidden = arguments
+        fields = _Fields(builder, row, form.stored)
+        weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
+        none = number(0)
+        keeps = builder.icmp_unsigned("!=", normed, none)
+        quantizes = builder.icmp_unsigned("!=", quantized, none)
+        dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
+
+        wide = vector(F32, LANES)
+        total = folded(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
+        store_at(builder, splat(F32, LANES, 0.0), fields.squares(none))
+        mean = builder.fdiv(total, builder.sitofp(hidden, F32))
+        root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
+        root = builder.call(root, [builder.fadd(mean, fields.float32(EPS))])
+        one = ir.Constant(F32, 1.0)
+        factor = builder.fdiv(one, root)
+
+        def normed_at(index: Any, lanes: int) -> Any:
+            value = form.widen(builder, fields.read(values, index, lanes), lanes)
+            value = builder.fmul(value, every(builder, factor, lanes))
+            value = builder.fmul(value, form.widen(builder, fields.read(weight, index, lanes), lanes))
+            return form.narrow(builder, value, lanes)
+
+        def quantize(result: Any, index: Any, lanes: int, inverse: Any) -> None:
+            value = builder.fmul(form.widen(builder, result, lanes), every(builder, inverse, lanes))
+            store_at(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
+
+        # Magnitudes compare as integers; those above infinity are NaN.
+        largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
+        for lanes, place in largest.items():
+            builder.store(splat(I32, lanes, 0), place)
+
+        def larger(left: Any, right: Any) -> Any:
+            return builder.select(builder.icmp_unsigned(">", left, right), left, right)
+
+        with builder.if_else(builder.and_(quantizes, dynamic)) as (by_row, otherwise):
+            with by_row:
+
+                def look(index: Any, lanes: int) -> None:
+                    result = normed_at(index, lanes)
+                    with builder.if_then(keeps):
+                        store_at(builder, result, fields.item(normed, index))
+                    bits = builder.bitcast(form.widen(builder, result, lanes), vector(I32, lanes))
+                    bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
+                    counts = builder.icmp_unsigned("<=", bits, splat(I32, lanes, _INFINITY))
+                    bits = builder.select(counts, bits, splat(I32, lanes, 0))
+                    builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
+
+                for_all(builder, hidden, look)
+                bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+                scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX))
+                least = ir.Constant(F32, _SMALLEST_SCALE)
+                scale = builder.select(builder.fcmp_ordered("<", scale, least), least, scale)
+                store_at(builder, scale, fields.word(SCALE))
+                inverse = builder.fdiv(one, scale)
+                # Once more from what is in the cache: bits of the norm do not depend on whether it is kept.
+                for_all(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
+            with otherwise:
+                given = cgutils.alloca_once_value(builder, one)
+                with builder.if_then(quantizes):
+                    builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given)
+
+                def write(index: Any, lanes: int) -> None:
+                    result = normed_at(index, lanes)
+                    with builder.if_then(keeps):
+                        store_at(builder, result, fields.item(normed, index))
+                    with builder.if_then(quantizes):
+                        quantize(result, index, lanes, builder.load(given))
+
+                for_all(builder, hidden, write)
+        return target.get_dummy_value()
+
+    return signature(types.void, dtype, *(types.int64,) * 3), generate
+
+
+def _add_float32(row: int, sources: int, world_size: int, count: int) -> None:
+    _add("float32", row, sources, world_size, count)
+
+
+def _add_half(row: int, sources: int, world_size: int, count: int) -> None:
+    _add("float16", row, sources, world_size, count)
+
+
+def _add_half_bits(row: int, sources: int, world_size: int, count: int) -> None:
+    _add("float16 by bits", row, sources, world_size, count)
+
+
+def _add_bfloat16(row: int, sources: int, world_size: int, count: int) -> None:
+    _add("bfloat16", row, sources, world_size, count)
+
+
+def _norm_float32(row: int, values: int, hidden: int, _unused: int) -> None:
+    _norm("float32", row, values, hidden)
+
+
+def _norm_half(row: int, values: int, hidden: int, _unused: int) -> None:
+    _norm("float16", row, values, hidden)
+
+
+def _norm_half_bits(row: int, values: int, hidden: int, _unused: int) -> None:
+    _norm("float16 by bits", row, values, hidden)
+
+
+def _norm_bfloat16(row: int, values: int, hidden: int, _unused: int) -> None:
+    _norm("bfloat16", row, values, hidden)
+
+
+ADDS_HALF_BITS, NORMS_HALF_BITS = Arithmetic(_add_half_bits), Arithmetic(_norm_half_bits)
+ADDS = {
+    "float32": Arithmetic(_add_float32),
+    "float16": Arithmetic(_add_half) if machine_has_half() else ADDS_HALF_BITS,
+    "bfloat16": Arithmetic(_add_bfloat16),
+}
+"""By dtype, ``(row, sources, world_size, count)``: the next ``count`` elements of a row, summed and added, squared."""
+NORMS = {
+    "float32": Arithmetic(_norm_float32),
+    "float16": Arithmetic(_norm_half) if machine_has_half() else NORMS_HALF_BITS,
+    "bfloat16": Arithmetic(_norm_bfloat16),
+}
+"""By dtype, ``(row, values, hidden, 0)``: the norm of a row that has been added, ``values`` being its new residual."""
+
+
+@njit(error_model="numpy")
+def begin_rows(context: int) -> None:
+    """Before the first row of a call: nothing of a call that was stopped is left."""
+    row = context + ROW
+    store(row + COLUMN, 0)
+    for pair in range(SQUARES_LANES // 2):
+        store(row + SQUARES + 8 * pair, 0)
+
+
+@njit(error_model="numpy")
+def take(context: int, plan: int, start: int, world_size: int, count: int) -> None:
+    """Adds the next ``count`` elements of this rank's rows, from ``world_size`` sources, and norms rows now complete.
+
+    ``start`` is ADD_TO_ZERO or TAKE_AS_IT_IS. Elements may end anywhere in a row; the sources are moved on.
+    """
+    row, hidden, itemsize = context + ROW, load(plan + HIDDEN), load(plan + ITEMSIZE)
+    store(row + START, start)
+    while count > 0:
+        column = load(row + COLUMN)
+        length = min(count, hidden - column)
+        nbytes = length * itemsize
+        add_up(load(plan + ADD), row, context + SOURCES, world_size, length)
+        for rank in range(world_size):
+            store(context + SOURCES + 8 * rank, load(context + SOURCES + 8 * rank) + nbytes)
+        store(row + RESIDUAL, load(row + RESIDUAL) + nbytes)
+        store(row + NEW_RESIDUAL, load(row + NEW_RESIDUAL) + nbytes)
+        count -= length
+        column += length
+        if column == hidden:
+            add_up(load(plan + NORM), row, load(row + NEW_RESIDUAL) - hidden * itemsize, hidden, 0)
+            if load(row + NORMED) != 0:
+                store(row + NORMED, load(row + NORMED) + hidden * itemsize)
+            if load(row + QUANTIZED) != 0:
+                store(row + QUANTIZED, load(row + QUANTIZED) + hidden)
+            store(row + SCALE, load(row + SCALE) + 4 * load(row + DYNAMIC))
+            column = 0
+        store(row + COLUMN, column)

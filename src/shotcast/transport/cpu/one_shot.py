@@ -1,0 +1,86 @@
+"""One-shot reductions: one step, everybody reads everything.
+
+Wins while messages are short: one synchronisation, but each rank reads the others' N - 1 whole messages.
+Rank order, float32 accumulation, one rounding: the bits of two-shot.
+"""
+
+from __future__ import annotations
+
+from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import (
+    ARITHMETIC,
+    CHUNK,
+    CONTROL_BYTES,
+    GENERATION,
+    HEADER,
+    ITEMSIZE,
+    NBYTES,
+    RANK,
+    SOURCES,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    nbytes, chunk, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    function = load(plan + ARITHMETIC)
+    generation_bytes = load(context + GENERATION)
+    done = 0
+    while True:
+        size = min(chunk, nbytes - done)
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        if world_size > 1:
+            copy(region(context, rank) + staging, x + done, size)
+        step = publish(context, step)
+        status = meet_all(context, step, word)
+        if status != DONE:
+            return status
+        for peer in range(world_size):
+            store(context + SOURCES + 8 * peer, region(context, peer) + staging)
+        store(context + SOURCES + 8 * rank, x + done)
+        add_up(function, out + done, context + SOURCES, world_size, size // itemsize)
+        done += size
+        if done >= nbytes:
+            return finish(context, step)
+
+
+def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
+    """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block."""
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    block, itemsize = load(plan + NBYTES) // world_size, load(plan + ITEMSIZE)
+    chunk = load(plan + CHUNK)
+    function = load(plan + ARITHMETIC)
+    generation_bytes = load(context + GENERATION)
+    done = 0
+    while True:
+        size = min(chunk, block - done)
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        for peer in range(world_size):
+            if peer != rank:
+                copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
+        step = publish(context, step)
+        status = meet_all(context, step, word)
+        if status != DONE:
+            return status
+        for peer in range(world_size):
+            store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * chunk)
+        store(context + SOURCES + 8 * rank, x + rank * block + done)
+        add_up(function, out + done, context + SOURCES, world_size, size // itemsize)
+        done += size
+        if done >= block:
+            return finish(context, step)
+
+
+ALL_REDUCE = Schedule(all_reduce)
+REDUCE_SCATTER = Schedule(reduce_scatter)

@@ -1,0 +1,94 @@
+"""Send and receive through an outbox of ``MAIL_SLOTS`` pieces for each ordered pair of ranks.
+
+The sender fills slots of its own outbox and counts them in ``sent``; the receiver copies them out and counts them in
+``received``, which is the sender's credit: it is never more than MAIL_SLOTS pieces ahead. Nothing else is touched, so
+other ranks, and collectives, do not notice. A send returns once its last piece is in the outbox.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import acquire, copy, load, release, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import (
+    ABORT,
+    CONTROL_BYTES,
+    DEADLINE,
+    GENERATION,
+    HEADER,
+    LINE,
+    MAIL_HEADER_BYTES,
+    MAIL_PIECE,
+    MAIL_SLOTS,
+    NBYTES,
+    RANK,
+    RECEIVED,
+    ROOT,
+    SENT,
+)
+from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, region, wait
+
+
+@njit(error_model="numpy")
+def _outbox_offset(context: int, receiver: int, piece_number: int) -> int:
+    slot_bytes = MAIL_HEADER_BYTES + load(context + MAIL_PIECE)
+    slot = receiver * MAIL_SLOTS + piece_number % MAIL_SLOTS
+    return CONTROL_BYTES + 2 * load(context + GENERATION) + slot * slot_bytes
+
+
+def send(context: int, plan: int, x: int, out: int) -> int:
+    """Sends nbytes at x to the plan's root; ``out`` is not used."""
+    rank, peer = load(context + RANK), load(plan + ROOT)
+    own = region(context, rank)
+    if acquire(own + ABORT) != 0:
+        return ABORTED
+    store(context + DEADLINE, 0)
+    nbytes, chunk = load(plan + NBYTES), load(context + MAIL_PIECE)
+    sent = load(own + SENT + LINE * peer)
+    received = region(context, peer) + RECEIVED + LINE * rank
+    done = 0
+    while True:
+        status = wait(context, received, sent - MAIL_SLOTS + 1)
+        if status != DONE:
+            return status
+        size = min(chunk, nbytes - done)
+        slot = own + _outbox_offset(context, peer, sent)
+        store(slot, load(plan + HEADER))
+        copy(slot + MAIL_HEADER_BYTES, x + done, size)
+        sent += 1
+        release(own + SENT + LINE * peer, sent)
+        done += size
+        if done >= nbytes:
+            return DONE
+
+
+def recv(context: int, plan: int, x: int, out: int) -> int:
+    """Receives nbytes from the plan's root into out; ``x`` is not used. MISMATCHED if another message is next."""
+    rank, peer = load(context + RANK), load(plan + ROOT)
+    own = region(context, rank)
+    if acquire(own + ABORT) != 0:
+        return ABORTED
+    store(context + DEADLINE, 0)
+    nbytes, chunk = load(plan + NBYTES), load(context + MAIL_PIECE)
+    sent = region(context, peer) + SENT + LINE * rank
+    received = load(own + RECEIVED + LINE * peer)
+    done = 0
+    while True:
+        status = wait(context, sent, received + 1)
+        if status != DONE:
+            return status
+        size = min(chunk, nbytes - done)
+        slot = region(context, peer) + _outbox_offset(context, rank, received)
+        if load(slot) != load(plan + HEADER):
+            return MISMATCHED
+        copy(out + done, slot + MAIL_HEADER_BYTES, size)
+        received += 1
+        release(own + RECEIVED + LINE * peer, received)
+        done += size
+        if done >= nbytes:
+            return DONE
+
+
+SEND = Schedule(send)
+RECV = Schedule(recv)

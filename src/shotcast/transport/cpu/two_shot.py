@@ -1,0 +1,81 @@
+"""Two-shot (MultiShot) all-reduce: reduce-scatter, then all-gather, two steps for any number of ranks.
+
+Each rank reads N - 1 slices of 1/N of the message to reduce its own, and N - 1 reduced slices: 2 (N - 1) / N of the
+message, as a ring does, with 2 synchronisations where a ring takes 2N - 2. The result is written once and read by all:
+a store to a shared page is the multicast of step two.
+Rank order, float32 accumulation, one rounding: the bits of one-shot.
+"""
+
+from __future__ import annotations
+
+from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import (
+    ARITHMETIC,
+    CHUNK,
+    CONTROL_BYTES,
+    GENERATION,
+    HEADER,
+    ITEMSIZE,
+    NBYTES,
+    RANK,
+    SOURCES,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.slices import around, slice_size
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same.
+
+    A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk: step k
+    publishes both, so C chunks take C + 1 steps rather than 2 C.
+    """
+    word = begin(context, load(plan + HEADER))
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    nbytes, chunk, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    function = load(plan + ARITHMETIC)
+    generation_bytes = load(context + GENERATION)
+    contribution = slice_size(chunk, world_size)
+    own = region(context, rank)
+    now, before, size_before = 0, 0, 0
+    while True:
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        size = min(chunk, nbytes - now)
+        part = slice_size(size, world_size)
+        low, high = min(rank * part, size), min((rank + 1) * part, size)
+        if size > 0:
+            copy(own + staging + contribution, x + now, low)
+            copy(own + staging + contribution + high, x + now + high, size - high)
+        step = publish(context, step)
+        status = meet_all(context, step, word)
+        if status != DONE:
+            return status
+
+        if high > low:
+            for peer in range(world_size):
+                store(context + SOURCES + 8 * peer, region(context, peer) + staging + contribution + low)
+            store(context + SOURCES + 8 * rank, x + now + low)
+            # Every peer has published this step, hence read the other generation: it may be written already.
+            result = own + CONTROL_BYTES + (step & 1) * generation_bytes
+            add_up(function, out + now + low, context + SOURCES, world_size, (high - low) // itemsize)
+            copy(result, out + now + low, high - low)
+
+        if size_before > 0:
+            part = slice_size(size_before, world_size)
+            for distance in range(1, world_size):
+                peer = around(rank + distance, world_size)
+                low, high = min(peer * part, size_before), min((peer + 1) * part, size_before)
+                copy(out + before + low, region(context, peer) + staging, high - low)
+
+        if size == 0:
+            return finish(context, step)
+        before, size_before = now, size
+        now += size
+
+
+ALL_REDUCE = Schedule(all_reduce)

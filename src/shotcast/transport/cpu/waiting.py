@@ -1,0 +1,123 @@
+"""How ranks wait for each other, and what ends a wait.
+
+Steps. A call is the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t % 2``
+and then releases ``progress = t + 1``, which says two things: what I wrote in step t is there, and I have read all I
+wanted of the steps before. So a rank may write step t once every reader of its step t - 2 shows progress >= t. A call
+ends only when that holds for the step that comes next.
+
+Headers. A call begins with the header word of its epoch, and no rank finishes before it has seen an equal one of every
+peer: nobody is ever more than one call ahead, so two header words suffice, and whatever differs is found.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import acquire, load, monotonic_ns, pause, release, sleep_ns, store
+from shotcast.transport.cpu.layout import (
+    ABORT,
+    DEADLINE,
+    EPOCH,
+    HEADERS,
+    PROGRESS,
+    RANK,
+    REGIONS,
+    SPINS,
+    STEP,
+    TIMEOUT,
+    WORLD,
+)
+
+DONE, TIMED_OUT, MISMATCHED, ABORTED = 0, 1, 2, 3
+"""What a schedule returns."""
+
+_YIELD_NS = 1_000_000
+
+
+@njit(error_model="numpy")
+def region(context: int, rank: int) -> int:
+    """Address of rank ``rank``'s shared region."""
+    return load(context + REGIONS + 8 * rank)
+
+
+@njit(error_model="numpy", inline="never")
+def _wait_long(context: int, address: int, target: int) -> int:
+    # The deadline starts with the first wait that is not short, so that calls without one never read the clock.
+    begun = monotonic_ns()
+    if load(context + DEADLINE) == 0:
+        store(context + DEADLINE, begun + load(context + TIMEOUT))
+    deadline = load(context + DEADLINE)
+    abort = region(context, load(context + RANK)) + ABORT
+    while True:
+        if acquire(address) - target >= 0:
+            return DONE
+        if acquire(abort) != 0:
+            return ABORTED
+        now = monotonic_ns()
+        if now > deadline:
+            return TIMED_OUT
+        waited = now - begun
+        # Others run meanwhile; after a while sleep a little, in proportion, so that it costs the wait some 3%.
+        sleep_ns(0 if waited < _YIELD_NS else min(waited >> 5, 1_000_000))
+
+
+@njit(error_model="numpy")
+def wait(context: int, address: int, target: int) -> int:
+    """Returns DONE once the word at ``address`` is not below ``target``, else TIMED_OUT or ABORTED."""
+    for _ in range(load(context + SPINS)):
+        if acquire(address) - target >= 0:
+            return DONE
+        pause()
+    return _wait_long(context, address, target)
+
+
+@njit(error_model="numpy")
+def begin(context: int, header: int) -> int:
+    """Starts a collective call: counts the epoch, shows the header. Returns the header word, or 0 if all is stopped."""
+    own = region(context, load(context + RANK))
+    if acquire(own + ABORT) != 0:
+        return 0
+    epoch = load(context + EPOCH) + 1
+    store(context + EPOCH, epoch)
+    store(context + DEADLINE, 0)
+    word = (epoch << 48) | header
+    release(own + HEADERS + 8 * (epoch & 1), word)
+    return word
+
+
+@njit(error_model="numpy")
+def publish(context: int, step: int) -> int:
+    """Ends the writing of step ``step``; returns the next step."""
+    release(region(context, load(context + RANK)) + PROGRESS, step + 1)
+    return step + 1
+
+
+@njit(error_model="numpy")
+def meet(context: int, peer: int, step: int, word: int) -> int:
+    """Waits until ``peer`` has published the steps below ``step`` of this call; MISMATCHED if it makes another call."""
+    control = region(context, peer)
+    status = wait(context, control + PROGRESS, step)
+    if status == DONE and acquire(control + HEADERS + 8 * (load(context + EPOCH) & 1)) != word:
+        return MISMATCHED
+    return status
+
+
+@njit(error_model="numpy")
+def meet_all(context: int, step: int, word: int) -> int:
+    """:func:`meet` with every peer."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    for distance in range(1, world_size):
+        peer = rank + distance
+        if peer >= world_size:
+            peer -= world_size
+        status = meet(context, peer, step, word)
+        if status != DONE:
+            return status
+    return DONE
+
+
+@njit(error_model="numpy")
+def finish(context: int, step: int) -> int:
+    """Ends a call that was published up to ``step``."""
+    store(context + STEP, step)
+    return DONE

@@ -1,0 +1,1 @@
+"""The collectives as Triton kernels: compiled for NVIDIA GPUs, or run by Triton's interpreter over shared memory."""

@@ -1,0 +1,140 @@
+"""Two-shot all-reduce with residual add, RMSNorm and FP8 in the same kernel.
+
+    shot 1: rank i sends slice j of its tiles to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in order
+    shot 2: rank j sends s_j to all
+    every rank norms every row of s_0, s_1, ..., s_{N-1}
+
+Wins from where two-shot beats one-shot. Slices are of whole tiles, PARTS to a row. A program has the tile of its number
+in every slice, and norms those with the other programs of their rows (see ``fused_tiles.py``).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
+from shotcast.device.triton.words import load_words, sum_words, with_own
+from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, where_tile
+from shotcast.transport.triton.sync import (
+    addresses_of_peers,
+    await_words,
+    clear_parts,
+    clear_previous,
+    enter,
+    exchange_headers,
+    expected,
+    leave_epoch,
+    peer_in_turn,
+    slots_of,
+    store_to,
+    store_to_all,
+    without_sentinel,
+)
+
+
+@kernel
+def two_shot_rms_norm(
+    x,
+    residual,
+    weight,
+    new_residual,
+    normed,
+    quantized,
+    scale,
+    eps,
+    own,
+    peers,
+    rank,
+    header,
+    nbytes,
+    cells,
+    more_cells,
+    apart,
+    slots_at,
+    slots_quads,
+    MULTICAST: tl.constexpr,
+    CLEARS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As many programs as a slice has tiles, of BLOCK words."""
+    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    TILE: tl.constexpr = BLOCK // 4  # quads
+    worker = tl.program_id(0) - 1
+    tiles = nbytes // ROW * PARTS
+    slice_tiles = (tiles + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    offs = tl.arange(0, BLOCK)
+    addresses = addresses_of_peers(peers, rank, worker, WORLD)
+    await_prior_kernel(PDL)
+    words = ()
+    for i in tl.static_range(WORLD - 1):
+        _, _, at, here = where_tile(
+            peer_in_turn(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, PARTS
+        )
+        words = words + (load_words(x, at, offs, here, 16),)
+    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    extent = 0 if CLEARS else slice_tiles * (2 * WORLD * TILE)
+    if tl.program_id(0) == 0:
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+    else:
+        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        second_shot = first_shot + slice_tiles * (WORLD * TILE)
+        stride = slice_tiles * TILE
+        for i in tl.static_range(WORLD - 1):
+            # whole tiles travel, with zeros beyond a row's end, so that all tiles are waited for alike
+            there = (offs >= 0) & (peer_in_turn(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
+            place = first_shot + (rank * slice_tiles + worker) * TILE
+            store_to(call, addresses[i], place, offs, without_sentinel(words[i]), there, False)
+        own_tile = rank * slice_tiles + worker
+        _, _, at, here = where_tile(own_tile, tiles, ROW, BLOCK, PARTS)
+        own_words = load_words(x, at, offs, here, 16)
+        before = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, False)
+        gains = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, True)
+        dirty = leave_epoch(call, extent, True)
+        release_next_kernel(PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        span = tl.where(own_tile < tiles, BLOCK, 0)
+        place = first_shot + worker * TILE
+        masks = expected(call, offs, span, 0, span, WORLD, True)
+        parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD)
+        mine = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+        sums = second_shot + own_tile * TILE
+        store_to_all(call, addresses, sums, offs, mine, offs < span, False, MULTICAST, WORLD - 1)
+        if CLEARS:
+            clear_parts(call, place, stride, offs, masks, WORLD)
+        place = second_shot + worker * TILE
+        masks = expected(call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not MULTICAST)
+        parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD, True)
+        if CLEARS:
+            clear_parts(call, place, stride, offs, masks, WORLD)
+        finish_tiles(
+            call,
+            cells,
+            more_cells,
+            apart,
+            worker,
+            slice_tiles,
+            tiles,
+            with_own(parts, mine, rank, WORLD),
+            before,
+            gains,
+            new_residual,
+            normed,
+            quantized,
+            scale,
+            eps,
+            WORLD,
+            HIDDEN,
+            QUANTIZE,
+            KEEPS_NORMED,
+            DTYPE,
+            BLOCK,
+            PARTS,
+        )

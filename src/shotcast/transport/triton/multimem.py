@@ -1,0 +1,105 @@
+"""MultiShot with the sum in the switch: two shots through a multicast address.
+
+    staging:  rank i copies x_i to its own slots, and tells all ranks that it is there, by a flag a program
+    shot 1:   rank j loads slice j of all ranks by one multicast address; the switch adds:  s_j = x_0[j] + x_1[j] + ...
+    shot 2:   rank j sends s_j to all by one multicast store
+    out_i = s_0, s_1, ..., s_{N-1}
+
+Each rank sends and receives (N+1)/N of the message, where two-shot by peer stores takes 2 (N-1)/N: worth it from four
+ranks on. The order in which the switch adds is its own, and so are the bits of the sum (16-bit floats are added in
+float32 and rounded once); all ranks get the same, since one rank loads each sum. Compiled and inspected, and run with
+an emulated multicast address; not run on hardware.
+
+A tile of a rank goes to the same program everywhere, so a program waits for its namesakes alone. Staging holds x as it
+is, for nobody polls it; the next call clears it with the rest of the generation.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import kernel, release_next_kernel
+from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.multicast import multicast_quads, multicast_sum
+from shotcast.transport.triton.sync import (
+    await_flags,
+    await_words,
+    clear_previous,
+    enter,
+    exchange_headers,
+    expected,
+    leave_epoch,
+    multicast_address,
+    raise_flags,
+    slots_of,
+    store_to,
+    without_sentinel,
+)
+
+FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
+
+
+@kernel
+def multimem_all_reduce(
+    x,
+    out,
+    own,
+    peers,
+    rank,
+    header,
+    nbytes,
+    flags_at,
+    slots_at,
+    slots_quads,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    call = enter(own, peers, rank, header, WARPS, PDL)
+    quads = (nbytes + 15) // 16
+    slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    if tl.program_id(0) == 0:
+        exchange_headers(call, slice_quads * (2 * WORLD), True, WORLD, WARPS, PDL)
+    else:
+        worker = tl.program_id(0) - 1
+        workers = tl.num_programs(0) - 1
+        staging = slots_of(call.generation, slots_at, slots_quads)
+        second_shot = staging + slice_quads * WORLD
+        flags = flags_at + worker * FLAG_ROW_QUADS
+        slice_words = slice_quads * 4
+        total = quads * 4
+        for start in range(worker * BLOCK, slice_words, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            for r in tl.static_range(WORLD):
+                words = load_words(x, r * slice_quads * 16, offs, nbytes - r * slice_quads * 16, UNIT)
+                mask = (offs < slice_words) & (offs < total - r * slice_words)
+                store_to(call, call.own.to(tl.int64), staging + r * slice_quads, offs, words, mask, False)
+        raise_flags(call, flags, WORLD, WARPS)
+        dirty = leave_epoch(call, slice_quads * (2 * WORLD), True)
+        release_next_kernel(PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
+        if worker * BLOCK < mine:  # all ranks need what this program will send
+            call = await_flags(call, flags, WORLD, WARPS)
+        source = multicast_address(call, staging + rank * slice_quads)
+        sent_to = multicast_address(call, second_shot + rank * slice_quads)
+        for start in range(worker * BLOCK, mine, workers * BLOCK):
+            places = start // 4 + tl.arange(0, BLOCK // 4)
+            mask = (places * 4 < mine) & (call.live != 0)
+            sums = multicast_sum(source, places, mask, DTYPE)
+            words = ()
+            for i in tl.static_range(4):
+                words = words + (without_sentinel(sums[i]),)
+            multicast_quads(sent_to, places, words, mask)
+        for start in range(worker * BLOCK, slice_words, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            masks = expected(call, offs, slice_words, slice_words, total, WORLD)
+            parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
+            for r in tl.static_range(WORLD):
+                words = nan_unless(call.live, parts[r], DTYPE)
+                left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
+                store_words(out, r * slice_quads * 16, offs, words, left, UNIT)

@@ -1,0 +1,376 @@
+"""Two-shot whose words are FP8: a quarter (float32) or half of the bytes, at the price of precision.
+
+    shot 1: rank i sends Q(x_i[j]) to rank j, which sums:  s_j = D(Q(x_0[j])) + D(Q(x_1[j])) + ... in rank order
+    shot 2: rank j sends Q(s_j) to all
+    out_i = D(Q(s_0)), D(Q(s_1)), ..., D(Q(s_{N-1}))
+
+Q makes of 128 elements, a *block*, 128 bytes and a scale; D undoes it. ``docs/numerics.md`` ("FP8 transport") has both
+to the bit, and the error. Wins where the wires set the time.
+
+Several blocks make a *group*, whose words :mod:`shotcast.transport.triton.fp8_groups` holds in tiles. A slot holds the
+words of its groups, then the scales of each. Passes as in :mod:`shotcast.transport.triton.two_shot`; a rank's own slice
+stays at home here too, but is rounded as if it had travelled.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import (
+    afresh,
+    kernel,
+    load_words_of_quad,
+    relax,
+    release_next_kernel,
+    store_words_of_quad,
+)
+from shotcast.transport.triton.fp8_groups import (
+    dequantize,
+    load_group,
+    places,
+    quantize,
+    store_group,
+    to_quads,
+    to_rows,
+)
+from shotcast.transport.triton.sync import (
+    POLLS_PER_LOOK,
+    SENTINEL,
+    Call,
+    address_of,
+    clear_previous,
+    enter,
+    exchange_headers,
+    leave_epoch,
+    look_at_clock,
+    peer_in_turn,
+    slots_of,
+    store_to,
+    words_at,
+)
+
+
+@triton.jit
+def slot_quads_of(quads, DTYPE: tl.constexpr):
+    """Quads of slot words that ``quads`` of a message make. A group that is not full has what its first block has."""
+    if DTYPE == tl.float32:
+        words = quads // 128 * 32 + tl.minimum(quads % 128, 32)
+    else:
+        words = quads // 32 * 16 + tl.minimum(quads % 32, 16)
+    return words
+
+
+@triton.jit
+def groups_of(quads, DTYPE: tl.constexpr):
+    """Groups that ``quads`` of a message make, the last perhaps not full."""
+    if DTYPE == tl.float32:
+        groups = (quads + 127) // 128
+    else:
+        groups = (quads + 31) // 32
+    return groups
+
+
+@triton.jit
+def quads_of_slice(rank, quads, slice_quads):
+    """Quads of a rank's slice of a message; the last slices may be shorter, or empty."""
+    return tl.minimum(slice_quads, tl.maximum(quads - rank * slice_quads, 0))
+
+
+@triton.jit
+def scales_of(scales, i: tl.constexpr, DTYPE: tl.constexpr):
+    """The scales of slot ``i``."""
+    if DTYPE == tl.float32:
+        part = (scales[4 * i], scales[4 * i + 1], scales[4 * i + 2], scales[4 * i + 3])
+    else:
+        part = (scales[2 * i], scales[2 * i + 1])
+    return part
+
+
+@triton.jit
+def plus(total, values):
+    """Sums of four tiles."""
+    return total[0] + values[0], total[1] + values[1], total[2] + values[2], total[3] + values[3]
+
+
+@triton.jit
+def with_own(part, own, is_own, PER: tl.constexpr):
+    """``own`` scales in place of a slot's, if they are this rank's."""
+    chosen = ()
+    for block in tl.static_range(PER):
+        chosen = chosen + (tl.where(is_own, own[block], part[block]),)
+    return chosen
+
+
+@triton.jit
+def scales_at(address, quads, rows, DTYPE: tl.constexpr):
+    """Pointers to the scales of each group, ``quads`` past an address, for each quad of a row."""
+    QUADS: tl.constexpr = 32 if DTYPE == tl.float32 else 16
+    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    return words_at(address, quads) + (to_rows(rows * PER) + to_quads(tl.arange(0, QUADS) * 0))
+
+
+@triton.jit
+def send(call, rank, quads, word_quads, rows, words, scales, part_quads, DTYPE: tl.constexpr):
+    """Push a tile of slot words, and its scales, into the slot ``quads`` past the start of a rank's region.
+
+    ``part_quads``: what the slot holds of the message; ``word_quads``: where scales begin in it.
+    """
+    ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
+    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    offs = places(rows, ROW, DTYPE)
+    address = address_of(call.peers, rank)
+    store_to(call, address, quads, offs, words, offs < slot_quads_of(part_quads, DTYPE) * 4, False)
+    once = to_quads(tl.arange(0, ROW // 4) == 0)
+    mask = to_rows(rows < groups_of(part_quads, DTYPE)) & once & (call.live != 0)
+    store_words_of_quad(scales_at(address, quads + word_quads, rows, DTYPE), scales, mask, PER)
+
+
+@triton.jit
+def load_slots(
+    call,
+    quads,
+    stride,
+    word_quads,
+    rows,
+    total_quads,
+    slice_quads,
+    first,
+    EACH: tl.constexpr,
+    COUNT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """A tile of COUNT slots: (words of each, scales of each); all loads are under way before one is used.
+
+    Slot i is that of rank ``(first + i) % WORLD``, and holds that rank's slice with EACH, else of mine. Where it holds
+    nothing, and in this rank's own, words read as arrived.
+    """
+    ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
+    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    offs = places(rows, ROW, DTYPE)
+    words = ()
+    scales = ()
+    for i in tl.static_range(COUNT):
+        source = (first + i) % WORLD
+        part_quads = quads_of_slice(source if EACH else call.rank, total_quads, slice_quads)
+        other = source != call.rank
+        base = words_at(call.own.to(tl.int64), quads + source * stride)
+        mask = (offs < slot_quads_of(part_quads, DTYPE) * 4) & other
+        part = tl.load(base + offs, mask=mask, other=0, volatile=True)
+        words = words + (part,)
+        mask = to_rows(rows < groups_of(part_quads, DTYPE)) & to_quads(tl.arange(0, ROW // 4) >= 0) & other
+        pointer = scales_at(call.own.to(tl.int64), quads + source * stride + word_quads, rows, DTYPE)
+        scales = scales + load_words_of_quad(pointer, mask, tl.max(part, axis=2), PER)
+    return words, scales
+
+
+@triton.jit
+def absent(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
+    """1 for each quad of slot ``i`` that lacks a word, or a scale of its row."""
+    part = scales_of(scales, i, DTYPE)
+    hit = tl.max((words[i] == SENTINEL).to(tl.int32), axis=2)
+    for block in tl.static_range(4 if DTYPE == tl.float32 else 2):
+        hit = hit | (part[block] == SENTINEL).to(tl.int32)
+    return hit
+
+
+@triton.jit
+def any_absent(words, scales, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """1 while a word or a scale of any slot has not arrived."""
+    largest = tl.max(words[0].to(tl.uint32, bitcast=True), axis=2)
+    for i in tl.static_range(COUNT):
+        largest = tl.maximum(largest, tl.max(words[i].to(tl.uint32, bitcast=True), axis=2))
+        part = scales_of(scales, i, DTYPE)
+        for block in tl.static_range(4 if DTYPE == tl.float32 else 2):
+            largest = tl.maximum(largest, part[block].to(tl.uint32, bitcast=True))
+    return (tl.max(largest) == 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def await_slots(
+    call,
+    quads,
+    stride,
+    word_quads,
+    rows,
+    total_quads,
+    slice_quads,
+    first,
+    EACH: tl.constexpr,
+    COUNT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Wait until all of a tile of COUNT slots (see :func:`load_slots`) is there. Returns (words, scales, call).
+
+    A stopped call returns at once, with ``live`` 0. With EACH, whose words are made of others', it is patient (see
+    :func:`shotcast.transport.triton.sync.look_at_clock`).
+    """
+    words, scales = load_slots(
+        call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
+    )
+    waiting = any_absent(words, scales, COUNT, DTYPE) & call.live
+    started = call.started
+    live = call.live
+    polls = 0
+    while waiting != 0:
+        relax()
+        words, scales = load_slots(
+            call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
+        )
+        waiting = any_absent(words, scales, COUNT, DTYPE)
+        polls += 1
+        if polls % POLLS_PER_LOOK == 0:
+            silent = call.rank * 0
+            for i in tl.static_range(COUNT):
+                silent = silent | (tl.max(absent(words, scales, i, DTYPE)) << ((first + i) % WORLD))
+            started, live = look_at_clock(call, started, silent, True, WORLD, EACH)
+            waiting = waiting & live
+    call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
+    return words, scales, call
+
+
+@triton.jit
+def clear_slots(
+    call,
+    quads,
+    stride,
+    word_quads,
+    rows,
+    total_quads,
+    slice_quads,
+    EACH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Put sentinels back where :func:`await_slots` has read a tile, as :func:`~.sync.clear_parts` does."""
+    ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
+    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    for i in range(1, afresh(call.rank * 0 + WORLD)):  # not unrolled, which would keep all addresses at once
+        source = (call.rank + i) % WORLD
+        slot = quads + source * stride
+        part_quads = quads_of_slice(source if EACH else call.rank, total_quads, slice_quads)
+        offs = places(rows, ROW, DTYPE)
+        mask = offs < slot_quads_of(part_quads, DTYPE) * 4
+        base = words_at(call.own.to(tl.int64), slot)
+        tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
+        offs = rows[None, :] * PER + tl.arange(0, PER)[:, None]
+        mask = offs < groups_of(part_quads, DTYPE) * PER
+        base = words_at(call.own.to(tl.int64), slot + word_quads)
+        tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
+
+
+@kernel
+def two_shot_fp8_all_reduce(
+    x,
+    out,
+    own,
+    peers,
+    rank,
+    header,
+    nbytes,
+    slots_at,
+    slots_quads,
+    NATIVE: tl.constexpr,
+    CLEARS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
+    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    ROWS: tl.constexpr = BLOCK // ROW if BLOCK > ROW else 1
+    AT_ONCE: tl.constexpr = 8 // PER  # slots whose words and scales a thread holds
+    call = enter(own, peers, rank, header, WARPS, PDL)
+    quads = (nbytes + 15) // 16
+    slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
+    groups = groups_of(slice_quads, DTYPE)
+    word_quads = slot_quads_of(slice_quads, DTYPE)
+    stride = word_quads + (groups * PER + 3) // 4
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
+    rounds = (groups + workers * ROWS - 1) // (workers * ROWS)
+    extent = 0 if CLEARS else stride * (2 * WORLD)
+    if tl.program_id(0) == 0:
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+    else:
+        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        second_shot = first_shot + stride * WORLD
+        for c in range(0, rounds):
+            rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
+            for i in range(0, WORLD - 1):
+                peer = peer_in_turn(rank, worker, i, WORLD)
+                left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
+                values = load_group(x, peer * slice_quads * 16, rows, left, DTYPE, UNIT)
+                words, scales = quantize(values, DTYPE, NATIVE)
+                size = quads_of_slice(peer, quads, slice_quads)
+                send(call, peer, first_shot + rank * stride, word_quads, rows, words, scales, size, DTYPE)
+        dirty = leave_epoch(call, extent, True)
+        release_next_kernel(PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        mine = quads_of_slice(rank, quads, slice_quads)
+        for c in range(0, rounds + 1):
+            if c < rounds:
+                me = afresh(rank)
+                rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
+                left = tl.minimum(slice_quads * 16, nbytes - me * slice_quads * 16)
+                values = load_group(x, me * slice_quads * 16, rows, left, DTYPE, UNIT)
+                own_words, own_scales = quantize(values, DTYPE, NATIVE)
+                total = (0.0, 0.0, 0.0, 0.0)
+                for first in tl.static_range(0, WORLD, AT_ONCE):
+                    words, scales, call = await_slots(
+                        call,
+                        first_shot,
+                        stride,
+                        word_quads,
+                        rows,
+                        quads,
+                        slice_quads,
+                        me * 0 + first,
+                        False,
+                        AT_ONCE if first + AT_ONCE < WORLD else WORLD - first,
+                        DTYPE,
+                        WORLD,
+                    )
+                    for i in tl.static_range(AT_ONCE if first + AT_ONCE < WORLD else WORLD - first):
+                        is_own = me == first + i
+                        part = with_own(scales_of(scales, i, DTYPE), own_scales, is_own, PER)
+                        values = dequantize(tl.where(is_own, own_words, words[i]), part, DTYPE, NATIVE)
+                        total = plus(total, values)
+                sums, sum_scales = quantize(total, DTYPE, NATIVE)
+                for i in tl.static_range(WORLD - 1):
+                    peer = peer_in_turn(me, worker, i, WORLD)
+                    send(call, peer, second_shot + me * stride, word_quads, rows, sums, sum_scales, mine, DTYPE)
+                values = dequantize(sums, sum_scales, DTYPE, NATIVE)
+                store_group(out, me * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
+                if CLEARS:
+                    clear_slots(call, first_shot, stride, word_quads, rows, quads, slice_quads, False, DTYPE, WORLD)
+            if c > 0:
+                me = afresh(rank)
+                rows = ((c - 1) * workers + worker) * ROWS + tl.arange(0, ROWS)
+                for first in tl.static_range(1, WORLD, AT_ONCE):
+                    words, scales, call = await_slots(
+                        call,
+                        second_shot,
+                        stride,
+                        word_quads,
+                        rows,
+                        quads,
+                        slice_quads,
+                        me + first,
+                        True,
+                        AT_ONCE if first + AT_ONCE < WORLD else WORLD - first,
+                        DTYPE,
+                        WORLD,
+                    )
+                    for i in tl.static_range(AT_ONCE if first + AT_ONCE < WORLD else WORLD - first):
+                        peer = (me + first + i) % WORLD
+                        left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
+                        values = dequantize(words[i], scales_of(scales, i, DTYPE), DTYPE, NATIVE)
+                        store_group(out, peer * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
+                if CLEARS:
+                    clear_slots(call, second_shot, stride, word_quads, rows, quads, slice_quads, True, DTYPE, WORLD)
