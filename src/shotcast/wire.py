@@ -75,7 +75,7 @@ REDUCIBLE = ("float32", "float16", "bfloat16")
 """Dtypes the own kernels add up. Everything in DTYPES can be copied."""
 
 FP8_BLOCK = 128
-"""Elements that share a scale in FP8 transport; ``docs/numerics.md`` has all of it."""
+"""Elements that share a scale in FP8 transport; ``docs/reference/numerics.md`` has all of it."""
 FP8_LARGEST = 448.0
 FP8_FLOOR = 0x0D800000
 """The least "largest absolute value" of a block, 2^-100, as bits of a float32."""

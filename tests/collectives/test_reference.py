@@ -64,12 +64,13 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def fp8_off(size: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """E(x, a) of docs/numerics.md."""
+    """E(x, a) of docs/reference/numerics.md."""
     return (1 + 2.0**-20) * torch.maximum(size / 16, largest.clamp_min(2.0**-100) / 458752) + 2.0**-20 * size
 
 
 def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bound that docs/numerics.md states, element by element, and the coarser one, of largest values alone.
+    """The bound that docs/reference/numerics.md states, element by element, and the coarser one, of largest values
+    alone.
 
     The bound speaks of S, the owner's sum; what is known of it here is that it is near the exact one.
     """

@@ -16,7 +16,7 @@ SIDES = st.sampled_from([16, 32, 48, 256])
 
 
 def rounding(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What each element in FP8 may be off by, as docs/numerics.md says."""
+    """What each element in FP8 may be off by, as docs/reference/numerics.md says."""
     return (matrix.abs() / 16).maximum(scale * 2**-10) * (1 + 2**-10)
 
 

@@ -113,7 +113,8 @@ class Case:
 
         With u the spacing of the dtype at 1, n ranks and every partial sum rounded to the dtype:
         ``|error| <= n * u * sum_r |x_r|``. Gathered data must be exact. FP8 transport rounds each part, and their sum,
-        to e4m3 with the scale of its block: ``docs/numerics.md`` has its bound, here with the largest value of all.
+        to e4m3 with the scale of its block: ``docs/reference/numerics.md`` has its bound, here with the largest value
+        of all.
         """
         world_size = self.place.world_size
         if self.op == "all_gather":

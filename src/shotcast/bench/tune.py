@@ -1,4 +1,4 @@
-"""Finds what is fastest here for each size, and writes it down as a table (docs/tuning.md).
+"""Finds what is fastest here for each size, and writes it down as a table (docs/guides/tuning.md).
 
 At each size, for each way to make calls:
 

@@ -54,7 +54,7 @@ class Communicator:
     enqueued on the current stream, can be captured in a graph, and reports trouble at :meth:`check` or the next call;
     on the CPU it returns when it is done, or raises. Calls from several streams are ordered as they are made; calls
     from two threads at once are refused. Results have the same bits on all ranks and on every run
-    (``docs/numerics.md``).
+    (``docs/reference/numerics.md``).
 
     A replay of a captured graph is a call too: order it with other uses of the communicator, or give it one of its own
     (:meth:`split`). Kernels wait on the GPU for their peers. Of communicators used at once, one at most may be in a
@@ -69,8 +69,9 @@ class Communicator:
             Longer all-reduces pass in pieces of it, other long messages go to the vendor library. On the CPU, the
             workspace itself: messages of any size pass through it.
         timeout_s: how long a call waits for the other ranks.
-        allow_fp8: ``auto`` may take ``two_shot_fp8``, which sends FP8 and loses precision (``docs/numerics.md``), where
-            it is faster; None for what SHOTCAST_ALLOW_FP8 says, which is no unless set.
+        allow_fp8: ``auto`` may take ``two_shot_fp8``, which sends FP8 and loses precision
+        (``docs/reference/numerics.md``), where it is faster; None for what SHOTCAST_ALLOW_FP8 says, which is no unless
+        set.
 
     Raises:
         ConfigError: the environment or an argument is not usable, or differs between ranks; too little shared memory.
@@ -156,8 +157,8 @@ class Communicator:
         Args:
             x: contiguous, any shape, the same on all ranks.
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision: ``docs/numerics.md``),
-                ``ring``, ``multimem`` (by name only) or ``vendor``.
+            algorithm: ``auto``, ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision:
+                ``docs/reference/numerics.md``), ``ring``, ``multimem`` (by name only) or ``vendor``.
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library does.
 
         Returns:

@@ -114,7 +114,7 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
 
 
 def keeps_bits(problem: CollectiveProblem, algorithm: str) -> bool:
-    """Whether ``algorithm`` gives the bits of the numerics contract (docs/numerics.md), which ``auto`` keeps.
+    """Whether ``algorithm`` gives the bits of the numerics contract (docs/reference/numerics.md), which ``auto`` keeps.
 
     Copies are exact whoever makes them. Sums must be added in rank order and rounded once; the addition of two ranks
     commutes, and then the ring has these bits too.

@@ -1,4 +1,4 @@
-"""Tuned tables: thresholds as data, with where they come from. ``shotcast tune`` writes them (docs/tuning.md).
+"""Tuned tables: thresholds as data, with where they come from. ``shotcast tune`` writes them (docs/guides/tuning.md).
 
 A table is JSON::
 
@@ -85,7 +85,7 @@ def parse(text: str, name: str) -> Table:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"table {name} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"table {name} is a JSON {type(data).__name__}; a table is an object (docs/tuning.md)")
+        raise ConfigError(f"table {name} is a JSON {type(data).__name__}; a table is an object (docs/guides/tuning.md)")
     found = data.get("format")
     if not _whole(found) or found != FORMAT:
         raise ConfigError(f"table {name} has format {found!r}; this version reads format {FORMAT}: {_AGAIN}")

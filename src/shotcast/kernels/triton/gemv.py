@@ -6,7 +6,7 @@
 For decoding, where a weight serves few tokens (for more: :mod:`shotcast.kernels.triton.skinny_gemm`). A program has
 some outputs and all of their columns, so sums need no other program, and their order is fixed. Weights depend on no
 kernel before: the first of them are loaded before the wait for it, which hides that kernel's end and this one's
-beginning. (To ask for more of them, into the L2 cache, made a step slower: docs/engine.md.)
+beginning. (To ask for more of them, into the L2 cache, made a step slower: docs/design/decode_step.md.)
 
 Weights on their way take room in the L1 cache, which shared memory takes from: kernels that run beside these keep
 theirs small (:mod:`shotcast.kernels.triton.paged_attention`).

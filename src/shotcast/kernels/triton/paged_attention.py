@@ -266,9 +266,9 @@ class Decoding:
         The first are few where a context is in many parts, so that a short one is divided among more programs. The
         others are few there too, and for as many sequences as products of ``gemv.py`` serve: their weights on their
         way lie in the L1 cache, which is what shared memory leaves, and when attention had all it can use, steps took
-        longer by more than long contexts do now (docs/engine.md). Wide ones, where contexts are in few parts and a
-        processor has room for two programs, read as many keys ahead in fewer, larger steps; with larger groups of heads
-        registers do not hold them.
+        longer by more than long contexts do now (docs/design/decode_step.md). Wide ones, where contexts are in few
+        parts and a processor has room for two programs, read as many keys ahead in fewer, larger steps; with larger
+        groups of heads registers do not hold them.
 
         Args:
             dtype: of queries and caches.

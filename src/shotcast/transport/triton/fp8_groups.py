@@ -4,7 +4,7 @@ Several blocks of 128 elements make one of slot words, so that no value changes 
 of 16-bit floats, are a *group*, and each word of it takes its bytes from all of them, from the same place in each. A
 tile is [quads, rows, 4 words], or [rows, quads, 4 words] with ROWS_FIRST: a row is a block's words or a group's slot
 words, as many either way, and a quad what a thread moves at once. (In this order a row stays in one warp, and so does
-the search for its largest value.) ``docs/numerics.md`` ("FP8 transport") has values and scales to the bit.
+the search for its largest value.) ``docs/reference/numerics.md`` ("FP8 transport") has values and scales to the bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The vocabulary of synchronisation; ``docs/protocols.md`` says why each protocol is right.
+"""The vocabulary of synchronisation; ``docs/reference/protocols.md`` says why each protocol is right.
 
 A kernel looks up :func:`addresses_of_peers`, opens a call with :func:`enter`, pushes with :func:`store_to` and
 :func:`store_to_all`, lets the epoch move on with :func:`leave_epoch`, and waits with :func:`await_words`. Program 0 of

@@ -4,8 +4,8 @@
     shot 2: rank j sends Q(s_j) to all
     out_i = D(Q(s_0)), D(Q(s_1)), ..., D(Q(s_{N-1}))
 
-Q makes of 128 elements, a *block*, 128 bytes and a scale; D undoes it. ``docs/numerics.md`` ("FP8 transport") has both
-to the bit, and the error. Wins where the wires set the time.
+Q makes of 128 elements, a *block*, 128 bytes and a scale; D undoes it. ``docs/reference/numerics.md`` ("FP8 transport")
+has both to the bit, and the error. Wins where the wires set the time.
 
 Several blocks make a *group*, whose words :mod:`shotcast.transport.triton.fp8_groups` holds in tiles. A slot holds the
 words of its groups, then the scales of each. Passes as in :mod:`shotcast.transport.triton.two_shot`; a rank's own slice
