@@ -7,6 +7,7 @@ they are plain Python, so that algorithms do not branch on where they run.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -22,51 +23,11 @@ ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split("
 """Of a tile's outer dimensions, whether the last rather than the first goes to the threads of a warp. Triton's choice
 (the coalescing pass, between dimensions of equal contiguity) changed with 3.7."""
 
-_NOT_SPECIALIZED = [
-    "x",
-    "out",
-    "data",
-    "own",
-    "peers",
-    "rank",
-    "header",
-    "root",
-    "peer",
-    "part",
-    "nbytes",
-    "slice_nbytes",
-    "s0",
-    "s1",
-    "s2",
-    "s3",
-    "s4",
-    "s5",
-    "s6",
-    "s7",
-    "s8",
-    "mail_at",
-    "flags_at",
-    "cells_at",
-    "cells_quads",
-    "slots_at",
-    "slots_quads",
-    "residual",
-    "weight",
-    "new_residual",
-    "normed",
-    "quantized",
-    "scale",
-    "eps",
-    "row_programs",
-    "cells",
-    "more_cells",
-    "apart",
-]
-
 
 def kernel(fn: Callable[..., None]) -> Any:
     """A Triton kernel whose compiled form depends on its constexpr arguments only, never on a rank's addresses."""
-    return triton.jit(do_not_specialize=_NOT_SPECIALIZED)(fn)
+    annotations = inspect.signature(fn).parameters.values()
+    return triton.jit(do_not_specialize=[p.name for p in annotations if "constexpr" not in str(p.annotation)])(fn)
 
 
 @functools.cache
