@@ -37,7 +37,8 @@ demo: $(INSTALLED)
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
 
 # What mostly computes (types, kernels compiled, protocols explored, plans, draws, models) runs beside the rest, which mostly waits, and gives way to it.
-BESIDE := tests/kernels tests/protocols tests/engine/test_sampler.py tests/engine/test_scheduler.py \
+BESIDE := tests/device tests/kernels tests/transport/test_compiled*.py tests/transport/test_multicast_words.py \
+	tests/transport/test_fused_tiles.py tests/transport/test_launch_arguments.py tests/protocols tests/engine/test_sampler.py tests/engine/test_scheduler.py \
 	tests/engine/test_tokenizer.py tests/engine/test_relay.py tests/engine/test_runner.py tests/models \
 	tests/collectives/test_compile.py tests/bench/test_tune.py tests/test_functional.py tests/test_wheel.py
 test: ruff

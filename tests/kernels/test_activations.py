@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import cross
 import pytest
 from activation_targets import both, edges
 
+import cross
 from quick_interpreter import interpret
 from shotcast.kernels.triton.activations import rows_kernel
 

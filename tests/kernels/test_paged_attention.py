@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cross
 import pytest
 import torch
 from paged_targets import both_ways
@@ -13,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
+import cross
 from quick_interpreter import interpret
 from shotcast.kernels.triton import paged_attention, rope
 from shotcast.kernels.triton.paged_attention import (

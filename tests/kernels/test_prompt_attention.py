@@ -7,12 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import cross
 import prompt_targets as targets
 import pytest
 import torch
 import triton
 
+import cross
 from quick_interpreter import interpret
 from shotcast.kernels.triton import prompt_attention
 from shotcast.kernels.triton.prompt_attention import (

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-import cross
 import pytest
 import sampling_targets as targets
 
+import cross
 from quick_interpreter import interpret
 from shotcast.kernels.triton import sampling
 

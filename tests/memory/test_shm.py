@@ -8,20 +8,16 @@ import mmap
 import os
 import signal
 import stat
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
 from shotcast.memory import shm
 from shotcast.memory.shm import ShmBuffer
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "cpu"))
-
-from local_ranks import DEAD, LocalGroup, run_ranks
 
 
 @pytest.fixture

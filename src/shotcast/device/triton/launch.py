@@ -2,7 +2,7 @@
 
 Triton's launcher binds, specialises and hashes all arguments at every call, tens of microseconds of host time. Here
 that is done once: the arguments lie in memory as the kernel takes them, a launch writes its addresses there and calls
-the driver. The only file that knows Triton's launch interface; ``tests/kernels/test_launch.py`` holds it against the
+the driver. The only file that knows Triton's launch interface; ``tests/device/test_launch.py`` holds it against the
 public launcher.
 """
 

@@ -1,4 +1,4 @@
-"""Ranks as forked processes for the tests of this directory: they end with the test, however it ends."""
+"""Ranks as forked processes for tests of parts below the Communicator: they end with the test, however it ends."""
 
 from __future__ import annotations
 

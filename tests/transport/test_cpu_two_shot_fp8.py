@@ -11,13 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_ranks import run_ranks
 
+from local_ranks import run_ranks
 from shotcast.device.cpu import floats
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import TIMEOUT, CallPlan, LaunchShape, Op, slice_bytes
+
+pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128

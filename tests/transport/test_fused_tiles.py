@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fused_tile_targets as targets
 import pytest
-import row_cell_targets as targets
 from hypothesis import given
 from hypothesis import strategies as st
 

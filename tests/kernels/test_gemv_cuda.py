@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from matvec_targets import SkinnyCase, excess, operands, skinny_excess
+from gemv_targets import SkinnyCase, excess, operands, skinny_excess
 
 from shotcast.device.triton.intrinsics import processors, shared_memory
 from shotcast.kernels.triton import activations, gemv, skinny_gemm

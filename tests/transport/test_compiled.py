@@ -1,6 +1,6 @@
 """Kernels, compiled for GPUs that are not here: what their PTX and machine code must and must not contain.
 
-All but FP8 transport, which ``test_compiled_fp8.py`` looks at.
+All but FP8 transport, which ``test_compiled_two_shot_fp8.py`` looks at.
 
 Counts follow from the source: a thread of one warp holds 4 of a tile's 128 words, so each place that moves a tile is
 one 16-byte access. Triton unrolls nothing but ``static_range``; if a later release does, the counts say so.
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cross
 import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+import cross
 from shotcast.wire import REDUCIBLE
 
 KERNELS = [name for name in cross.KERNELS if name not in cross.FP8]

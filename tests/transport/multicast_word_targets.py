@@ -1,4 +1,4 @@
-"""What a rank of tests/kernels/test_multicast_words.py runs: multicast.py under the interpreter, beside torch.
+"""What a rank of tests/transport/test_multicast_words.py runs: multicast.py under the interpreter, beside torch.
 
 A module of its own, since Triton decides at import whether it interprets.
 """
@@ -11,11 +11,11 @@ import itertools
 import torch
 import triton
 import triton.language as tl
-from word_targets import DTYPES, aligned, expect, random_words
 
 from shotcast.collectives import reference
 from shotcast.transport.triton import multicast
 from shotcast.transport.triton.multicast import multicast_sum, multicast_words, quads_of
+from word_targets import DTYPES, aligned, expect, random_words
 
 NOWHERE = 1 << 52
 SIZE = 64

@@ -9,11 +9,13 @@ import time
 
 import pytest
 import torch
-from local_ranks import DEAD, LocalGroup, run_ranks
 
+from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast.errors import ClosedError
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, LaunchShape, Op
+
+pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
 MAX_BYTES = 1 << 20
 SUM = CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 400)

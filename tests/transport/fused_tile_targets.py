@@ -1,4 +1,4 @@
-"""What a rank of tests/kernels/test_row_cells.py runs: how a row's programs add up, under the interpreter.
+"""What a rank of tests/transport/test_fused_tiles.py runs: how a row's programs add up, under the interpreter.
 
 A module of its own, since Triton decides at import whether it interprets.
 """

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import cross
 import pytest
 from test_compiled import MAX_STACK, of_kind
 
+import cross
 from shotcast.device.triton import tiles
 
 

@@ -1,4 +1,4 @@
-"""The tests here start their own ranks, forked from a test process that has compiled the host code already."""
+"""Tests of CPU transport start their own ranks, forked from a test process that has compiled the host code already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shotcast.transport.cpu import (
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def compiled_before_forking():
     for module in (copies, fused, norm_rows, one_shot, ring, send_recv, two_shot, two_shot_fp8):
         for value in vars(module).values():

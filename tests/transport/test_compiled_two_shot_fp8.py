@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import cross
 import pytest
 from test_compiled import Form, narrow, of_kind, waits_for_the_prior_kernel_first
 
+import cross
 from shotcast.device.triton.intrinsics import ROWS_FIRST
 from shotcast.wire import REDUCIBLE
 

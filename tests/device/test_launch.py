@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-import cross
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import cross
 from shotcast.device.triton.launch import Launch
 from shotcast.memory import driver as cuda_driver
 

@@ -7,11 +7,13 @@ import time
 
 import pytest
 import torch
-from local_ranks import run_ranks
 
+from local_ranks import run_ranks
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import CallPlan, LaunchShape, Op, slice_bytes
+
+pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
 MAX_BYTES = 1 << 20
 COUNTS = (0, 1, 2, 3, 7, 33, 1000, 4099)

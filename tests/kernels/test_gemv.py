@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import cross
 import pytest
 import torch
+from gemv_targets import Case, products
 from hypothesis import given
 from hypothesis import strategies as st
-from matvec_targets import Case, products
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import gemv

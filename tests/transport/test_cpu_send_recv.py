@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 import torch
-from local_ranks import run_ranks
 
+from local_ranks import run_ranks
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, Op
+
+pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
 MAX_BYTES = 1 << 20
 

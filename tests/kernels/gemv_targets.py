@@ -1,4 +1,4 @@
-"""What a rank of test_matvec.py and test_skinny.py runs: products by the interpreted kernels, beside float64."""
+"""What a rank of test_gemv.py and test_skinny_gemm.py runs: products by the interpreted kernels, beside float64."""
 
 from __future__ import annotations
 

@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from local_ranks import DEAD, LocalGroup, run_ranks
 
+from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.transport.cpu.norm_rows import add_rms_norm
 from shotcast.wire import MISMATCH, QUANTIZATIONS, TIMEOUT, CallPlan, LaunchShape, Norm, Op
+
+pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = [(quantization, keeps) for quantization in QUANTIZATIONS for keeps in (True, False) if keeps or quantization]

@@ -1,4 +1,4 @@
-"""Functions that ranks of tests/collectives/test_spawn.py run. A module of its own, as ranks import it by name."""
+"""Functions that ranks of tests/launcher/test_spawn.py run. A module of its own, as ranks import it by name."""
 
 from __future__ import annotations
 

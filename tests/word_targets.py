@@ -1,4 +1,4 @@
-"""What a rank of tests/kernels/test_words.py runs: words.py under the interpreter, beside torch.
+"""What a rank of tests/device/test_words.py runs: words.py under the interpreter, beside torch.
 
 A module of its own, since Triton decides at import whether it interprets.
 """

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import word_targets as targets
 
+import word_targets as targets
 from quick_interpreter import interpret
 
 HALVES = ["float16", "bfloat16"]
