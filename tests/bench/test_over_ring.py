@@ -100,5 +100,5 @@ def test_rows_that_make_no_such_picture(drawn: list, match: str) -> None:
 
 
 def test_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no picture 'pie'; there are latency, speedup-over-ring"):
+    with pytest.raises(ConfigError, match="no picture 'pie'; there are latency, speedup-over-ring, summary"):
         plot.plot(rows(), tmp_path / "a.png", "pie")

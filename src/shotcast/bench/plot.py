@@ -1,7 +1,7 @@
 """Pictures of a benchmark.
 
 ``latency``: time against message size, and below it the speed-up over one of the lines. ``speedup-over-ring``: see
-:mod:`shotcast.bench.over_ring`.
+:mod:`shotcast.bench.over_ring`. ``summary``: see :mod:`shotcast.bench.summary_plot`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shotcast.bench.report import Row
 from shotcast.bench.tables import one
 from shotcast.errors import ConfigError
 
-KINDS = ("latency", "speedup-over-ring")
+KINDS = ("latency", "speedup-over-ring", "summary")
 
 COLORS = {
     "ring": "#7f7f7f",
@@ -83,9 +83,10 @@ def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = 
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
     check_format(path)
-    from shotcast.bench import over_ring
+    from shotcast.bench import over_ring, summary_plot
 
-    figure = over_ring.figure(timed, caption) if kind == "speedup-over-ring" else _figure(timed, caption)
+    drawers = {"latency": _figure, "speedup-over-ring": over_ring.figure, "summary": summary_plot.figure}
+    figure = drawers[kind](timed, caption)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -96,6 +96,21 @@ def library(row: Row) -> bool:
     return contenders.is_library(row.algorithm)
 
 
+FAMILIES: dict[str, Callable[[Row], bool]] = {
+    "shotcast": own_bits,
+    "NCCL": lambda row: contenders.is_nccl(row.algorithm),
+    "Gloo": lambda row: row.algorithm == "gloo",
+    "PyTorch": lambda row: contenders.is_torch(row.algorithm),
+    "our ring": lambda row: row.algorithm == "ring",
+}
+"""Contenders that a summary shows as one: the fastest of each family at each size."""
+
+
+def measured_families(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
+    """Return the families that have at least one of these rows."""
+    return {name: belongs for name, belongs in FAMILIES.items() if any(belongs(row) for row in rows)}
+
+
 # --- kinds ------------------------------------------------------------------------------------------------------------
 
 
@@ -114,14 +129,7 @@ def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
 
 
 def _summary(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
-    families: dict[str, Callable[[Row], bool]] = {
-        "shotcast": own_bits,
-        "NCCL": lambda row: contenders.is_nccl(row.algorithm),
-        "Gloo": lambda row: row.algorithm == "gloo",
-        "PyTorch": lambda row: contenders.is_torch(row.algorithm),
-        "our ring": lambda row: row.algorithm == "ring",
-    }
-    families = {name: belongs for name, belongs in families.items() if any(belongs(row) for row in rows)}
+    families = measured_families(rows)
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     for world_size in _world_sizes(rows):
         mine = [row for row in rows if row.world_size == world_size]

@@ -319,7 +319,7 @@ def _table_command(
 def _plot_command(
     picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
     json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="latency, speedup-over-ring or engine.")] = "latency",
+    kind: Annotated[str, typer.Option("--kind", help="latency, speedup-over-ring, summary or engine.")] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
     """Draw kept results; runs nothing."""

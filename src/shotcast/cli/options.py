@@ -38,7 +38,7 @@ Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls ra
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for a world size; then the ranks are ended.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write rows and environment to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
-PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency, or speedup-over-ring.")]
+PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency, speedup-over-ring or summary.")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write a table to this file (see bench table).")]
 Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row: the model's hidden size.")]
 Between = Annotated[
