@@ -27,10 +27,10 @@ from workers import (
 
 import shotcast
 from shotcast.collectives import reference
-from shotcast.collectives.placement import gpus_serve
+from shotcast.collectives.rank_device import enough_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-WORLD_SIZES = [n for n in (2, 3, 4, 8) if gpus_serve(n)]
+WORLD_SIZES = [n for n in (2, 3, 4, 8) if enough_gpus(n)]
 COUNTS = [0, 1, 2, 3, 5, 8, 63, 64, 1000, 4096, 4099, 65536, 100_003, 1 << 20, 3_000_001]
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import shotcast
-from shotcast.collectives.placement import gpus_serve
+from shotcast.collectives.rank_device import enough_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-WORLD_SIZES = [n for n in (2, 4, 8) if gpus_serve(n)]
+WORLD_SIZES = [n for n in (2, 4, 8) if enough_gpus(n)]
 
 
 class Normed(nn.Module):

@@ -11,11 +11,11 @@ from test_interpreter_fused import TROUBLE
 from workers import SIGNALS
 
 import shotcast
-from shotcast.collectives.placement import gpus_serve
+from shotcast.collectives.rank_device import enough_gpus
 from shotcast.wire import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
-WORLD_SIZES = [n for n in (2, 3, 4, 8) if gpus_serve(n)]
+WORLD_SIZES = [n for n in (2, 3, 4, 8) if enough_gpus(n)]
 DTYPES = ["float32", "float16", "bfloat16"]
 LENGTHS = [8, 64, 576, 1000, 2880, 4096, 5120, 8192]
 ROWS = [0, 1, 2, 5, 8, 33, 129]

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import shotcast
-from shotcast.collectives import placement
 from shotcast.collectives.choice.problem import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
+from shotcast.collectives.executor_factory import peer_obstacle
 from shotcast.wire import Op
 
 
 def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: {mine, other} != {0, 2})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert placement.peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
-    obstacle = placement.peer_obstacle(torch.device("cuda", 0), [0, 1, 2])
+    assert peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
+    obstacle = peer_obstacle(torch.device("cuda", 0), [0, 1, 2])
     assert obstacle == "GPU 0 has no peer access to GPU 2"
     place = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20)
     choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", place), "auto", "auto", ())
@@ -27,7 +27,7 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_ranks_on_one_gpu() -> None:
-    assert "several ranks use one GPU" in placement.peer_obstacle(torch.device("cuda", 0), [0, 0])
+    assert "several ranks use one GPU" in peer_obstacle(torch.device("cuda", 0), [0, 0])
 
 
 def nine() -> tuple[list[float], str]:

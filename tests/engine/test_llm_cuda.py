@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import shotcast
-from shotcast.collectives.placement import gpus_serve
+from shotcast.collectives.rank_device import enough_gpus
 from shotcast.engine.llm import LLM
 from shotcast.engine.requests import Progress, Request, RequestOutput, SamplingParams
 from shotcast.errors import EngineDead
@@ -25,14 +25,14 @@ VOCAB = 500
 BAD = 499
 """A token whose embedding is no number."""
 LAYOUTS = [
-    pytest.param(tensor, stages, marks=pytest.mark.skipif(not gpus_serve(tensor * stages), reason="too few GPUs"))
+    pytest.param(tensor, stages, marks=pytest.mark.skipif(not enough_gpus(tensor * stages), reason="too few GPUs"))
     for tensor, stages in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 ]
 HALF = {"bfloat16": 5e-3, "float16": 1e-3}
 """How far roundings may put tokens below the likeliest in the mean. Plain PyTorch in that dtype, over 2816 tokens of
 this model: 1.1e-3 and 1.1e-4, and for one token 0.12 and 0.04; unrelated tokens are about 1 below."""
 HALF_AT_MOST = 0.2
-TWO = pytest.mark.skipif(not gpus_serve(2), reason="needs two GPUs")
+TWO = pytest.mark.skipif(not enough_gpus(2), reason="needs two GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_windows_and_heads_of_any_kind(tmp_path: Path, window: int, heads: int, 
     )
     model = transformers.MistralForCausalLM(config).float().eval().cuda()
     model.save_pretrained(tmp_path)
-    ranks = [tensor for tensor in (1, 2) if gpus_serve(tensor)]
+    ranks = [tensor for tensor in (1, 2) if enough_gpus(tensor)]
     for tensor, dtype in itertools.product(ranks, ("float32", "bfloat16")):
         options = {"dtype": dtype, "max_model_len": 300, "max_sequences": 6, "max_batch_tokens": 120}
         with LLM(str(tmp_path), tensor_parallel=tensor, device="cuda", **options) as llm:

@@ -19,11 +19,13 @@ from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid
 from shotcast.collectives.choice.agreement import agree, find_tables
 from shotcast.collectives.choice.problem import Explanation, Topology
 from shotcast.collectives.choice.resolver import Call, Resolver
+from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.fast_path import Repeats
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
-from shotcast.collectives.placement import SETUP_TIMEOUT_S, device_of, executor_for, process_group_of
+from shotcast.collectives.rank_device import device_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.collectives.torch_ops.communicators import register
@@ -135,7 +137,7 @@ class Communicator:
             "tables (SHOTCAST_TABLE)": found.digest,
         }
         agree(self._host, settings, found.trouble)
-        self._executor, kernels, obstacle, multicast = executor_for(
+        self._executor, kernels, obstacle, multicast = build_executor(
             self._group, self._host, self.device, self.max_bytes, self._timeout_s
         )
         has = part, kernels, obstacle, multicast, self.max_bytes, self._allow_fp8

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from shotcast.collectives.placement import Executor
+from shotcast.collectives.interface import Executor
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.wire import CallPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from shotcast import wire
-from shotcast.collectives.placement import Executor
+from shotcast.collectives.interface import Executor
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
 from shotcast.wire import Fault, Header, Op
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from shotcast.collectives.placement import gpus_serve
+from shotcast.collectives.rank_device import enough_gpus
 from shotcast.engine.config import EngineConfig
 from shotcast.errors import ConfigError
 
@@ -23,7 +23,7 @@ def resolved(config: EngineConfig) -> EngineConfig:
     """
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    served = gpus_serve(needed)
+    served = enough_gpus(needed)
     if config.device == "cuda":
         if not there:
             raise ConfigError("device is cuda, but PyTorch finds no usable GPU")

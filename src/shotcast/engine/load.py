@@ -13,7 +13,7 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
-from shotcast.collectives.placement import gpu_of, ranks_here
+from shotcast.collectives.rank_device import gpu_of, local_world_size
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.runner import Runner
 from shotcast.engine.steps import bucket_sizes, token_sizes
@@ -181,7 +181,7 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
     """Raises ConfigError, before anything is read, if the weights do not fit, or a cache of ``kv_cache_bytes``."""
-    sharers = config.ranks if config.device == "cpu" else -(-ranks_here() // torch.cuda.device_count())
+    sharers = config.ranks if config.device == "cpu" else -(-local_world_size() // torch.cuda.device_count())
     free = available_bytes(_device_of(config)) // sharers
     available = int(free * config.memory_fraction)
     layout = config.tensor_parallel, config.pipeline_parallel

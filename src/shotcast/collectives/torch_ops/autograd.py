@@ -7,14 +7,12 @@ a name. The operators' would serve eager calls as well, at three times the cost 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from shotcast.collectives.interface import Collectives
 from shotcast.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from shotcast.collectives.communicator import Communicator
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -25,7 +23,7 @@ class AllReduce(torch.autograd.Function):
     """y_i = sum_r x_r, so dx_i = sum_r dy_r."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, algorithm: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str) -> torch.Tensor:
         ctx.comm, ctx.algorithm = comm, algorithm
         return comm.all_reduce(x.detach(), algorithm=algorithm)
 
@@ -47,7 +45,7 @@ class ReduceScatter(torch.autograd.Function):
     """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1})."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, algorithm: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str) -> torch.Tensor:
         ctx.comm, ctx.algorithm = comm, algorithm
         return comm.reduce_scatter(x.detach(), algorithm=algorithm)
 
@@ -74,7 +72,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, comm: Communicator, sizes: tuple[int, ...] | None, algorithm: str
+        ctx: Any, x: torch.Tensor, comm: Collectives, sizes: tuple[int, ...] | None, algorithm: str
     ) -> torch.Tensor:
         ctx.comm, ctx.algorithm, ctx.sizes = comm, algorithm, sizes
         return comm.all_gather(x.detach(), sizes=sizes, algorithm=algorithm)
@@ -110,7 +108,7 @@ class AllToAll(torch.autograd.Function):
     """y_i = (x_0[i], ..., x_{N-1}[i]), so dx_i = (dy_0[i], ..., dy_{N-1}[i])."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, algorithm: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str) -> torch.Tensor:
         ctx.comm, ctx.algorithm = comm, algorithm
         return comm.all_to_all(x.detach(), algorithm=algorithm)
 
@@ -142,7 +140,7 @@ def _mine(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.Tenso
     return total[start : start + sizes[rank]].clone()
 
 
-def where_legal(comm: Communicator, x: torch.Tensor, algorithm: str) -> str:
+def where_legal(comm: Collectives, x: torch.Tensor, algorithm: str) -> str:
     """``algorithm`` for a reduce_scatter, or ``auto``: what gathers a dtype need not add it up."""
     return algorithm if algorithm in comm.candidates(x, "reduce_scatter") else "auto"
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
+from shotcast.collectives.interface import Collectives
 from shotcast.errors import ConfigError
 
-if TYPE_CHECKING:
-    from shotcast.collectives.communicator import Communicator
-
-_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+_communicators: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
 
 
-def register(comm: Communicator) -> None:
+def register(comm: Collectives) -> None:
     """Make ``comm`` known by its name, as long as it lives."""
     _communicators[comm.name] = comm
 
 
-def named(name: str) -> Communicator:
+def named(name: str) -> Collectives:
     """The communicator called ``name``. Raises ConfigError if this process has none."""
     comm = _communicators.get(name)
     if comm is None:

@@ -13,18 +13,16 @@ swaps them as sizes suggest, and sizes may differ between ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shotcast.collectives.arguments import output, rows_per_rank
+from shotcast.collectives.interface import Collectives
 from shotcast.collectives.norm_operands import Fp8Normed, norm_rows
 from shotcast.collectives.torch_ops import autograd, inductor
 from shotcast.collectives.torch_ops.communicators import named
 from shotcast.errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    from shotcast.collectives.communicator import Communicator
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """As Fp8Normed. An operator gives all four: empty ones for a scale that was given and for a norm not asked for."""
@@ -264,7 +262,7 @@ def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce(
-    comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
+    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
 ) -> torch.Tensor:
     """:meth:`Communicator.all_reduce` by its operator."""
     if out is None and reduction == "sum":
@@ -276,7 +274,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
+    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
 ) -> torch.Tensor:
     """:meth:`Communicator.reduce_scatter` by its operator."""
     rows = rows_per_rank(x, comm.world_size, "reduce_scatter")
@@ -289,7 +287,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, sizes: Sequence[int] | None, algorithm: str
+    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, sizes: Sequence[int] | None, algorithm: str
 ) -> torch.Tensor:
     """:meth:`Communicator.all_gather` by its operators; ``x`` has a dimension, and ``sizes`` were checked."""
     source = x
@@ -303,7 +301,7 @@ def all_gather(
     return result if out is None else _written(out, result)
 
 
-def all_to_all(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
+def all_to_all(comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
     """:meth:`Communicator.all_to_all` by its operator."""
     if out is None:
         return torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
@@ -311,30 +309,30 @@ def all_to_all(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, al
     return _written(out, torch.ops.shotcast.all_to_all(x.detach(), comm.name, algorithm))
 
 
-def broadcast(comm: Communicator, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
+def broadcast(comm: Collectives, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
     """:meth:`Communicator.broadcast` by its operator."""
     with torch.no_grad():
         return _written(x, torch.ops.shotcast.broadcast(x.detach(), comm.name, root, algorithm))
 
 
-def send(comm: Communicator, x: torch.Tensor, dst: int) -> None:
+def send(comm: Collectives, x: torch.Tensor, dst: int) -> None:
     """:meth:`Communicator.send` by its operator."""
     torch.ops.shotcast.send(x.detach(), comm.name, dst)
 
 
-def recv(comm: Communicator, x: torch.Tensor, src: int) -> torch.Tensor:
+def recv(comm: Collectives, x: torch.Tensor, src: int) -> torch.Tensor:
     """:meth:`Communicator.recv` by its operator."""
     with torch.no_grad():
         return _written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
 
 
-def barrier(comm: Communicator) -> None:
+def barrier(comm: Collectives) -> None:
     """:meth:`Communicator.barrier` by its operator."""
     torch.ops.shotcast.barrier(comm.name)
 
 
 def all_reduce_rms_norm(
-    comm: Communicator,
+    comm: Collectives,
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
@@ -350,7 +348,7 @@ def all_reduce_rms_norm(
 
 
 def all_reduce_rms_norm_fp8(
-    comm: Communicator,
+    comm: Collectives,
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
@@ -368,7 +366,7 @@ def all_reduce_rms_norm_fp8(
 
 
 def reduce_scatter_rms_norm(
-    comm: Communicator,
+    comm: Collectives,
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
@@ -386,7 +384,7 @@ def reduce_scatter_rms_norm(
 
 
 def reduce_scatter_rms_norm_fp8(
-    comm: Communicator,
+    comm: Collectives,
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,

@@ -1,0 +1,103 @@
+"""Build the executor of a communicator, or say why own kernels cannot run between its ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shotcast import env, wire
+from shotcast.collectives.interface import Executor
+from shotcast.memory.host_group import StoreGroup
+
+logger = logging.getLogger(__name__)
+
+
+class BuiltExecutor(NamedTuple):
+    """An executor, or None and the reason.
+
+    Attributes:
+        executor: runs own kernels; None where the vendor library serves all calls.
+        kernels: ``triton``, ``interpreter`` or ``compiled``; empty without an executor.
+        obstacle: why there is no executor; empty with one.
+        multicast: the memory of every rank has a multicast address.
+    """
+
+    executor: Executor | None
+    kernels: str
+    obstacle: str
+    multicast: bool
+
+
+def build_executor(
+    group: dist.ProcessGroup, host: StoreGroup, device: torch.device, max_bytes: int, timeout_s: float
+) -> BuiltExecutor:
+    """Allocate the workspace and the executor of a communicator. Collective; all ranks get the same kind."""
+    if host.world_size > wire.MAX_WORLD_SIZE:
+        too_many = f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}"
+        return BuiltExecutor(None, "", too_many, False)
+    machine = (os.uname().nodename, boot_id())
+    locations = host.all_gather((machine, device.index), what="construction")
+    if any(location[0] != machine for location in locations):
+        return BuiltExecutor(None, "", "the ranks are on several hosts, and own kernels share memory of one", False)
+    if device.type == "cpu":
+        if env.cpu_kernels() == "compiled":
+            from shotcast.transport.cpu.executor import CpuExecutor
+
+            return BuiltExecutor(CpuExecutor(host, max_bytes, timeout_s), "compiled", "", False)
+        from shotcast.memory.shm import ShmBuffer
+        from shotcast.transport.triton.executor import TritonExecutor
+        from shotcast.transport.triton.layout import Layout
+
+        shared = ShmBuffer(host, Layout.of(max_bytes).nbytes)
+        return BuiltExecutor(
+            TritonExecutor(shared, host, max_bytes, timeout_s, device),
+            "interpreter",
+            "",
+            bool(shared.multicast_address),
+        )
+    indices = [location[1] for location in locations]
+    obstacle = peer_obstacle(device, indices)
+    for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
+        if text:
+            logger.warning("rank %d: %s; the vendor library serves all calls", rank, text)
+            return BuiltExecutor(None, "", f"rank {rank}: {text}", False)
+    from shotcast.memory.cuda import CudaBuffer
+    from shotcast.transport.triton.executor import TritonExecutor
+    from shotcast.transport.triton.layout import Layout
+
+    overlapping = len(set(indices)) < len(indices)
+    buffer = CudaBuffer(group, Layout.of(max_bytes).nbytes, device, host.order, overlapping)
+    # a choice depends on it, and SHOTCAST_MULTICAST may differ between ranks
+    multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
+    return BuiltExecutor(TritonExecutor(buffer, host, max_bytes, timeout_s, device), "triton", "", multicast)
+
+
+def boot_id() -> str:
+    """Return the id of the running kernel, which differs between hosts of one name but not between their containers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def peer_obstacle(device: torch.device, indices: Sequence[int]) -> str:
+    """Return why own kernels cannot run between these GPUs of one host; empty if they can."""
+    if len(set(indices)) != len(indices) and not env.share_gpus():
+        return f"several ranks use one GPU (indices {list(indices)}), which SHOTCAST_SHARE_GPUS=1 would allow"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"kernels need compute capability 8.0, as Triton does, and GPU {device.index} has {major}.{minor}"
+    for index in indices:
+        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
+            return f"GPU {device.index} has no peer access to GPU {index}"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton is not installed ({error})"
+    return ""

@@ -1,0 +1,107 @@
+"""Interfaces between the parts of a communicator, so that none of them imports the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shotcast.collectives.norm_operands import Fp8Normed
+from shotcast.memory.operands import NormTensors
+from shotcast.wire import CallPlan, Fault
+
+
+class Collectives(Protocol):
+    """The calls of a :class:`~shotcast.collectives.communicator.Communicator` that operators and derivatives make."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def candidates(self, x: torch.Tensor, op: str = "all_reduce") -> list[str]: ...
+    def all_reduce(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", reduction: str = "sum"
+    ) -> torch.Tensor: ...
+    def reduce_scatter(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", reduction: str = "sum"
+    ) -> torch.Tensor: ...
+    def all_gather(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        algorithm: str = "auto",
+    ) -> torch.Tensor: ...
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto") -> torch.Tensor: ...
+    def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor: ...
+    def send(self, x: torch.Tensor, dst: int) -> None: ...
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor: ...
+    def barrier(self) -> None: ...
+    def all_reduce_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def all_reduce_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed: ...
+    def reduce_scatter_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def reduce_scatter_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed: ...
+
+
+class Executor(Protocol):
+    """Runs call plans: :class:`shotcast.transport.triton.executor.TritonExecutor` or the CPU's ``CpuExecutor``."""
+
+    def run(
+        self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None
+    ) -> None: ...
+    def whole(self, plan: CallPlan, aligned: bool) -> Callable[[int, Sequence[Any]], None] | None: ...
+    def prepare(self, plan: CallPlan) -> bool: ...
+    def form(self, plan: CallPlan) -> str: ...
+    def waiting(self, nbytes: int) -> int: ...
+    def fault(self) -> Fault | None: ...
+    def headers(self, epoch: int) -> list[int | None]: ...
+    @property
+    def epoch(self) -> int: ...
+    def set_epoch(self, epoch: int, /) -> None: ...
+    def set_timeout(self, timeout_s: float, /) -> None: ...
+    def drain(self) -> None: ...
+    def clear(self, epoch: int) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,54 @@
+"""The device of a rank: the one that was asked for, or the GPU that its number on this machine gives it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shotcast import env
+from shotcast.errors import ConfigError
+
+
+def device_of(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for; for None a GPU if every rank of the machine can have one, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    job = env.job()
+    if device is None:
+        device = "cuda" if enough_gpus(local_world_size()) else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is cpu or cuda, not {device!r}") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is cpu or cuda, not {chosen}")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {chosen} was asked for, and PyTorch {torch.__version__} sees no GPU")
+    index: int | None = chosen.index
+    if index is None:
+        index = gpu_of(job.local_rank) if job and "LOCAL_RANK" in os.environ else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device cuda:{index} was asked for; there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
+def enough_gpus(ranks: int) -> bool:
+    """Return whether this machine has a GPU for each of ``ranks`` ranks, or one where they may share."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count >= (1 if env.share_gpus() else ranks)
+
+
+def gpu_of(local_rank: int) -> int:
+    """Return the index of the GPU that a rank takes unless it names one."""
+    return local_rank % torch.cuda.device_count() if env.share_gpus() else local_rank
+
+
+def local_world_size() -> int:
+    """Return how many ranks of the job run on this machine."""
+    job = env.job()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
