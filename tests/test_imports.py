@@ -1,8 +1,9 @@
-"""Imports point down, heavy libraries come late, and importing does nothing else."""
+"""Imports point down and in no circle, heavy libraries come late, and importing does nothing else."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import textwrap
@@ -85,6 +86,38 @@ def violations(root: Path) -> list[str]:
     return wrong
 
 
+def circles(root: Path) -> list[str]:
+    """Return each circle of modules that import each other, as the modules in it.
+
+    Every import counts: at the top of a module, under ``TYPE_CHECKING`` and inside a function. An import of a name
+    counts as one of the module that the name is, or else of the module that defines it; the package root is left out,
+    as it is above everything.
+    """
+    modules = {}
+    for file in root.rglob("*.py"):
+        parts = file.relative_to(root).with_suffix("").parts
+        if parts[0] not in ROOT_MODULES:
+            modules[".".join(("shotcast", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = file
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for module, file in modules.items():
+        path = f"{module}.__init__" if file.name == "__init__.py" else module
+        for _, name in imported(ast.parse(file.read_text()), path):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                graph[module].add(name)
+    found = []
+    while True:
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            importers = list(reversed(error.args[1]))
+            found.append(" -> ".join(importers))
+            graph = {module: names - set(importers) for module, names in graph.items() if module not in importers}
+        else:
+            return sorted(found)
+
+
 def test_imports_point_down() -> None:
     assert violations(SOURCE) == []
 
@@ -126,6 +159,60 @@ def test_downward_imports_are_not_violations(tmp_path: Path) -> None:
         "from shotcast import env, __version__\nfrom shotcast.memory.shm import x\nfrom . import b\nimport torch\n"
     )
     assert violations(tmp_path) == []
+
+
+def test_there_is_no_circle() -> None:
+    assert circles(SOURCE) == []
+
+
+A_IMPORTS_B = "from shotcast.bench.b import x"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"bench/a.py": A_IMPORTS_B, "bench/b.py": "from shotcast.bench import a"},
+        {"bench/a.py": A_IMPORTS_B, "bench/b.py": "import shotcast.bench.a as a"},
+        {"bench/a.py": A_IMPORTS_B, "bench/b.py": "from . import a"},
+        {"bench/a.py": A_IMPORTS_B, "bench/b.py": "def f():\n    from shotcast.bench.a import y"},
+        {
+            "bench/a.py": A_IMPORTS_B,
+            "bench/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shotcast.bench.a import y",
+        },
+        {"bench/a.py": A_IMPORTS_B, "bench/b.py": "import importlib\nimportlib.import_module('shotcast.bench.a')"},
+        {"bench/a.py": A_IMPORTS_B, "bench/b.py": "from shotcast.cli import c", "cli/c.py": "import shotcast.bench.a"},
+        {"cli/__init__.py": "from shotcast.cli.c import x", "cli/c.py": "from shotcast.cli import y"},
+        {"cli/__init__.py": "from .c import x", "cli/c.py": "import shotcast.cli"},
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path: Path, files: dict[str, str]) -> None:
+    (tmp_path / "units.py").write_text("import re")
+    files |= {"bench/before.py": "from shotcast.bench import a", "bench/after.py": "import os"}
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"from shotcast import units\nfrom shotcast.bench import after\n{code}\n")
+    (tmp_path / "bench" / "after.py").write_text("from shotcast import units\n")
+    found = circles(tmp_path)
+    assert len(found) == 1
+    assert not any(name in found[0] for name in ("before", "after", "units"))
+
+
+def test_two_circles_are_both_found(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")):
+        (tmp_path / f"{name}.py").write_text(f"from shotcast import {other}\n")
+    assert [set(circle.split(" -> ")) for circle in circles(tmp_path)] == [
+        {"shotcast.a", "shotcast.b"},
+        {"shotcast.c", "shotcast.d"},
+    ]
+
+
+def test_what_imports_one_module_by_two_ways_is_no_circle(tmp_path: Path) -> None:
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "__init__.py").write_text("from shotcast.cli import a, b\n")
+    (tmp_path / "cli" / "a.py").write_text("from shotcast import __version__\nfrom shotcast.cli import b\n")
+    (tmp_path / "cli" / "b.py").write_text("from shotcast.cli.c import x\n")
+    (tmp_path / "cli" / "c.py").write_text("import os\n")
+    assert circles(tmp_path) == []
 
 
 def run(code: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.bench.cases import FP8_TRANSPORT, Case, Place, case
+from shotcast.bench.cases import FP8_TRANSPORT, Case, Place
 
 
 def place(dtype: torch.dtype = torch.bfloat16, world_size: int = 4, rank: int = 1) -> Place:
@@ -66,7 +66,7 @@ def test_fp8_transport_has_a_bound_of_its_own_which_it_keeps() -> None:
 
 
 def test_work_is_undone() -> None:
-    made = case(place(), "all_reduce", 64, 0, seed=3)
+    made = Case(place(), "all_reduce", 64, seed=3)
     kept = made.x.clone()
     made.x.fill_(7.0)
     made.restore()

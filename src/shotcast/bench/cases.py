@@ -44,15 +44,6 @@ class Place:
         return values.uniform_(-1.0, 1.0, generator=generator).to(self.dtype)
 
 
-def case(place: Place, op: str, nbytes: int, hidden: int, seed: int) -> Case:
-    """The case of an operation; ``nbytes`` of its whole tensor, rows of ``hidden`` elements where it works by rows."""
-    if op in contenders.FUSED_OPS:
-        from shotcast.bench.fused_case import FusedCase
-
-        return FusedCase(place, nbytes, hidden, seed)
-    return Case(place, op, nbytes, seed)
-
-
 class Case:
     """all_reduce, reduce_scatter or all_gather.
 

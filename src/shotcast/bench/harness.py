@@ -38,7 +38,8 @@ import torch.distributed as dist
 from shotcast import env
 from shotcast.bench import baselines, contenders, timers
 from shotcast.bench.baselines import Call
-from shotcast.bench.cases import Case, Place, Reference, case
+from shotcast.bench.cases import Case, Place, Reference
+from shotcast.bench.fused_case import FusedCase
 from shotcast.bench.plan import MIN_CALLS, BenchPlan
 from shotcast.bench.report import MEASURES, Row
 from shotcast.bench.work import Gemm
@@ -210,7 +211,9 @@ class _Rank:
                 )
 
     def _case(self, nbytes: int, seed: int) -> Case:
-        return case(self.place, self.plan.op, nbytes, self.plan.hidden, seed)
+        if self.plan.op in contenders.FUSED_OPS:
+            return FusedCase(self.place, nbytes, self.plan.hidden, seed)
+        return Case(self.place, self.plan.op, nbytes, seed)
 
     def _work(self, nbytes: int) -> Gemm | None:
         plan, place = self.plan, self.place
