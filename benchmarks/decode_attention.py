@@ -23,7 +23,7 @@ from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.device.triton.intrinsics import processors
+from shotcast.device.triton.intrinsics import num_sms
 from shotcast.kernels.triton.paged_attention import Decoding
 
 BLOCK = 16
@@ -59,9 +59,9 @@ class Step:
         self.x = normal(sequences, (heads + 2 * kv_heads) * HEAD_DIM)
         self.cosines = torch.ones(length, HEAD_DIM // 2, device="cuda")
         self.sines = torch.zeros_like(self.cosines)  # so that the library needs no rotation
-        kv_of = tuple(head // (heads // kv_heads) for head in range(heads))
+        kv_head_of = tuple(head // (heads // kv_heads) for head in range(heads))
         device = self.x.device
-        self.decoding = Decoding(heads, HEAD_DIM, kv_of, sequences, processors(device), device)
+        self.decoding = Decoding(heads, HEAD_DIM, kv_head_of, sequences, num_sms(device), device)
         self.out = torch.empty(sequences, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 
     def own(self, layer: int) -> torch.Tensor:

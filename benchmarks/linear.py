@@ -27,7 +27,7 @@ from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.device.triton.intrinsics import processors, shared_memory
+from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
 from shotcast.kernels.triton.gemv import Stream
 from shotcast.kernels.triton.skinny_gemm import Tiles
@@ -140,7 +140,7 @@ def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[Stream | T
     if rows <= gemv.MOST_ROWS:
         return list(gemv.candidates(item))
     device = torch.device("cuda", 0)
-    return list(skinny_gemm.candidates(outputs, inputs, item, rows, processors(device), shared_memory(device)))
+    return list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms(device), shared_memory_per_sm(device)))
 
 
 def compile_one(rows: int, fp8: bool, gated: bool, launch: Stream | Tiles) -> None:

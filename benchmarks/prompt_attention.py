@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
 
-from shotcast.device.triton.intrinsics import processors
+from shotcast.device.triton.intrinsics import num_sms
 from shotcast.engine import steps
 from shotcast.kernels.triton import prompt_attention
 
@@ -59,7 +59,7 @@ def measure(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, An
     nothing = np.zeros(0, np.int32)
     places = steps.Places(np.zeros(tokens, np.int32), nothing, nothing, rows, before, new, firsts, nothing.astype(bool))
     device = queries.device
-    most = prompt_attention.tile_tokens(tokens, group, kv_heads, head_dim, queries.dtype, processors(device))
+    most = prompt_attention.tile_tokens(tokens, group, kv_heads, head_dim, queries.dtype, num_sms(device))
     tiles = torch.from_numpy(steps.tiles(places, most)).cuda()
     first_heads = torch.arange(0, heads + 1, group, dtype=torch.int32, device="cuda")
     out = torch.empty_like(queries)

@@ -120,5 +120,5 @@ def _yield_cores() -> None:
     from shotcast.transport.triton import send_recv, sync, two_shot_fp8
 
     for module in (send_recv, sync, two_shot_fp8):
-        module.relax = lambda: time.sleep(_PAUSE_S)
+        module.yield_core = lambda: time.sleep(_PAUSE_S)
         module.POLLS_PER_LOOK = tl.constexpr(_POLLS_PER_LOOK)

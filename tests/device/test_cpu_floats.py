@@ -25,7 +25,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
-def add_up(arithmetic: Arithmetic, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
+def call_arithmetic(arithmetic: Arithmetic, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
     function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(arithmetic.address())
     sources = array("q", [x.data_ptr() for x in inputs])
     function(out.data_ptr(), sources.buffer_info()[0], len(inputs), out.numel())
@@ -34,7 +34,7 @@ def add_up(arithmetic: Arithmetic, inputs: list[torch.Tensor], out: torch.Tensor
 def check(kind: str, inputs: list[torch.Tensor]) -> None:
     dtype, arithmetic = KINDS[kind]
     out = torch.empty_like(inputs[0])
-    add_up(arithmetic, inputs, out)
+    call_arithmetic(arithmetic, inputs, out)
     total = torch.zeros(inputs[0].shape)
     for x in inputs:
         total = total + x.float()
@@ -90,7 +90,7 @@ def test_lengths_in_place_and_unaligned(kind):
             inputs = [torch.randn(count + offset + 1).to(dtype)[offset:] for _ in range(3)]
             expected = (inputs[0].float() + inputs[1].float() + inputs[2].float()).to(dtype)
             guard = inputs[1][count].item()
-            add_up(arithmetic, inputs, inputs[1][:count])
+            call_arithmetic(arithmetic, inputs, inputs[1][:count])
             assert torch.equal(bits(inputs[1][:count]), bits(expected[:count]))
             assert inputs[1][count].item() == guard
 
@@ -103,7 +103,7 @@ def test_without_a_place_for_the_cache_it_still_compiles(monkeypatch):
     arithmetic = Arithmetic(floats._sum_bfloat16)
     assert not arithmetic.ready()
     x = torch.ones(5, dtype=torch.bfloat16)
-    add_up(arithmetic, [x, x], x)
+    call_arithmetic(arithmetic, [x, x], x)
     assert arithmetic.ready()
     assert x.tolist() == [2.0] * 5
 

@@ -17,8 +17,8 @@ from shotcast.engine.prompt_graphs import StaticPrompts
 from shotcast.engine.requests import Progress, Request
 from shotcast.engine.runner import Drawing, Drawn, Runner
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
-from shotcast.layers.clock import Clock, DeviceClock, HostClock
 from shotcast.layers.parallel import Parallel
+from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
 from shotcast.layers.weights import Weights
 from shotcast.models.llama import Llama
 from shotcast.models.source import open_checkpoint
@@ -53,8 +53,8 @@ def answered(
         if stages > 1:
             comm = stack.enter_context(job.split(job.rank // (job.world_size // stages)))
         weights = Weights(checkpoint, torch.float32, comm.device)
-        clock: Clock = DeviceClock(comm.device) if device == "cuda" else HostClock()
-        model = Llama(checkpoint.config, weights, Parallel(comm, job, stages, clock=clock), LIMIT, sequences)
+        timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
+        model = Llama(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
         runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
         assert runner.lookahead >= lookahead

@@ -27,7 +27,7 @@ from shotcast.engine.state import State
 from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
 from shotcast.kernels.triton.step_inputs import FIELDS
 from shotcast.layers.batch import Logits
-from shotcast.layers.clock import HostClock
+from shotcast.layers.step_timer import HostStepTimer
 
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
@@ -86,7 +86,7 @@ class FixedModel:
     """Its next token is 3, whatever came before."""
 
     config = SimpleNamespace(vocab=5)
-    parallel = SimpleNamespace(clock=HostClock(), last=True)
+    parallel = SimpleNamespace(timer=HostStepTimer(), last=True)
 
     def caches(self, blocks: int, block_size: int) -> list[Any]:
         return [SimpleNamespace(keys=torch.empty(blocks, block_size), block_size=block_size)]
@@ -266,7 +266,7 @@ def test_a_step_is_packed_with_padding_that_is_nobodys() -> None:
 
 def test_what_was_not_captured_is_not_replayed() -> None:
     """It would be computed on what memory holds by then, the step before."""
-    graphs = Graphs(torch.device("cpu"), HostClock())
+    graphs = Graphs(torch.device("cpu"), HostStepTimer())
     calls: list[int] = []
     graphs.ready("step", lambda: calls.append(1))
     graphs.made("step")()
@@ -285,7 +285,7 @@ def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
         parallel=SimpleNamespace(last=True),
     )
     state = State(model, [], tables, drawn, None)
-    made = StaticPrompts(state, (512, 513), (64,), Graphs(torch.device("cpu"), HostClock()))
+    made = StaticPrompts(state, (512, 513), (64,), Graphs(torch.device("cpu"), HostStepTimer()))
     before = {size: layout.filled.start for size, layout in made._layouts.items()}
     assert before[512] > before[513]
     assert made._packed.numel() >= before[512] + 2 * tables.numel()

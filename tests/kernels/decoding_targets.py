@@ -7,7 +7,7 @@ import time
 import torch
 
 from shotcast.kernels.triton import embedding, logits, step_inputs
-from shotcast.kernels.triton.timestamps import Stamps
+from shotcast.kernels.triton.timestamps import SpanTimers
 
 
 def unpacked(
@@ -52,7 +52,7 @@ def embedded(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Te
 
 def stamped(spans: int, pause_s: float) -> tuple[torch.Tensor, float]:
     """Totals of two clocks, the second stopped in the middle of each span of the first; and what it took."""
-    stamps = Stamps(2, torch.device("cpu"))
+    stamps = SpanTimers(2, torch.device("cpu"))
     started = time.monotonic()
     for _ in range(spans):
         stamps.begin(0)

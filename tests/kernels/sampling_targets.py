@@ -41,11 +41,11 @@ def draw(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> list[i
     return told[:, 0].tolist()
 
 
-def divide(vocab: int, tile: int, capacity: int, processors: int) -> None:
+def divide(vocab: int, tile: int, capacity: int, num_sms: int) -> None:
     """How rows are divided among programs, and how many elements a list holds; four blocks are a row at least."""
     sampling.TILE, sampling.CAPACITY = tile, capacity
     sampling.BLOCK = 1 << max(0, (vocab // 4).bit_length() - 1)
-    sampling.processors = lambda device: processors
+    sampling.num_sms = lambda device: num_sms
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
     rows: tuple[Row, ...]
     tile: int
     capacity: int
-    processors: int
+    num_sms: int
 
     def logits(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed + step)
@@ -113,8 +113,8 @@ def cases(draw: st.DrawFn, vocabs: Sequence[int]) -> Case:
     tile = draw(st.sampled_from([tile for tile in (16, 64, 1024) if vocab <= 20 * tile]))
     some = tuple(draw(st.lists(rows(vocab), min_size=1, max_size=4)))
     kind, seed = draw(st.sampled_from(KINDS)), draw(st.integers(0, 99))
-    capacity, processors = draw(st.sampled_from([4, 64, 8192])), draw(st.integers(1, 4))
-    return Case(vocab, kind, seed, some, tile, capacity, processors)
+    capacity, num_sms = draw(st.sampled_from([4, 64, 8192])), draw(st.integers(1, 4))
+    return Case(vocab, kind, seed, some, tile, capacity, num_sms)
 
 
 def samplers(case: Case, nudge: float = 0.0) -> tuple[Sampler, Sampler]:
@@ -155,7 +155,7 @@ def compare(case: Case) -> tuple[int, int]:
     Raises:
         AssertionError: one differs for none.
     """
-    divide(case.vocab, case.tile, case.capacity, case.processors)
+    divide(case.vocab, case.tile, case.capacity, case.num_sms)
     slots = [slot_of(place) for place in range(len(case.rows))]
     plain, kernels = samplers(case)
     outputs = [row.output for row in case.rows]
@@ -203,8 +203,8 @@ def alone_and_together(vocab: int) -> list[tuple[list[int], list[int]]]:
     )
     x = (torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(0)) * 2).bfloat16().float()
     found = []
-    for tile, capacity, processors in ((64, 8192, 1), (128, 16, 3), (1024, 64, 2)):
-        divide(vocab, tile, capacity, processors)
+    for tile, capacity, num_sms in ((64, 8192, 1), (128, 16, 3), (1024, 64, 2)):
+        divide(vocab, tile, capacity, num_sms)
         slots = list(range(len(kinds)))[::-1]
         crowd = Sampler(len(kinds), vocab, "cpu", 5, kernels=True)
         for slot, params in zip(slots, kinds, strict=True):

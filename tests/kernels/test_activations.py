@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from activation_targets import both, edges
+from activations_targets import both, edges
 
 import cross
 from quick_interpreter import interpret

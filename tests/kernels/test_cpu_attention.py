@@ -17,7 +17,7 @@ from shotcast.kernels.cpu.attention import decode, rotate_into_cache
 @settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-    kv_of=st.sampled_from([(0,), (0, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 3)]),
+    kv_head_of=st.sampled_from([(0,), (0, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 3)]),
     head_dim=st.sampled_from([2, 8, 64, 96]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([0, 1, 7]),
@@ -26,7 +26,7 @@ from shotcast.kernels.cpu.attention import decode, rotate_into_cache
 def test_decode(
     threads: int,
     lengths: list[int],
-    kv_of: tuple[int, ...],
+    kv_head_of: tuple[int, ...],
     head_dim: int,
     block_size: int,
     window: int,
@@ -35,14 +35,14 @@ def test_decode(
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-length // block_size) for length in lengths]
     blocks = torch.randperm(sum(blocks_of) + 3, generator=generator)
-    kv_heads = max(kv_of) + 1
+    kv_heads = max(kv_head_of) + 1
     keys, values = (torch.randn(len(blocks) * block_size, kv_heads, head_dim, generator=generator) for _ in range(2))
     tables = torch.zeros(len(lengths), max(blocks_of), dtype=torch.int32)
     taken = 0
     for sequence, count in enumerate(blocks_of):
         tables[sequence, :count] = blocks[taken : taken + count]
         taken += count
-    queries = torch.randn(len(lengths), len(kv_of), head_dim, generator=generator)
+    queries = torch.randn(len(lengths), len(kv_head_of), head_dim, generator=generator)
     out = torch.full_like(queries, float("nan"))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -55,7 +55,7 @@ def test_decode(
             torch.cat((torch.full_like(tables[:1], 1 << 20), tables.flip(0))),
             torch.arange(len(lengths), 0, -1),
             torch.tensor(lengths, dtype=torch.int32),
-            torch.tensor(kv_of),
+            torch.tensor(kv_head_of),
             block_size,
             window,
             out,
@@ -66,7 +66,7 @@ def test_decode(
     for sequence, length in enumerate(lengths):
         seen = torch.arange(max(0, length - window) if window else 0, length)
         slots = tables[sequence].long()[seen // block_size] * block_size + seen % block_size
-        for head, kv in enumerate(kv_of):
+        for head, kv in enumerate(kv_head_of):
             scores = keys[slots, kv].double() @ queries[sequence, head].double() / math.sqrt(head_dim)
             wanted = scores.softmax(0) @ values[slots, kv].double()
             torch.testing.assert_close(out[sequence, head].double(), wanted, rtol=1e-4, atol=1e-5)

@@ -45,10 +45,10 @@ def test_as_exact_as_float32_sums() -> None:
 
 
 @given(st.integers(1, 40_000), st.sampled_from([16, 1024, 4096, 8192]), st.sampled_from([1, 2]), st.integers(1, 200))
-def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: int, item: int, processors: int) -> None:
-    stream = gemv.choose(outputs, inputs, item, processors)
-    assert stream.tile == 1 or -(-outputs // stream.tile) >= 2 * processors
-    assert stream.tile == 4 or -(-outputs // (2 * stream.tile)) < 2 * processors
+def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: int, item: int, num_sms: int) -> None:
+    stream = gemv.choose(outputs, inputs, item, num_sms)
+    assert stream.tile == 1 or -(-outputs // stream.tile) >= 2 * num_sms
+    assert stream.tile == 4 or -(-outputs // (2 * stream.tile)) < 2 * num_sms
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from gemv_targets import SkinnyCase, excess, operands, skinny_excess
 
-from shotcast.device.triton.intrinsics import processors, shared_memory
+from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
@@ -53,7 +53,7 @@ def test_skinny_products(rows: int, dtype: str) -> None:
 @pytest.mark.parametrize("rows", [4, 16, 64])
 def test_every_skinny_launch_that_is_measured(rows: int, dtype: str) -> None:
     device = torch.device("cuda", 0)
-    of = 4096, 1 if dtype == "float8" else 2, rows, processors(device), shared_memory(device)
+    of = 4096, 1 if dtype == "float8" else 2, rows, num_sms(device), shared_memory_per_sm(device)
     for tiles in skinny_gemm.candidates(1536, *of):
         assert skinny_off((rows, 4096, 1536, dtype, True, True, tiles)) <= 1, tiles
 

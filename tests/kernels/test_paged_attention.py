@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_targets import both_ways
+from paged_attention_targets import both_ways
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
@@ -31,7 +31,7 @@ from shotcast.kernels.triton.rope import rotate_kernel
 
 
 @pytest.mark.parametrize(
-    ("kv_of", "head_dim", "block_size", "window", "dtype", "normed", "processors", "close"),
+    ("kv_head_of", "head_dim", "block_size", "window", "dtype", "normed", "num_sms", "close"),
     [
         ((0, 0, 0, 1, 1), 64, 16, 0, "float32", True, 8, 1e-5),
         ((0, 1), 24, 4, 7, "float32", False, 100, 1e-5),
@@ -40,17 +40,17 @@ from shotcast.kernels.triton.rope import rotate_kernel
     ],
 )
 def test_kernels_do_what_the_host_does(
-    kv_of: tuple[int, ...],
+    kv_head_of: tuple[int, ...],
     head_dim: int,
     block_size: int,
     window: int,
     dtype: str,
     normed: bool,
-    processors: int,
+    num_sms: int,
     close: float,
 ) -> None:
     """In 2 or 4 parts; in many, most without tokens; in one, which needs no join. Heads are turned in one or two."""
-    case = kv_of, head_dim, block_size, window, dtype, normed, processors
+    case = kv_head_of, head_dim, block_size, window, dtype, normed, num_sms
     (worst,) = interpret(both_ways, 1, *case)
     assert worst < close
 
@@ -200,13 +200,13 @@ def test_attention_of_few_sequences_leaves_the_cache_to_products(
 
     monkeypatch.setattr(paged_attention, "decode_kernel", Launched())
     monkeypatch.setattr(paged_attention, "join_kernel", Launched())
-    monkeypatch.setattr(paged_attention, "shared_memory", lambda device: 228 << 10)
+    monkeypatch.setattr(paged_attention, "shared_memory_per_sm", lambda device: 228 << 10)
     monkeypatch.setattr(paged_attention, "launch_options", lambda device, warps: {"launch_pdl": True})
-    monkeypatch.setattr(paged_attention, "hopper", lambda device: True)
-    kv_of = tuple(head * kv_heads // 16 for head in range(16))
+    monkeypatch.setattr(paged_attention, "is_hopper", lambda device: True)
+    kv_head_of = tuple(head * kv_heads // 16 for head in range(16))
     x = torch.zeros(sequences, (16 + 2 * kv_heads) * 128, dtype=dtype)
     cache, tables = torch.zeros(1, kv_heads, 128, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
-    decoding = Decoding(16, 128, kv_of, 200, 132, x.device)
+    decoding = Decoding(16, 128, kv_head_of, 200, 132, x.device)
     decoding(x, x, x, cache, cache, tables, tables, tables, 16, 0, torch.empty(sequences, 16, 128, dtype=dtype))
     constants = dict(zip(decode_kernel.arg_names, launches[0], strict=True))
     assert (constants["FIRST"], constants["TILE"], constants["STAGES"]) == (first, tile, stages)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from paged_targets import both_ways
+from paged_attention_targets import both_ways
 
 pytestmark = pytest.mark.gpu
 LENGTHS = 1, 40, 65, 700, 3000, 5001
 CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("processors", [1, 30, 132, 1000])
+@pytest.mark.parametrize("num_sms", [1, 30, 132, 1000])
 @pytest.mark.parametrize("dtype", list(CLOSE))
-def test_contexts_of_any_length_in_any_number_of_parts(dtype: str, processors: int) -> None:
+def test_contexts_of_any_length_in_any_number_of_parts(dtype: str, num_sms: int) -> None:
     """From one part of up to 79 tiles to 64 parts, of which most sequences leave some empty."""
-    for kv_of, head_dim, window, normed in (
+    for kv_head_of, head_dim, window, normed in (
         ((0, 0, 0, 0, 1, 1, 1, 1), 128, 0, False),
         ((0, 0, 1), 64, 900, True),
         ((0,) * 12, 80, 0, True),
     ):
-        case = kv_of, head_dim, 16, window, dtype, normed, processors, LENGTHS, "cuda"
+        case = kv_head_of, head_dim, 16, window, dtype, normed, num_sms, LENGTHS, "cuda"
         assert both_ways(*case) < CLOSE[dtype], case

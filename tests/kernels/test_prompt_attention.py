@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import prompt_targets as targets
+import prompt_attention_targets as targets
 import pytest
 import torch
 import triton
@@ -42,7 +42,7 @@ def test_any_step_is_attended_to() -> None:
     [
         (2048, 4, 8, 128, torch.bfloat16, ROWS // 4),
         (512, 4, 2, 128, torch.bfloat16, FEW_ROWS // 4),  # 32 programs of ROWS
-        (4224, 4, 1, 128, torch.float16, ROWS // 4),  # as many as there are processors
+        (4224, 4, 1, 128, torch.float16, ROWS // 4),  # as many as there are SMs
         (4192, 4, 1, 128, torch.float16, FEW_ROWS // 4),
         (8192, 3, 8, 128, torch.bfloat16, ROWS // 3),
         (8192, 4, 8, 192, torch.bfloat16, FEW_ROWS // 4),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import prompt_targets as targets
+import prompt_attention_targets as targets
 import pytest
 import torch
 
-from shotcast.device.triton.intrinsics import processors
+from shotcast.device.triton.intrinsics import num_sms
 from shotcast.kernels.triton.prompt_attention import tile_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -21,14 +21,14 @@ def test_any_step_is_attended_to() -> None:
 @pytest.mark.parametrize("dtype", list(targets.CLOSE))
 @pytest.mark.parametrize("window", [0, 500])
 @pytest.mark.parametrize(
-    ("kv_of", "head_dim"), [((0, 0, 0, 0, 1, 1, 1, 1), 128), ((0, 1, 1, 1, 2), 64), ((0,) * 12, 80), ((0, 0), 256)]
+    ("kv_head_of", "head_dim"), [((0, 0, 0, 0, 1, 1, 1, 1), 128), ((0, 1, 1, 1, 2), 64), ((0,) * 12, 80), ((0, 0), 256)]
 )
-def test_long_steps(kv_of: tuple[int, ...], head_dim: int, window: int, dtype: torch.dtype) -> None:
+def test_long_steps(kv_head_of: tuple[int, ...], head_dim: int, window: int, dtype: torch.dtype) -> None:
     """In the tiles that the engine makes of them; large steps and small ones take others."""
     device = torch.device("cuda", 0)
-    group = max(len(list(heads)) for _, heads in itertools.groupby(kv_of))
+    group = max(len(list(heads)) for _, heads in itertools.groupby(kv_head_of))
     for sequences in (((0, 1500), (900, 548)), ((3000, 1), (1, 1), (2000, 60), (0, 66)), ((0, 3000),)):
         tokens = sum(new for _, new in sequences)
-        most = tile_tokens(tokens, group, max(kv_of) + 1, head_dim, dtype, processors(device))
-        case = targets.Case(sequences, kv_of, head_dim, 16, window, dtype, 10, 3, most, 5)
+        most = tile_tokens(tokens, group, max(kv_head_of) + 1, head_dim, dtype, num_sms(device))
+        case = targets.Case(sequences, kv_head_of, head_dim, 16, window, dtype, 10, 3, most, 5)
         assert targets.is_right(case, "cuda"), sequences

@@ -17,7 +17,7 @@ import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import skinny_gemm
-from shotcast.kernels.triton.skinny_gemm import Tiles, skinny_kernel
+from shotcast.kernels.triton.skinny_gemm import Tiles, skinny_gemm_kernel
 
 DTYPES = ("bfloat16", "float16", "float8")
 MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
@@ -52,17 +52,17 @@ def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
     st.sampled_from(list(MEMORY.values())),
 )
 def test_launches_fit_and_no_processor_is_promised_more_than_its_share(
-    outputs: int, inputs: int, item: int, rows: int, processors: int, kib: int
+    outputs: int, inputs: int, item: int, rows: int, num_sms: int, kib: int
 ) -> None:
-    tiles = skinny_gemm.choose(outputs, inputs, item, rows, processors, kib << 10)
+    tiles = skinny_gemm.choose(outputs, inputs, item, rows, num_sms, kib << 10)
     assert (
         tiles.stages == 2
         or tiles.stages * (skinny_gemm.TILE + skinny_gemm.row_tile(rows)) * skinny_gemm.STEP_BYTES < kib << 10
     )
     if tiles.parts > 1:
-        assert tiles.parts * -(-outputs // skinny_gemm.TILE) <= 2 * processors
+        assert tiles.parts * -(-outputs // skinny_gemm.TILE) <= 2 * num_sms
         assert tiles.parts * 2 * skinny_gemm.STEP_BYTES <= inputs * item + skinny_gemm.STEP_BYTES
-    known = list(skinny_gemm.candidates(outputs, inputs, item, rows, processors, kib << 10))
+    known = list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms, kib << 10))
     assert tiles in known
 
 
@@ -118,7 +118,7 @@ def signature_of(fp8: bool) -> dict[str, str]:
         **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
         "arrivals": "*i32",
     }
-    return {name: kinds.get(name, "*bf16") for name in skinny_kernel.arg_names}
+    return {name: kinds.get(name, "*bf16") for name in skinny_gemm_kernel.arg_names}
 
 
 def compiled(
@@ -141,7 +141,7 @@ def compiled(
         constants |= {"scale": None, "x_scale": None}
     signature = signature_of(fp8) | dict.fromkeys(constants, "constexpr")
     aligned = ("x", "weight", "inputs", "out", "partial")
-    return cross.build(skinny_kernel, signature, constants, skinny_gemm.WARPS, capability, {}, aligned), signature
+    return cross.build(skinny_gemm_kernel, signature, constants, skinny_gemm.WARPS, capability, {}, aligned), signature
 
 
 SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624, 16384, True)]

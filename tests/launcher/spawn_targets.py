@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shotcast.errors import CollectiveTimeout
 
 
-def add_up(scale: float) -> tuple[int, torch.Tensor]:
+def call_arithmetic(scale: float) -> tuple[int, torch.Tensor]:
     dist.init_process_group("gloo")
     total = torch.full([4], scale * dist.get_rank())
     dist.all_reduce(total)

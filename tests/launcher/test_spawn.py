@@ -44,7 +44,7 @@ def wait_until_gone(pid: int, within_s: float) -> bool:
 class TestResults:
     @pytest.mark.parametrize("world_size", [1, 2, 5])
     def test_by_rank_and_a_group_forms(self, world_size: int) -> None:
-        results = shotcast.spawn(targets.add_up, world_size, 0.5)
+        results = shotcast.spawn(targets.call_arithmetic, world_size, 0.5)
         assert [rank for rank, _ in results] == list(range(world_size))
         expected = torch.full([4], 0.5 * sum(range(world_size)))
         assert all(torch.equal(total, expected) for _, total in results)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 from shotcast.models.gguf_file import TYPES, GgufFile
 from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import find_model, open_checkpoint
@@ -165,7 +165,7 @@ def test_configuration(files: dict[str, tuple[GgufFile, Written]], kind: str) ->
     config = checkpoint.config
     assert (config.hidden, config.intermediate, config.layers, config.vocab) == (HIDDEN, FFN, 1, VOCAB)
     assert (config.heads, config.kv_heads, config.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
-    assert (config.norm_eps, config.rope, config.max_position) == (1e-5, Rotary(1e6), 128)
+    assert (config.norm_eps, config.rope, config.max_position) == (1e-5, Rope(1e6), 128)
     assert (config.family, config.tied, config.bos, config.eos) == ("llama", True, 1, (2, 3))
     assert config.dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
     assert checkpoint.nbytes == sum(data.nbytes for data, _ in written.values())
@@ -203,19 +203,19 @@ def test_qwen_is_stored_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({}, Rotary(1e6)),
-        ({"rope.freq_base": None}, Rotary(10000.0)),
-        ({"rope.scaling.type": "none"}, Rotary(1e6)),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, Rotary(1e6, "linear", 2.0)),
-        ({"rope.scaling.factor": 2.0}, Rotary(1e6, "linear", 2.0)),
-        ({"rope.scale_linear": 2.0}, Rotary(1e6, "linear", 2.0)),
+        ({}, Rope(1e6)),
+        ({"rope.freq_base": None}, Rope(10000.0)),
+        ({"rope.scaling.type": "none"}, Rope(1e6)),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, Rope(1e6, "linear", 2.0)),
+        ({"rope.scaling.factor": 2.0}, Rope(1e6, "linear", 2.0)),
+        ({"rope.scale_linear": 2.0}, Rope(1e6, "linear", 2.0)),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
-            Rotary(1e6, "yarn", 4.0, original_max_position=32),
+            Rope(1e6, "yarn", 4.0, original_max_position=32),
         ),
     ],
 )
-def test_rope(tmp_path: Path, metadata: dict[str, Any], expected: Rotary) -> None:
+def test_rope(tmp_path: Path, metadata: dict[str, Any], expected: Rope) -> None:
     write(tmp_path / "model.gguf", metadata=metadata)
     assert GgufFile(tmp_path / "model.gguf").config.rope == expected
 
@@ -234,7 +234,7 @@ def test_divisors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(np.random, "default_rng", lambda seed: _Ones())
     write(tmp_path / "model.gguf", tensors={"rope_freqs.weight": (16,)})
     checkpoint = GgufFile(tmp_path / "model.gguf")
-    assert checkpoint.config.rope == Rotary(1e6, divisors=(1.0,) * 16)
+    assert checkpoint.config.rope == Rope(1e6, divisors=(1.0,) * 16)
     assert "rope_freqs.weight" not in checkpoint.names()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 
 TINY: dict[str, Any] = {
@@ -62,7 +62,7 @@ def test_tensors_are_those_of_transformers(family: str, changes: dict[str, Any])
 
 def test_what_is_not_said_is_what_transformers_assumes() -> None:
     config = ModelConfig.from_hf(said(num_key_value_heads=...))
-    assert (config.kv_heads, config.norm_eps, config.rope) == (4, 1e-6, Rotary(10000.0))
+    assert (config.kv_heads, config.norm_eps, config.rope) == (4, 1e-6, Rope(10000.0))
     assert (config.tied, config.attention_bias, config.dtype, config.eos, config.bos) == (
         False,
         False,
@@ -86,20 +86,20 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 @pytest.mark.parametrize(
     ("kind", "parameters", "expected"),
     [
-        ("default", {}, Rotary(5e5)),
-        ("linear", {"factor": 2}, Rotary(5e5, "linear", 2.0)),
-        ("llama3", LLAMA3, Rotary(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
-        ("yarn", YARN, Rotary(5e5, "yarn", 4.0, original_max_position=32)),
+        ("default", {}, Rope(5e5)),
+        ("linear", {"factor": 2}, Rope(5e5, "linear", 2.0)),
+        ("llama3", LLAMA3, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        ("yarn", YARN, Rope(5e5, "yarn", 4.0, original_max_position=32)),
         (
             "yarn",
             YARN | {"attention_factor": 0.75, "beta_fast": 16, "beta_slow": 2},
-            Rotary(5e5, "yarn", 4.0, original_max_position=32, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
+            Rope(5e5, "yarn", 4.0, original_max_position=32, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
         ),
-        ("yarn", {"original_max_position_embeddings": 32}, Rotary(5e5, "yarn", 4.0, original_max_position=32)),
-        ("yarn", {"factor": 2.0}, Rotary(5e5, "yarn", 2.0, original_max_position=128)),
+        ("yarn", {"original_max_position_embeddings": 32}, Rope(5e5, "yarn", 4.0, original_max_position=32)),
+        ("yarn", {"factor": 2.0}, Rope(5e5, "yarn", 2.0, original_max_position=128)),
     ],
 )
-def test_rope_of_both_styles(kind: str, parameters: dict[str, Any], expected: Rotary) -> None:
+def test_rope_of_both_styles(kind: str, parameters: dict[str, Any], expected: Rope) -> None:
     new = {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **parameters}}
     old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **parameters}}
     older = {"rope_theta": 5e5, "rope_scaling": {"type": kind, **parameters}}
@@ -263,7 +263,7 @@ def test_whatever_is_said_is_refused_or_can_be_computed(
     [
         ({"layers": 0}, "layers"),
         ({"sliding_window": 0}, "sliding_window"),
-        ({"rope": Rotary(1e4, divisors=(1.0,))}, "4 divisors"),
+        ({"rope": Rope(1e4, divisors=(1.0,))}, "4 divisors"),
         ({"norm_eps": 0.0}, "norm_eps is above 0"),
         ({"norm_eps": math.nan}, "norm_eps is above 0"),
         ({"layers": 1000}, "layers .* from 1 to 999"),
@@ -280,7 +280,7 @@ def test_a_configuration_is_possible(changes: dict[str, Any], message: str) -> N
         "head_dim": 8,
         "vocab": 64,
         "norm_eps": 1e-6,
-        "rope": Rotary(1e4),
+        "rope": Rope(1e4),
         "max_position": 128,
         "tied": False,
     }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import verify
 from shotcast.models.config import ModelConfig
 from shotcast.models.presets import preset
@@ -25,7 +25,7 @@ TINY = ModelConfig(
     head_dim=16,
     vocab=128,
     norm_eps=1e-6,
-    rope=Rotary(1e4),
+    rope=Rope(1e4),
     max_position=128,
     tied=False,
     attention_bias=True,

@@ -32,7 +32,7 @@ from shotcast.engine.requests import RequestOutput, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory import kv_bytes_per_token, weight_bytes
+from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
 
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}

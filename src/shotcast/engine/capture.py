@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shotcast.layers.clock import Clock, DeviceClock
+from shotcast.layers.step_timer import DeviceStepTimer, StepTimer
 
 Replay = Callable[[], object]
 
@@ -19,11 +19,11 @@ class Graphs:
     captured first. What outlasts a replay has to be kept elsewhere.
 
     Args:
-        clock: of this rank; on CUDA a :class:`DeviceClock`.
+        timer: of this rank; on CUDA a :class:`DeviceStepTimer`.
     """
 
-    def __init__(self, device: torch.device, clock: Clock):
-        self._device, self._clock = device, clock
+    def __init__(self, device: torch.device, timer: StepTimer):
+        self._device, self._timer = device, timer
         self._replays: dict[Hashable, Replay] = {}
         self._pool: Any = None
 
@@ -48,22 +48,22 @@ class Graphs:
         self._replays.clear()
 
     def _captured(self, compute: Callable[[], None], stamped: bool) -> Replay:
-        clock = self._clock
-        assert isinstance(clock, DeviceClock)
+        timer = self._timer
+        assert isinstance(timer, DeviceStepTimer)
         if not stamped:
             # Kernels are compiled, libraries set up, and ranks brought together.
             compute()
         else:
-            clock.calibrate()
+            timer.calibrate()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        clock.stamping = stamped
+        timer.recording = stamped
         try:
             # NCCL's watchdog thread asks for events meanwhile; only this thread's calls must be capturable.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 compute()
         finally:
-            clock.stamping = False
+            timer.recording = False
         self._pool = graph.pool()
         if not stamped:
             graph.replay()  # the first takes longer

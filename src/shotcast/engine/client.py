@@ -28,7 +28,7 @@ from shotcast.engine.requests import EngineStats, Progress, Request, SamplingPar
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.launcher.spawn import Ranks
-from shotcast.models.memory import require_division
+from shotcast.models.memory_estimate import require_division
 from shotcast.models.source import RANDOM, open_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from shotcast.engine.state import State
 from shotcast.engine.transfer import pinned
 from shotcast.kernels.triton.step_inputs import FIELDS, unpack
 from shotcast.layers.batch import Batch, Logits
-from shotcast.layers.clock import DeviceClock
+from shotcast.layers.step_timer import DeviceStepTimer
 
 
 class StaticDecoding:
@@ -54,14 +54,14 @@ class StaticDecoding:
         count = len(plan.sequences)
         host = pinned((size, FIELDS), torch.int32, self._packed.device)
         steps.packed(plan, size, self._state.spare_row, host.numpy())
-        clock = self._state.model.parallel.clock
-        key = size, plan.stamped and isinstance(clock, DeviceClock)
+        timer = self._state.model.parallel.timer
+        key = size, plan.stamped and isinstance(timer, DeviceStepTimer)
         replay = self._ready(*key) if key[1] else self._graphs.made(("decoding", *key))
         self._packed[:size].copy_(host, non_blocking=True)
         replay()
         if key[1]:
-            assert isinstance(clock, DeviceClock)
-            clock.fetch()
+            assert isinstance(timer, DeviceStepTimer)
+            timer.fetch()
         logits = self._results[key]
         return None if logits is None else logits.rows(slice(0, count))
 
@@ -73,7 +73,7 @@ class StaticDecoding:
         places = self._tokens[of], self._positions[of], self._slots[of], self._lengths[of], self._rows[of]
         tokens, positions, slots, lengths, rows = places
         logits = None if state.logits is None else state.logits.rows(of)
-        with state.model.parallel.clock.step():
+        with state.model.parallel.timer.step():
             unpack(self._packed[of], state.drawn, state.tables, state.block_size, *places)
             batch = Batch(tokens, positions, slots, size, rows, lengths, None, None, state.tables, None, logits)
             result = state.model(batch, state.caches)

@@ -18,12 +18,12 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.runner import Runner
 from shotcast.engine.steps import bucket_sizes, token_sizes
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.clock import DeviceClock, HostClock
 from shotcast.layers.parallel import Parallel
+from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
 from shotcast.models.llama import Llama
-from shotcast.models.memory import available_bytes, weight_bytes
+from shotcast.models.memory_estimate import available_bytes, weight_bytes
 from shotcast.models.source import open_checkpoint
 from shotcast.units import about_size
 
@@ -78,8 +78,8 @@ def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Rea
     budget = _memory_budget(config, model, dtype)
     job, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
     sequence_parallel = _SEQUENCE_PARALLEL_FROM if config.sequence_parallel else 0
-    clock = DeviceClock(job.device) if device == "cuda" else HostClock()
-    parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, clock)
+    timer = DeviceStepTimer(job.device) if device == "cuda" else HostStepTimer()
+    parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
     with _progress(config.progress and job.rank == 0, budget.weights) as on_read:
         part = Llama(
             model,

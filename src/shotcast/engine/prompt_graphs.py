@@ -88,7 +88,7 @@ class StaticPrompts:
     def _compute(self, size: int) -> None:
         state, packed, layout = self._state, self._packed, self._layouts[size]
         tokens, positions, slots = self._tokens[:size], self._positions[:size], self._slots[:size]
-        with state.model.parallel.clock.step():
+        with state.model.parallel.timer.step():
             unpack_prompts(
                 packed[layout.tokens],
                 packed[layout.positions],
@@ -114,6 +114,6 @@ class StaticPrompts:
     def _compute_head(self, size: int) -> None:
         state, of = self._state, slice(0, size)
         out = None if state.logits is None else state.logits.rows(of)
-        with state.model.parallel.clock.step():
+        with state.model.parallel.timer.step():
             self._results[size] = logits = state.model.logits(self._last[of], out)
             state.drawn.index_copy_(0, self._rows[of], logits.best[:, 0])

@@ -108,7 +108,7 @@ class Runner:
         if static and model.parallel.comes_back(drawn):
             self._relay = Relay(model.parallel, drawn)
         if static:
-            self._graphs = Graphs(device, model.parallel.clock)
+            self._graphs = Graphs(device, model.parallel.timer)
             self._static = StaticDecoding(self._state, static, self._graphs)
             if prompts:
                 self._prompts = StaticPrompts(self._state, prompts, static, self._graphs)
@@ -121,13 +121,13 @@ class Runner:
 
     @property
     def step_s(self) -> float:
-        """Seconds in steps since the start, as the model's clock tells it."""
-        return self._state.model.parallel.clock.step_s
+        """Seconds in steps since the start, as the model's timer tells it."""
+        return self._state.model.parallel.timer.step_s
 
     @property
     def communication_s(self) -> float:
         """Seconds of these in collectives."""
-        return self._state.model.parallel.clock.communication_s
+        return self._state.model.parallel.timer.communication_s
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
@@ -175,7 +175,7 @@ class Runner:
         if self._prompts is not None and self._prompts.serves(of):
             logits = self._prompts.run(of, cells)
             return None if self._sampler is None else self._draw(plan, logits, True)
-        with self._state.model.parallel.clock.step():
+        with self._state.model.parallel.timer.step():
             logits = self._state.model(self._batch(of, cells), self._state.caches)
             return None if self._sampler is None else self._draw(plan, logits, False)
 

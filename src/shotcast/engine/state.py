@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shotcast.layers.attention import KeyValueCache
+from shotcast.layers.attention import KVCache
 from shotcast.layers.batch import Logits
 from shotcast.models.llama import Llama
 
@@ -25,7 +25,7 @@ class State:
     """
 
     model: Llama
-    caches: list[KeyValueCache]
+    caches: list[KVCache]
     tables: torch.Tensor
     drawn: torch.Tensor
     logits: Logits | None

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
 from shotcast.layers.batch import Batch, Prefills, Tiles
 
 
-class KeyValueCache:
+class KVCache:
     """The keys and values of one layer on one rank.
 
     Attributes:
@@ -41,7 +41,7 @@ class Attention:
 
     Args:
         heads, head_dim: of this rank's queries.
-        kv_of: for each query head the place of its key-value head.
+        kv_head_of: for each query head the place of its key-value head.
         cosines, sines: float32 [positions, head_dim / 2].
         sequences: that decode together, at most.
         window: tokens back that a query sees, itself included; 0 for all.
@@ -54,7 +54,7 @@ class Attention:
         self,
         heads: int,
         head_dim: int,
-        kv_of: tuple[int, ...],
+        kv_head_of: tuple[int, ...],
         cosines: torch.Tensor,
         sines: torch.Tensor,
         sequences: int,
@@ -63,23 +63,23 @@ class Attention:
         eps: float = 0.0,
         beside: Attention | None = None,
     ):
-        self.heads, self.kv_heads, self.head_dim = heads, max(kv_of) + 1, head_dim
+        self.heads, self.kv_heads, self.head_dim = heads, max(kv_head_of) + 1, head_dim
         self.window = window
         self._norms, self._eps = norms, eps
         self._cosines, self._sines = cosines, sines
-        self._kv_of = torch.tensor(kv_of, device=cosines.device)
-        starts = [kv_of.index(kv) for kv in range(self.kv_heads)] + [heads]
+        self._kv_head_of = torch.tensor(kv_head_of, device=cosines.device)
+        starts = [kv_head_of.index(kv) for kv in range(self.kv_heads)] + [heads]
         self._first_heads = torch.tensor(starts, dtype=torch.int32, device=cosines.device)
         self._group = max(stop - start for start, stop in itertools.pairwise(starts))
         self._decoding: Any = None if beside is None else beside._decoding
         if self._decoding is None and cosines.device.type == "cuda":
             from shotcast.kernels.triton.paged_attention import Decoding
 
-            processors = torch.cuda.get_device_properties(cosines.device).multi_processor_count
-            self._decoding = Decoding(heads, head_dim, kv_of, sequences, processors, cosines.device)
+            num_sms = torch.cuda.get_device_properties(cosines.device).multi_processor_count
+            self._decoding = Decoding(heads, head_dim, kv_head_of, sequences, num_sms, cosines.device)
         self._even = self._group * self.kv_heads == heads
 
-    def __call__(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
         count = batch.decodes
         out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
@@ -103,14 +103,14 @@ class Attention:
         Args:
             dtype: of the cache.
         """
-        from shotcast.device.triton.intrinsics import processors
+        from shotcast.device.triton.intrinsics import num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
 
         device = self._cosines.device
-        return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, processors(device))
+        return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, num_sms(device))
 
     def _attend_tiles(
-        self, queries: torch.Tensor, cache: KeyValueCache, tables: torch.Tensor, tiles: Tiles, out: torch.Tensor
+        self, queries: torch.Tensor, cache: KVCache, tables: torch.Tensor, tiles: Tiles, out: torch.Tensor
     ) -> None:
         """Attention of all queries, [tokens, heads, head_dim]."""
         from shotcast.kernels.triton.prompt_attention import attend
@@ -118,7 +118,7 @@ class Attention:
         shape = self._first_heads, self._group, cache.block_size, self.window
         attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.tokens, *shape, out)
 
-    def _rotate(self, qkv: torch.Tensor, cache: KeyValueCache, batch: Batch, of: slice) -> torch.Tensor:
+    def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, of: slice) -> torch.Tensor:
         """Queries [tokens, heads, head_dim]; keys and values enter the cache."""
         queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
         turned = self._cosines, self._sines, batch.positions[of], batch.slots[of], cache.keys, cache.values, queries
@@ -133,25 +133,25 @@ class Attention:
             rope.rotate_into_cache(qkv, *turned, self._norms, self._eps)
         return queries
 
-    def _decode(self, queries: torch.Tensor, cache: KeyValueCache, batch: Batch, out: torch.Tensor) -> None:
+    def _decode(self, queries: torch.Tensor, cache: KVCache, batch: Batch, out: torch.Tensor) -> None:
         """Attention of one query a sequence, [sequences, heads, head_dim], on a CPU."""
         from shotcast.kernels.cpu.attention import decode
 
         paged = queries, cache.keys, cache.values, batch.tables, batch.rows, batch.lengths
-        decode(*paged, self._kv_of, cache.block_size, self.window, out)
+        decode(*paged, self._kv_head_of, cache.block_size, self.window, out)
 
-    def _prefill(self, queries: torch.Tensor, cache: KeyValueCache, prefills: Prefills, out: torch.Tensor) -> None:
+    def _prefill(self, queries: torch.Tensor, cache: KVCache, prefills: Prefills, out: torch.Tensor) -> None:
         """Attention of each sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
         bounds = zip(itertools.pairwise(prefills.queries), itertools.pairwise(prefills.keys), strict=True)
         for (first, stop), (first_key, stop_key) in bounds:
             out[first:stop] = self._attend(queries[first:stop], cache, prefills.slots[first_key:stop_key])
 
-    def _attend(self, queries: torch.Tensor, cache: KeyValueCache, slots: torch.Tensor) -> torch.Tensor:
+    def _attend(self, queries: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
         """As :meth:`_prefill`, of one sequence."""
         length, count = slots.shape[0], queries.shape[0]
         # [1, heads, tokens, head_dim], as PyTorch wants it
         keys, values = (
-            (kept[slots] if self._even else kept[slots][:, self._kv_of]).transpose(0, 1)[None]
+            (kept[slots] if self._even else kept[slots][:, self._kv_head_of]).transpose(0, 1)[None]
             for kept in (cache.keys, cache.values)
         )
         options: dict[str, Any] = {"enable_gqa": self._even and self.heads != self.kv_heads}

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.layers.batch import Logits
 from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
-from shotcast.layers.split import VOCAB_UNIT, shares
+from shotcast.layers.partition import VOCAB_UNIT, partition
 from shotcast.layers.weights import Weights
 
 
@@ -22,7 +22,7 @@ class Vocabulary:
 
     def __init__(self, weights: Weights, name: str, vocab: int, parallel: Parallel):
         self._parallel = parallel
-        parts = shares(vocab, parallel.size, VOCAB_UNIT)
+        parts = partition(vocab, parallel.size, VOCAB_UNIT)
         self._mine = parts[parallel.rank]
         self._widths = [len(part) for part in parts]
         self.weight = weights.take(name, slice(self._mine.start, self._mine.stop))

@@ -9,15 +9,15 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed
-from shotcast.layers.clock import Clock, HostClock
 from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
 
 class Parallel:
     """Tensor parallelism within a stage, and the stages before and after.
 
     Layers divide their weights between the ``size`` ranks of ``comm``, and leave partial sums that this class adds up.
-    ``clock`` is told of every call.
+    ``timer`` is told of every call.
 
     Args:
         comm: the ranks of this stage.
@@ -27,7 +27,7 @@ class Parallel:
             step, which may be too long for it, and where a stage is one rank.
         sequence_parallel: the residual is divided between the ranks of a stage where a step has as many tokens as
             ``sequence_parallel``; 0 for never.
-        clock: of this rank.
+        timer: of this rank.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Parallel:
         stages: int = 1,
         algorithm: str = "auto",
         sequence_parallel: int = 0,
-        clock: Clock | None = None,
+        timer: StepTimer | None = None,
     ):
         self.comm, self.job, self.stages = comm, job, stages
         self.rank, self.size = comm.rank, comm.world_size
         self.stage = 0 if job is None else job.rank // self.size
         self.algorithm = algorithm if self.size > 1 else "auto"
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
-        self.clock = HostClock() if clock is None else clock
+        self.timer = HostStepTimer() if timer is None else timer
         self._algorithms: dict[tuple[str, int], str] = {}
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
@@ -59,7 +59,7 @@ class Parallel:
 
     def _timed(self) -> contextlib.AbstractContextManager[None]:
         """Of an operation of the ranks of a stage, which is no communication if there is one."""
-        return self.clock.communication() if self.size > 1 else contextlib.nullcontext()
+        return self.timer.communication() if self.size > 1 else contextlib.nullcontext()
 
     @property
     def first(self) -> bool:
@@ -129,12 +129,12 @@ class Parallel:
         """``[rows, widths[rank]]`` of every rank of the stage, one behind the other: [rows * sum(widths)]."""
         if self.size == 1:
             return x.reshape(-1)
-        with self.clock.communication():
+        with self.timer.communication():
             return self.comm.all_gather(x.reshape(-1), sizes=[x.shape[0] * width for width in widths])
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, ...]`` of every rank of the stage, one below the other."""
-        with self.clock.communication():
+        with self.timer.communication():
             x = self.comm.all_gather(x)
         return x
 
@@ -156,12 +156,12 @@ class Parallel:
     def send(self, x: torch.Tensor) -> None:
         """Give ``x`` to the rank of the next stage that has this rank's place."""
         assert self.job is not None
-        with self.clock.communication():
+        with self.timer.communication():
             self.job.send(x, self.job.rank + self.size)
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
         """Fill ``x`` with what the stage before has sent."""
         assert self.job is not None
-        with self.clock.communication():
+        with self.timer.communication():
             self.job.recv(x, self.job.rank - self.size)
         return x

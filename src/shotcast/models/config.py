@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -56,7 +56,7 @@ class ModelConfig:
     head_dim: int
     vocab: int
     norm_eps: float
-    rope: Rotary
+    rope: Rope
     max_position: int
     tied: bool
     attention_bias: bool = False
@@ -245,7 +245,7 @@ def _sliding_window(config: Mapping[str, Any], family: Family, layers: int) -> i
     return _count(config, "sliding_window", 4096)
 
 
-def _rope(config: Mapping[str, Any], max_position: int) -> Rotary:
+def _rope(config: Mapping[str, Any], max_position: int) -> Rope:
     """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of transformers 4."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, Mapping):
@@ -260,9 +260,9 @@ def _rope(config: Mapping[str, Any], max_position: int) -> Rotary:
     if said.get("mrope_section"):
         raise UnsupportedError("mrope_section (positions of several dimensions) is not supported")
     if kind == "default":
-        return Rotary(theta)
+        return Rope(theta)
     if kind == "linear":
-        return Rotary(theta, "linear", _number(said, "factor"))
+        return Rope(theta, "linear", _number(said, "factor"))
     # A config may say the original length beside the other parameters; transformers lets that go first.
     original = config if config.get("original_max_position_embeddings") is not None else said
     original_max_position = _count(original, "original_max_position_embeddings", max_position)
@@ -270,13 +270,13 @@ def _rope(config: Mapping[str, Any], max_position: int) -> Rotary:
         low, high = _number(said, "low_freq_factor"), _number(said, "high_freq_factor")
         if low >= high:
             raise ConfigError(f"low_freq_factor ({low:g}) of rope_parameters must be below high_freq_factor ({high:g})")
-        return Rotary(theta, "llama3", _number(said, "factor"), low, high, original_max_position)
+        return Rope(theta, "llama3", _number(said, "factor"), low, high, original_max_position)
     if kind == "yarn":
         return _yarn(said, theta, original_max_position, max_position)
     raise UnsupportedError(f"rope_type {kind!r} is not supported; accepted: default, linear, llama3, yarn")
 
 
-def _yarn(said: Mapping[str, Any], theta: float, original_max_position: int, max_position: int) -> Rotary:
+def _yarn(said: Mapping[str, Any], theta: float, original_max_position: int, max_position: int) -> Rope:
     if said.get("truncate", True) is not True:
         raise UnsupportedError("truncate=false of yarn is not supported; accepted: true")
     factor = _number(said, "factor", max_position / original_max_position)
@@ -289,7 +289,7 @@ def _yarn(said: Mapping[str, Any], theta: float, original_max_position: int, max
         attention_factor = _number(said, "attention_factor")
     elif said.get("mscale") and said.get("mscale_all_dim"):
         attention_factor = magnitude(_number(said, "mscale")) / magnitude(_number(said, "mscale_all_dim"))
-    return Rotary(
+    return Rope(
         theta,
         "yarn",
         factor,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import part_of, require
 from shotcast.models.config import Family, ModelConfig
 from shotcast.models.gguf_header import GgufHeader, TensorPlace
@@ -295,7 +295,7 @@ def _rope(
     count: Callable[[str, int | None], int],
     number: Callable[[str, float | None], float],
     divisors: _Stored | None,
-) -> Rotary:
+) -> Rope:
     theta = number("rope.freq_base", 10000.0)
     # without a type, llama.cpp stretches linearly by the factor, which is mostly absent
     factor = number("rope.scaling.factor", number("rope.scale_linear", 0.0)) or 1.0
@@ -308,12 +308,12 @@ def _rope(
         if kind != "default":
             raise UnsupportedError(f"{path} stretches rotary embedding both by {kind} and by {_DIVISORS}")
         each = _values(divisors, divisors.rows[None], 0, divisors.shape[0])[0].tolist()
-        return Rotary(theta, divisors=tuple(each))
+        return Rope(theta, divisors=tuple(each))
     if kind == "default":
-        return Rotary(theta)
+        return Rope(theta)
     if kind == "linear":
-        return Rotary(theta, "linear", factor)
-    return Rotary(
+        return Rope(theta, "linear", factor)
+    return Rope(
         theta,
         "yarn",
         factor,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shotcast.layers.attention import Attention, KeyValueCache
+from shotcast.layers.attention import Attention, KVCache
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.embedding import Vocabulary
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
-from shotcast.layers.split import FFN_UNIT, heads_of, shares
+from shotcast.layers.partition import FFN_UNIT, partition, partition_heads
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
 
@@ -42,8 +42,8 @@ class Block:
     ):
         prefix, head_dim = f"model.layers.{number}", config.head_dim
         rank, ranks = parallel.rank, parallel.size
-        heads, kv_heads, kv_of = heads_of(config.heads, config.kv_heads, rank, ranks)
-        columns = shares(config.intermediate, ranks, FFN_UNIT)[rank]
+        heads, kv_heads, kv_head_of = partition_heads(config.heads, config.kv_heads, rank, ranks)
+        columns = partition(config.intermediate, ranks, FFN_UNIT)[rank]
 
         def rows_of(name: str, mine: range) -> Rows:
             return Rows(f"{prefix}.self_attn.{name}_proj", range(mine.start * head_dim, mine.stop * head_dim))
@@ -63,7 +63,7 @@ class Block:
         self.attention: Attention = Attention(
             len(heads),
             head_dim,
-            kv_of,
+            kv_head_of,
             cosines,
             sines,
             sequences,
@@ -88,7 +88,7 @@ class Block:
         self.down = row_parallel(weights, f"{prefix}.mlp.down_proj", columns, config.mlp_bias, rank)
 
     def __call__(
-        self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KeyValueCache, batch: Batch
+        self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to."""
         partial = self.output(self.attention(self.qkv(normed), cache, batch))
@@ -121,7 +121,7 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights, parallel: Parallel, positions: int, sequences: int):
         self.config, self.parallel, self._eps = config, parallel, config.norm_eps
         cosines, sines = config.rope.tables(config.head_dim, positions, weights.device)
-        self.layers = shares(config.layers, parallel.stages)[parallel.stage]
+        self.layers = partition(config.layers, parallel.stages)[parallel.stage]
         self.embeddings = self.head = None
         if parallel.first:
             self.embeddings = Vocabulary(weights, EMBEDDINGS, config.vocab, parallel)
@@ -147,10 +147,10 @@ class Llama:
         """Tokens of a tile of :class:`~shotcast.layers.batch.Tiles`, in a step of so many."""
         return self.blocks[0].attention.tile(tokens, self.cache_dtype)
 
-    def caches(self, blocks: int, block_size: int) -> list[KeyValueCache]:
+    def caches(self, blocks: int, block_size: int) -> list[KVCache]:
         """Empty caches for this rank's layers and heads, of so many blocks of ``block_size`` tokens each."""
         return [
-            KeyValueCache(
+            KVCache(
                 blocks,
                 block_size,
                 block.attention.kv_heads,
@@ -161,7 +161,7 @@ class Llama:
             for block in self.blocks
         ]
 
-    def __call__(self, batch: Batch, caches: list[KeyValueCache]) -> Logits | None:
+    def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits | None:
         """One step. On the last stage, logits of the tokens that ``batch.drawn`` names; None if it names none."""
         last = self.hidden(batch, caches)
         if last is None:
@@ -175,7 +175,7 @@ class Llama:
         assert self.head is not None
         return self.head.logits(last, out)
 
-    def hidden(self, batch: Batch, caches: list[KeyValueCache]) -> torch.Tensor | None:
+    def hidden(self, batch: Batch, caches: list[KVCache]) -> torch.Tensor | None:
         """A step without the head: on the last stage the normed output of the last block, [tokens, hidden]."""
         parallel = self.parallel
         tokens = batch.tokens.shape[0]

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from shotcast.errors import ConfigError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 from shotcast.models.config import MOST_LAYERS, ModelConfig
 
 
@@ -26,7 +26,7 @@ def _llama3(
         head_dim=head_dim,
         vocab=128256,
         norm_eps=1e-5,
-        rope=Rotary(500000.0, "llama3", factor, 1.0, 4.0, 8192),
+        rope=Rope(500000.0, "llama3", factor, 1.0, 4.0, 8192),
         max_position=131072,
         tied=tied,
         bos=128000,
@@ -44,7 +44,7 @@ def _llama2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: i
         head_dim=128,
         vocab=32000,
         norm_eps=1e-5,
-        rope=Rotary(10000.0),
+        rope=Rope(10000.0),
         max_position=4096,
         tied=False,
         dtype="float16",
@@ -65,7 +65,7 @@ def _qwen2(
         head_dim=hidden // heads,
         vocab=vocab,
         norm_eps=1e-6,
-        rope=Rotary(1000000.0),
+        rope=Rope(1000000.0),
         max_position=32768,
         tied=tied,
         attention_bias=True,
@@ -85,7 +85,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
         head_dim=128,
         vocab=151936,
         norm_eps=1e-6,
-        rope=Rotary(1000000.0),
+        rope=Rope(1000000.0),
         max_position=40960,
         tied=tied,
         qk_norm=True,
@@ -105,7 +105,7 @@ def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
         head_dim=64,
         vocab=49152,
         norm_eps=1e-5,
-        rope=Rotary(theta),
+        rope=Rope(theta),
         max_position=8192,
         tied=True,
         bos=1,
@@ -116,7 +116,7 @@ def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
 _MISTRAL = replace(
     _llama2(4096, 14336, 32, 32, 8),
     vocab=32768,
-    rope=Rotary(1000000.0),
+    rope=Rope(1000000.0),
     max_position=32768,
     dtype="bfloat16",
     family="mistral",

@@ -1,8 +1,9 @@
 """Words of memory at plain addresses, as compiled host code sees them.
 
-``acquire`` and ``release`` are LLVM atomics of 64 bits: what a rank wrote before ``release(address, value)`` is visible
-to the rank whose ``acquire(address)`` returns that value, and what it read before is not affected by what the other
-then writes. On x86 both are ordinary moves, on aarch64 ldar and stlr. All addresses and values are int64.
+``load_acquire`` and ``store_release`` are LLVM atomics of 64 bits. What a rank wrote before
+``store_release(address, value)`` is visible to the rank whose ``load_acquire(address)`` returns that value, and what it
+read before is not affected by what the other rank writes afterwards. On x86 both are ordinary moves, on aarch64 ldar
+and stlr. All addresses and values are int64.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def store(_context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def acquire(_context: Any, address: Any) -> Any:
-    """The word at ``address``, written by another rank with :func:`release`."""
+def load_acquire(_context: Any, address: Any) -> Any:
+    """The word at ``address``, written by another rank with :func:`store_release`."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_word_at(builder, arguments[0]), "acquire", 8)
@@ -57,7 +58,7 @@ def acquire(_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def release(_context: Any, address: Any, value: Any) -> Any:
+def store_release(_context: Any, address: Any, value: Any) -> Any:
     """Sets the word at ``address`` after everything this rank read and wrote before."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -101,7 +102,7 @@ def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
 
 
 @intrinsic
-def add_up(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
     """Calls the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the four others."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:

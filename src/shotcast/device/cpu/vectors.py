@@ -25,7 +25,7 @@ def store_at(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
-def every(builder: Any, value: Any, lanes: int) -> Any:
+def broadcast_lanes(builder: Any, value: Any, lanes: int) -> Any:
     """A scalar in every lane."""
     if lanes == 1:
         return value
@@ -34,7 +34,7 @@ def every(builder: Any, value: Any, lanes: int) -> Any:
     return builder.shuffle_vector(one, none, splat(I32, lanes, 0))
 
 
-def folded(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
+def reduce_lanes(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """All lanes as one: the upper half onto the lower half, until one is left."""
     width = LANES
     while width > 1:
@@ -47,7 +47,7 @@ def folded(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(lanes, ir.Constant(I32, 0))
 
 
-def for_all(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
+def for_each_vector(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
     """``body(index, lanes)`` for ``count`` elements: vectors, then scalars."""
     blocks = builder.udiv(count, number(LANES))
     with cgutils.for_range(builder, blocks) as block:

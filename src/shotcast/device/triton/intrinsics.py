@@ -31,25 +31,25 @@ def kernel(fn: Callable[..., None]) -> Any:
 
 
 @functools.cache
-def launches_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether kernels there may be scheduled before the one before has ended (programmatic dependent launch)."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
-def converts_float8(device: torch.device) -> bool:
+def has_float8_conversions(device: torch.device) -> bool:
     """Whether the GPU has instructions for FP8."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter, whose programs run one after the other."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
+def shared_memory_per_sm(device: torch.device) -> int:
     """Bytes of shared memory that the programs of a multiprocessor have; the interpreter counts none."""
     if INTERPRETED:
         return 1 << 18
@@ -57,14 +57,14 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
-def hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Whether the GPU has compute capability 9, where some launches were measured; the interpreter does as it would."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
     """Of launching a kernel that has ``await_prior_kernel`` in every program."""
-    return {"num_warps": warps, "launch_pdl": launches_early(device)}
+    return {"num_warps": warps, "launch_pdl": supports_pdl(device)}
 
 
 if INTERPRETED:
@@ -73,7 +73,7 @@ if INTERPRETED:
         """Nanoseconds of a clock that only moves forward."""
         return time.monotonic_ns()
 
-    def relax() -> None:
+    def yield_core() -> None:
         """Let the rank that is waited for run."""
         os.sched_yield()
 
@@ -87,10 +87,10 @@ if INTERPRETED:
         """Store after all that the program stored, in the order in which any rank sees it."""
         tl.store(pointers, values, mask=mask)
 
-    def acquire() -> None:
+    def fence_acquire() -> None:
         """Let this thread's loads from here on, by any address, see what came before the stores it has read."""
 
-    def afresh(value: Any) -> Any:
+    def opaque(value: Any) -> Any:
         """The same scalar, of which the compiler does not know it: what follows from it is not kept over a loop."""
         return value
 
@@ -134,7 +134,7 @@ else:
         return globaltimer()
 
     @triton.jit
-    def relax():
+    def yield_core():
         pass
 
     @triton.jit
@@ -164,7 +164,7 @@ else:
         )
 
     @triton.jit
-    def acquire():
+    def fence_acquire():
         tl.inline_asm_elementwise(
             """
             fence.acq_rel.sys;
@@ -179,7 +179,7 @@ else:
         )
 
     @triton.jit
-    def afresh(value):
+    def opaque(value):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
 
     @triton.jit

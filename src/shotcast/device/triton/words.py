@@ -106,7 +106,7 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def with_own(parts, own, rank, COUNT: tl.constexpr):
+def insert_own(parts, own, rank, COUNT: tl.constexpr):
     """``parts`` by rank, with this rank's replaced by ``own``, which took no way through memory."""
     whole = ()
     for r in tl.static_range(COUNT):

@@ -56,7 +56,7 @@ def _decode(
     tables: Any,
     rows: Any,
     lengths: Any,
-    kv_of: Any,
+    kv_head_of: Any,
     block_size: int,
     scale: float,
     window: int,
@@ -73,7 +73,7 @@ def _decode(
         length, table = lengths[sequence], tables[rows[sequence]]
         begin = max(0, length - window) if window > 0 else 0
         for head in range(queries.shape[1]):
-            query, kv = queries[sequence, head], kv_of[head]
+            query, kv = queries[sequence, head], kv_head_of[head]
             largest = np.float32(-np.inf)
             for position in range(begin, length):
                 slot = table[position // block_size] * block_size + position % block_size
@@ -169,7 +169,7 @@ def decode(
     tables: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    kv_of: torch.Tensor,
+    kv_head_of: torch.Tensor,
     block_size: int,
     window: int,
     out: torch.Tensor,
@@ -184,10 +184,10 @@ def decode(
         tables: int32 [rows, blocks].
         rows: int64 [sequences], each one's row of the tables.
         lengths: int32 [sequences], tokens of each in the cache.
-        kv_of: int64 [heads], the key-value head of each.
+        kv_head_of: int64 [heads], the key-value head of each.
         window: how many tokens back a query sees, itself included; 0 for all.
     """
-    arrays = [argument.numpy() for argument in (queries, keys, values, tables, rows, lengths, kv_of)]
+    arrays = [argument.numpy() for argument in (queries, keys, values, tables, rows, lengths, kv_head_of)]
     scale, run, result = 1.0 / math.sqrt(queries.shape[2]), _compiled(_decode), out.numpy()
     parts = None if queries[0].numel() * int(lengths.sum()) >= _THREADS_FROM else 1
 

@@ -24,9 +24,9 @@ import triton.language as tl
 from shotcast.device.triton.float8 import from_words
 from shotcast.device.triton.intrinsics import (
     await_prior_kernel,
-    converts_float8,
+    has_float8_conversions,
     launch_options,
-    processors,
+    num_sms,
     release_next_kernel,
 )
 from shotcast.device.triton.words import round_float, unpack
@@ -198,16 +198,16 @@ _FEW_OUTPUTS, _MANY_INPUTS = 24, 4096
 """Outputs a processor: with fewer, it has few programs at a time, and each has more on its way, of so many columns."""
 
 
-def choose(outputs: int, inputs: int, itemsize: int, programs: int) -> Stream:
-    """The launch on a GPU of ``programs`` processors; each gets two programs if it can.
+def choose(outputs: int, inputs: int, itemsize: int, num_sms: int) -> Stream:
+    """The launch on a GPU of ``num_sms`` SMs; each gets two programs if it can.
 
     The fastest, nearly: 16-bit weights among the other kernels of a step
     (benchmarks/data/h200/exploration/shared_memory.txt), FP8 by itself (benchmarks/data/h200/linear.json).
     """
-    few = outputs < _FEW_OUTPUTS * programs and inputs >= _MANY_INPUTS
+    few = outputs < _FEW_OUTPUTS * num_sms and inputs >= _MANY_INPUTS
     stream = Stream(4, 2048 if few or itemsize == 1 else 1024, 4)
     tile = stream.tile
-    while tile > 1 and -(-outputs // tile) < 2 * programs:
+    while tile > 1 and -(-outputs // tile) < 2 * num_sms:
         tile //= 2
     return replace(stream, tile=tile)
 
@@ -283,7 +283,7 @@ def linear(
     check(x, weight, gated, MOST_ROWS, fit, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if stream is None:
-        stream = choose(outputs, inputs, weight.element_size(), processors(x.device))
+        stream = choose(outputs, inputs, weight.element_size(), num_sms(x.device))
     tile = max(2, stream.tile) if gated else stream.tile
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     options = launch_options(x.device, stream.warps)
@@ -300,7 +300,7 @@ def linear(
         tile,
         stream.columns,
         gated,
-        converts_float8(x.device),
+        has_float8_conversions(x.device),
         options["launch_pdl"],
         **options,
     )

@@ -18,10 +18,10 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import (
     await_prior_kernel,
     dot,
-    hopper,
+    is_hopper,
     launch_options,
     release_next_kernel,
-    shared_memory,
+    shared_memory_per_sm,
 )
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.triton import gemv
@@ -231,33 +231,33 @@ class Decoding:
 
     Args:
         heads, head_dim: of the queries.
-        kv_of: for each query head its key-value head, ascending.
+        kv_head_of: for each query head its key-value head, ascending.
         sequences: at most.
-        processors: multiprocessors of the GPU.
+        num_sms: multiprocessors of the GPU.
     """
 
     def __init__(
         self,
         heads: int,
         head_dim: int,
-        kv_of: tuple[int, ...],
+        kv_head_of: tuple[int, ...],
         sequences: int,
-        processors: int,
+        num_sms: int,
         device: torch.device,
     ):
-        self._heads, self._head_dim, self._kv_heads = heads, head_dim, max(kv_of) + 1
-        starts = [kv_of.index(kv) for kv in range(self._kv_heads)] + [heads]
+        self._heads, self._head_dim, self._kv_heads = heads, head_dim, max(kv_head_of) + 1
+        starts = [kv_head_of.index(kv) for kv in range(self._kv_heads)] + [heads]
         self._first_heads = torch.tensor(starts, dtype=torch.int32, device=device)
         largest = max(stop - start for start, stop in itertools.pairwise(starts))
         self._group = max(_LEAST_GROUP, triton.next_power_of_2(largest))
-        self._processors = processors
+        self._num_sms = num_sms
         room = max(count * self.splits(count) for count in range(1, sequences + 1)) * heads
         self._parts = torch.empty(room * head_dim, device=device)
         self._weights = torch.empty(room * 2, device=device)
 
     def splits(self, sequences: int) -> int:
         """Parts of each context, so that about two programs a processor are there: a power of two."""
-        wanted = max(1, 2 * self._processors // (sequences * self._kv_heads))
+        wanted = max(1, 2 * self._num_sms // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
     def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, wide: bool) -> tuple[int, int, int]:
@@ -317,7 +317,7 @@ class Decoding:
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
         first, tile, stages = self.tiles(
-            sequences, x.dtype, shared_memory(x.device) - _RESERVED_BYTES, hopper(x.device)
+            sequences, x.dtype, shared_memory_per_sm(x.device) - _RESERVED_BYTES, is_hopper(x.device)
         )
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,

@@ -20,7 +20,7 @@ TILE_FIELDS = 4
 """int32 words of a tile: its sequence's row of the tables, its first query, how many it has (0: none), and the position
 of the first (below 0: queries that attend to nothing, and are given zeros)."""
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
-"""Rows of a program; where those would leave processors idle, or wide heads not fit into registers; and in float32,
+"""Rows of a program; where those would leave SMs idle, or wide heads not fit into registers; and in float32,
 whose products go through registers alone."""
 KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 32, 16
 """Keys that a program multiplies with at once; of heads wider than _WIDE; in float32."""
@@ -304,17 +304,17 @@ def prompt_kernel(
         )
 
 
-def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int) -> int:
+def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int) -> int:
     """Tokens of a sequence that a program takes, at most.
 
     Args:
         tokens: of a step.
         group: query heads of a key-value head, at most.
-        processors: multiprocessors of the GPU.
+        num_sms: multiprocessors of the GPU.
     """
     if dtype == torch.float32:
         rows = FLOAT32_ROWS
-    elif head_dim > _WIDE or triton.cdiv(tokens * group, ROWS) * kv_heads < processors:
+    elif head_dim > _WIDE or triton.cdiv(tokens * group, ROWS) * kv_heads < num_sms:
         rows = FEW_ROWS
     else:
         rows = ROWS

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import processors
+from shotcast.device.triton.intrinsics import num_sms
 from shotcast.kernels.triton.sampling_scores import (
     INTEGERS,
     NOBODY,
@@ -280,7 +280,7 @@ def draw(
     """
     count, vocab = logits.shape
     told = torch.empty_like(best)
-    parts = min(triton.cdiv(vocab, TILE), triton.cdiv(PROGRAMS * processors(logits.device), count))
+    parts = min(triton.cdiv(vocab, TILE), triton.cdiv(PROGRAMS * num_sms(logits.device), count))
     # Where nothing is cut or counted nothing is read; but kernels for other types would have to be compiled.
     bins = torch.zeros((count, 2, BINS.value) if cuts else 1, dtype=torch.int64, device=logits.device)
     lists = torch.empty((count, CAPACITY) if cuts else 1, dtype=torch.int64, device=logits.device)

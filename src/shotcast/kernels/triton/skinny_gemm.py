@@ -4,7 +4,7 @@
                                                      they gate, out = silu(gates) * others
 
 For decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time, and rows of x are
-columns of the right one. A program has one tile of outputs; where there are fewer tiles than processors, several
+columns of the right one. A program has one tile of outputs; where there are fewer tiles than SMs, several
 programs divide its columns: each stores its sums, and the one that arrives last adds all of them, in the order of the
 columns, so that the result does not depend on who that is. As much of the weight is on its way as a processor has
 shared memory for.
@@ -23,9 +23,9 @@ from shotcast.device.triton.intrinsics import (
     add_dot,
     await_prior_kernel,
     launch_options,
-    processors,
+    num_sms,
     release_next_kernel,
-    shared_memory,
+    shared_memory_per_sm,
 )
 from shotcast.kernels.triton.gemv import DTYPES, UNIT, check, weight_rows, write_outputs
 
@@ -33,7 +33,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 @triton.jit(do_not_specialize=["outputs", "count"])
-def skinny_kernel(
+def skinny_gemm_kernel(
     x,
     x_scale,
     weight,
@@ -106,7 +106,7 @@ def skinny_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How :func:`skinny_kernel` is launched.
+    """How :func:`skinny_gemm_kernel` is launched.
 
     Attributes:
         stages: steps of columns on their way.
@@ -147,27 +147,27 @@ def _stages(rows: int, together: int, memory: int) -> int:
     return max(2, min(_MOST_STAGES, (memory - _SPARE_BYTES) // together // step))
 
 
-def _parts(outputs: int, inputs: int, itemsize: int, programs: int) -> int:
+def _parts(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
     """Into how many the columns of tiles can be divided among so many programs."""
     steps = -(-inputs * itemsize // STEP_BYTES)
-    return max(1, min(programs // -(-outputs // TILE), steps // 2))
+    return max(1, min(num_sms // -(-outputs // TILE), steps // 2))
 
 
-def choose(outputs: int, inputs: int, itemsize: int, rows: int, programs: int, memory: int) -> Tiles:
-    """The launch on a GPU of ``programs`` processors, each with ``memory`` bytes of shared memory.
+def choose(outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory: int) -> Tiles:
+    """The launch on a GPU of ``num_sms`` SMs, each with ``memory`` bytes of shared memory.
 
     The fastest, nearly, over the shapes of benchmarks/data/h200/linear.json.
     """
-    together = 2 if itemsize == 1 or outputs > 2 * TILE * programs else 1
-    parts = _parts(outputs, inputs, itemsize, together * programs)
+    together = 2 if itemsize == 1 or outputs > 2 * TILE * num_sms else 1
+    parts = _parts(outputs, inputs, itemsize, together * num_sms)
     return Tiles(_stages(rows, together, memory), parts if parts >= _LEAST_PARTS else 1)
 
 
-def candidates(outputs: int, inputs: int, itemsize: int, rows: int, programs: int, memory: int) -> Iterator[Tiles]:
+def candidates(outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory: int) -> Iterator[Tiles]:
     """Launches worth measuring: for one to three programs on a processor."""
     made = set()
     for together in (1, 2, 3):
-        most = _parts(outputs, inputs, itemsize, together * programs)
+        most = _parts(outputs, inputs, itemsize, together * num_sms)
         made |= {Tiles(_stages(rows, together, memory), parts) for parts in (1, max(1, most - 1), most)}
     yield from sorted(made, key=str)
 
@@ -224,14 +224,14 @@ def linear(
     rows, (outputs, inputs) = x.shape[0], weight.shape
     itemsize = weight.element_size()
     if tiles is None:
-        tiles = choose(outputs, inputs, itemsize, rows, processors(x.device), shared_memory(x.device))
+        tiles = choose(outputs, inputs, itemsize, rows, num_sms(x.device), shared_memory_per_sm(x.device))
     dtype = torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
     out = x.new_empty(rows, outputs // 2 if gated else outputs, dtype=dtype)
     grid = (-(-outputs // TILE), tiles.parts)
     m_tile, columns = row_tile(rows), STEP_BYTES // itemsize
     partial = x.new_empty(*grid, TILE, m_tile, dtype=torch.float32) if tiles.parts > 1 else counts
     options = launch_options(x.device, WARPS)
-    skinny_kernel[grid](
+    skinny_gemm_kernel[grid](
         x,
         x_scale,
         weight,

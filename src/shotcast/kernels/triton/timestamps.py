@@ -22,7 +22,7 @@ def end_kernel(marks, totals, place):
     tl.store(totals + place * 2 + 1, tl.load(totals + place * 2 + 1) + 1)
 
 
-class Stamps:
+class SpanTimers:
     """Clocks on the device, each with its total.
 
     Attributes:

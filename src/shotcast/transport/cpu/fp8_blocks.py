@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
 from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
-from shotcast.device.cpu.vectors import every, folded, for_all, load_at, number, store_at
+from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST
 
 SCALE_BYTES = 4
@@ -60,9 +60,9 @@ def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, i
         bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
         builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
 
-    for_all(builder, length, look)
+    for_each_vector(builder, length, look)
     # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
-    bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+    bits = larger(reduce_lanes(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
     finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, _INFINITY))
     maximum, most = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
     scale = builder.select(finite, builder.fdiv(maximum, most), builder.bitcast(ir.Constant(I32, _NAN), F32))
@@ -70,15 +70,15 @@ def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, i
     inverse = builder.fdiv(most, maximum)
 
     def quantize(index: Any, lanes: int) -> None:
-        byte = to_e4m3(builder, builder.fmul(value_at(index, lanes), every(builder, inverse, lanes)), lanes)
+        byte = to_e4m3(builder, builder.fmul(value_at(index, lanes), broadcast_lanes(builder, inverse, lanes)), lanes)
         store_at(builder, byte, builder.add(place, builder.add(number(SCALE_BYTES), index)))
 
-    for_all(builder, length, quantize)
+    for_each_vector(builder, length, quantize)
 
 
 def _get(builder: Any, place: Any, index: Any, lanes: int) -> Any:
     """Elements of the block at ``place``, as float32."""
-    scale = every(builder, load_at(builder, F32, place), lanes)
+    scale = broadcast_lanes(builder, load_at(builder, F32, place), lanes)
     byte = load_at(builder, vector(BYTE, lanes), builder.add(place, builder.add(number(SCALE_BYTES), index)))
     return builder.fmul(from_e4m3(builder, byte, lanes), scale)
 
@@ -126,7 +126,7 @@ def _decode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any
                 value = form.narrow(builder, _get(builder, place, index, lanes), lanes)
                 store_at(builder, value, builder.add(first, builder.mul(index, number(itemsize))))
 
-            for_all(builder, length, write)
+            for_each_vector(builder, length, write)
 
         _for_blocks(builder, count, get)
         return target.get_dummy_value()
@@ -150,7 +150,7 @@ def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: 
                     builder.store(builder.fadd(builder.load(total), _get(builder, place, index, lanes)), total)
                 store_at(builder, builder.load(total), builder.add(totals, builder.mul(index, number(4))))
 
-            for_all(builder, length, total_of)
+            for_each_vector(builder, length, total_of)
 
             def value_at(index: Any, lanes: int) -> Any:
                 return load_at(builder, vector(F32, lanes), builder.add(totals, builder.mul(index, number(4))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
@@ -99,7 +99,7 @@ def two_shot(context: int, plan: int, x: int, _out: int) -> int:
             store(context + SOURCES + 8 * rank, x + now + low)
             # Every peer has published this step, hence read the other generation: it may be written already.
             result = own + CONTROL_BYTES + (step & 1) * generation_bytes
-            add_up(function, result, context + SOURCES, world_size, (high - low) // itemsize)
+            call_arithmetic(function, result, context + SOURCES, world_size, (high - low) // itemsize)
 
         # In the order of columns, so from rank 0 on and with this rank's own slice in its place.
         part = slice_size(size_before, world_size)

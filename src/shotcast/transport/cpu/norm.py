@@ -23,11 +23,11 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from shotcast.device.cpu.atomics import add_up, load, store
+from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import E4M3_MAX, to_e4m3
 from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
-from shotcast.device.cpu.vectors import every, folded, for_all, load_at, number, store_at
+from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.transport.cpu.layout import (
     ADD,
     COLUMN,
@@ -94,7 +94,7 @@ def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, cou
 
         def squares_of(index: Any, lanes: int) -> Any:
             total = cgutils.alloca_once(builder, vector(F32, lanes))
-            builder.store(every(builder, start, lanes), total)
+            builder.store(broadcast_lanes(builder, start, lanes), total)
             with cgutils.for_range(builder, world_size) as rank:
                 where = builder.add(sources, builder.mul(rank.index, number(8)))
                 item = form.widen(builder, fields.read(load_at(builder, WORD, where), index, lanes), lanes)
@@ -145,7 +145,7 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
         dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
 
         wide = vector(F32, LANES)
-        total = folded(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
+        total = reduce_lanes(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
         store_at(builder, splat(F32, LANES, 0.0), fields.squares(none))
         mean = builder.fdiv(total, builder.sitofp(hidden, F32))
         root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
@@ -155,12 +155,12 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
 
         def normed_at(index: Any, lanes: int) -> Any:
             value = form.widen(builder, fields.read(values, index, lanes), lanes)
-            value = builder.fmul(value, every(builder, factor, lanes))
+            value = builder.fmul(value, broadcast_lanes(builder, factor, lanes))
             value = builder.fmul(value, form.widen(builder, fields.read(weight, index, lanes), lanes))
             return form.narrow(builder, value, lanes)
 
         def quantize(result: Any, index: Any, lanes: int, inverse: Any) -> None:
-            value = builder.fmul(form.widen(builder, result, lanes), every(builder, inverse, lanes))
+            value = builder.fmul(form.widen(builder, result, lanes), broadcast_lanes(builder, inverse, lanes))
             store_at(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
 
         # Magnitudes compare as integers; those above infinity are NaN.
@@ -184,15 +184,15 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
                     bits = builder.select(counts, bits, splat(I32, lanes, 0))
                     builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
 
-                for_all(builder, hidden, look)
-                bits = larger(folded(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+                for_each_vector(builder, hidden, look)
+                bits = larger(reduce_lanes(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
                 scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX))
                 least = ir.Constant(F32, _SMALLEST_SCALE)
                 scale = builder.select(builder.fcmp_ordered("<", scale, least), least, scale)
                 store_at(builder, scale, fields.word(SCALE))
                 inverse = builder.fdiv(one, scale)
                 # Once more from what is in the cache: bits of the norm do not depend on whether it is kept.
-                for_all(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
+                for_each_vector(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
             with otherwise:
                 given = cgutils.alloca_once_value(builder, one)
                 with builder.if_then(quantizes):
@@ -205,7 +205,7 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
                     with builder.if_then(quantizes):
                         quantize(result, index, lanes, builder.load(given))
 
-                for_all(builder, hidden, write)
+                for_each_vector(builder, hidden, write)
         return target.get_dummy_value()
 
     return signature(types.void, dtype, *(types.int64,) * 3), generate
@@ -279,7 +279,7 @@ def take(context: int, plan: int, start: int, world_size: int, count: int) -> No
         column = load(row + COLUMN)
         length = min(count, hidden - column)
         nbytes = length * itemsize
-        add_up(load(plan + ADD), row, context + SOURCES, world_size, length)
+        call_arithmetic(load(plan + ADD), row, context + SOURCES, world_size, length)
         for rank in range(world_size):
             store(context + SOURCES + 8 * rank, load(context + SOURCES + 8 * rank) + nbytes)
         store(row + RESIDUAL, load(row + RESIDUAL) + nbytes)
@@ -287,7 +287,7 @@ def take(context: int, plan: int, start: int, world_size: int, count: int) -> No
         count -= length
         column += length
         if column == hidden:
-            add_up(load(plan + NORM), row, load(row + NEW_RESIDUAL) - hidden * itemsize, hidden, 0)
+            call_arithmetic(load(plan + NORM), row, load(row + NEW_RESIDUAL) - hidden * itemsize, hidden, 0)
             if load(row + NORMED) != 0:
                 store(row + NORMED, load(row + NORMED) + hidden * itemsize)
             if load(row + QUANTIZED) != 0:

@@ -6,7 +6,7 @@ Rank order, float32 accumulation, one rounding: the bits of two-shot.
 
 from __future__ import annotations
 
-from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
@@ -46,7 +46,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + staging)
         store(context + SOURCES + 8 * rank, x + done)
-        add_up(function, out + done, context + SOURCES, world_size, size // itemsize)
+        call_arithmetic(function, out + done, context + SOURCES, world_size, size // itemsize)
         done += size
         if done >= nbytes:
             return finish(context, step)
@@ -76,7 +76,7 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * chunk)
         store(context + SOURCES + 8 * rank, x + rank * block + done)
-        add_up(function, out + done, context + SOURCES, world_size, size // itemsize)
+        call_arithmetic(function, out + done, context + SOURCES, world_size, size // itemsize)
         done += size
         if done >= block:
             return finish(context, step)

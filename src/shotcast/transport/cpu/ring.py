@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
@@ -52,7 +52,7 @@ def _meet_neighbours(context: int, step: int, word: int) -> int:
 def _first_hop(context: int, plan: int, step: int, x: int, nbytes: int) -> None:
     store(context + SOURCES, x)
     target = _staging(context, load(context + RANK), step)
-    add_up(load(plan + ARITHMETIC), target, context + SOURCES, 1, nbytes // load(plan + ITEMSIZE))
+    call_arithmetic(load(plan + ARITHMETIC), target, context + SOURCES, 1, nbytes // load(plan + ITEMSIZE))
 
 
 @njit(error_model="numpy")
@@ -61,7 +61,7 @@ def _hop(context: int, plan: int, step: int, x: int, nbytes: int, target: int) -
     left = around(load(context + RANK) - 1, load(context + WORLD))
     store(context + SOURCES, _staging(context, left, step - 1))
     store(context + SOURCES + 8, x)
-    add_up(load(plan + ARITHMETIC), target, context + SOURCES, 2, nbytes // load(plan + ITEMSIZE))
+    call_arithmetic(load(plan + ARITHMETIC), target, context + SOURCES, 2, nbytes // load(plan + ITEMSIZE))
 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import acquire, copy, load, release, store
+from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.layout import (
     ABORT,
@@ -41,7 +41,7 @@ def send(context: int, plan: int, x: int, out: int) -> int:
     """Sends nbytes at x to the plan's root; ``out`` is not used."""
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)
-    if acquire(own + ABORT) != 0:
+    if load_acquire(own + ABORT) != 0:
         return ABORTED
     store(context + DEADLINE, 0)
     nbytes, chunk = load(plan + NBYTES), load(context + MAIL_PIECE)
@@ -57,7 +57,7 @@ def send(context: int, plan: int, x: int, out: int) -> int:
         store(slot, load(plan + HEADER))
         copy(slot + MAIL_HEADER_BYTES, x + done, size)
         sent += 1
-        release(own + SENT + LINE * peer, sent)
+        store_release(own + SENT + LINE * peer, sent)
         done += size
         if done >= nbytes:
             return DONE
@@ -67,7 +67,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
     """Receives nbytes from the plan's root into out; ``x`` is not used. MISMATCHED if another message is next."""
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)
-    if acquire(own + ABORT) != 0:
+    if load_acquire(own + ABORT) != 0:
         return ABORTED
     store(context + DEADLINE, 0)
     nbytes, chunk = load(plan + NBYTES), load(context + MAIL_PIECE)
@@ -84,7 +84,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
             return MISMATCHED
         copy(out + done, slot + MAIL_HEADER_BYTES, size)
         received += 1
-        release(own + RECEIVED + LINE * peer, received)
+        store_release(own + RECEIVED + LINE * peer, received)
         done += size
         if done >= nbytes:
             return DONE

@@ -8,7 +8,7 @@ Rank order, float32 accumulation, one rounding: the bits of one-shot.
 
 from __future__ import annotations
 
-from shotcast.device.cpu.atomics import add_up, copy, load, store
+from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
@@ -62,7 +62,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
             store(context + SOURCES + 8 * rank, x + now + low)
             # Every peer has published this step, hence read the other generation: it may be written already.
             result = own + CONTROL_BYTES + (step & 1) * generation_bytes
-            add_up(function, out + now + low, context + SOURCES, world_size, (high - low) // itemsize)
+            call_arithmetic(function, out + now + low, context + SOURCES, world_size, (high - low) // itemsize)
             copy(result, out + now + low, high - low)
 
         if size_before > 0:

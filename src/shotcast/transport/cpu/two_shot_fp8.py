@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import add_up, load, store
+from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
 from shotcast.transport.cpu.layout import (
@@ -60,7 +60,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
             length = _length(nbytes, part, sliced, done, piece)
             if length > 0:
                 place = own + staging + room * (1 + sliced)
-                add_up(load(plan + ENCODE), place, x + sliced * part + done, length // itemsize, 0)
+                call_arithmetic(load(plan + ENCODE), place, x + sliced * part + done, length // itemsize, 0)
         step = publish(context, step)
         status = meet_all(context, step, word)
         if status != DONE:
@@ -72,14 +72,16 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
                 store(context + SOURCES + 8 * peer, region(context, peer) + staging + room * (1 + rank))
             # Every peer has published this step, hence read the other generation: it may be written already.
             result = own + CONTROL_BYTES + (step & 1) * generation_bytes
-            add_up(load(plan + ARITHMETIC), result, context + SOURCES, world_size, length // itemsize)
+            call_arithmetic(load(plan + ARITHMETIC), result, context + SOURCES, world_size, length // itemsize)
 
         if done > 0:
             for sliced in range(world_size):
                 length = _length(nbytes, part, sliced, done - piece, piece)
                 if length > 0:
                     place = out + sliced * part + done - piece
-                    add_up(load(plan + DECODE), place, region(context, sliced) + staging, length // itemsize, 0)
+                    call_arithmetic(
+                        load(plan + DECODE), place, region(context, sliced) + staging, length // itemsize, 0
+                    )
         if done >= part:
             return finish(context, step)
         done += piece

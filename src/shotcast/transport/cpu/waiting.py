@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import acquire, load, monotonic_ns, pause, release, sleep_ns, store
+from shotcast.device.cpu.atomics import load, load_acquire, monotonic_ns, pause, sleep_ns, store, store_release
 from shotcast.transport.cpu.layout import (
     ABORT,
     DEADLINE,
@@ -49,9 +49,9 @@ def _wait_long(context: int, address: int, target: int) -> int:
     deadline = load(context + DEADLINE)
     abort = region(context, load(context + RANK)) + ABORT
     while True:
-        if acquire(address) - target >= 0:
+        if load_acquire(address) - target >= 0:
             return DONE
-        if acquire(abort) != 0:
+        if load_acquire(abort) != 0:
             return ABORTED
         now = monotonic_ns()
         if now > deadline:
@@ -65,7 +65,7 @@ def _wait_long(context: int, address: int, target: int) -> int:
 def wait(context: int, address: int, target: int) -> int:
     """Returns DONE once the word at ``address`` is not below ``target``, else TIMED_OUT or ABORTED."""
     for _ in range(load(context + SPINS)):
-        if acquire(address) - target >= 0:
+        if load_acquire(address) - target >= 0:
             return DONE
         pause()
     return _wait_long(context, address, target)
@@ -75,20 +75,20 @@ def wait(context: int, address: int, target: int) -> int:
 def begin(context: int, header: int) -> int:
     """Starts a collective call: counts the epoch, shows the header. Returns the header word, or 0 if all is stopped."""
     own = region(context, load(context + RANK))
-    if acquire(own + ABORT) != 0:
+    if load_acquire(own + ABORT) != 0:
         return 0
     epoch = load(context + EPOCH) + 1
     store(context + EPOCH, epoch)
     store(context + DEADLINE, 0)
     word = (epoch << 48) | header
-    release(own + HEADERS + 8 * (epoch & 1), word)
+    store_release(own + HEADERS + 8 * (epoch & 1), word)
     return word
 
 
 @njit(error_model="numpy")
 def publish(context: int, step: int) -> int:
     """Ends the writing of step ``step``; returns the next step."""
-    release(region(context, load(context + RANK)) + PROGRESS, step + 1)
+    store_release(region(context, load(context + RANK)) + PROGRESS, step + 1)
     return step + 1
 
 
@@ -97,7 +97,7 @@ def meet(context: int, peer: int, step: int, word: int) -> int:
     """Waits until ``peer`` has published the steps below ``step`` of this call; MISMATCHED if it makes another call."""
     control = region(context, peer)
     status = wait(context, control + PROGRESS, step)
-    if status == DONE and acquire(control + HEADERS + 8 * (load(context + EPOCH) & 1)) != word:
+    if status == DONE and load_acquire(control + HEADERS + 8 * (load(context + EPOCH) & 1)) != word:
         return MISMATCHED
     return status
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton import tiles
-from shotcast.device.triton.intrinsics import INTERPRETED, converts_float8, launches_early
+from shotcast.device.triton.intrinsics import INTERPRETED, has_float8_conversions, supports_pdl
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES, norm_addresses, norm_arguments
@@ -85,7 +85,7 @@ class TritonExecutor:
         self._rank, self._world = group.rank, group.world_size
         self._layout = Layout.of(max_bytes)
         self._device = device
-        self._pdl, self._converts_fp8 = launches_early(device), converts_float8(device)
+        self._pdl, self._converts_fp8 = supports_pdl(device), has_float8_conversions(device)
         self._control = buffer.view(self._rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         self._status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
         self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())

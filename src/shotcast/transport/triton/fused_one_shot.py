@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import load_words, sum_words, with_own
+from shotcast.device.triton.words import insert_own, load_words, sum_words
 from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, where_tile
 from shotcast.transport.triton.sync import (
     addresses_of_peers,
@@ -87,7 +87,7 @@ def one_shot_rms_norm(
         clear_previous(call, dirty, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
         masks = expected(call, offs, span, 0, span, WORLD, True)
         parts, call = await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
-        total = sum_words(with_own(parts, words, rank, WORLD), WORLD, DTYPE)
+        total = sum_words(insert_own(parts, words, rank, WORLD), WORLD, DTYPE)
         finish_tiles(
             call,
             cells,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
-from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, sum_on, with_own
+from shotcast.device.triton.words import insert_own, load_words, nan_unless, pack, store_words, sum_on
 from shotcast.kernels.triton.norm import DYNAMIC, NONE, finish_row
 from shotcast.transport.triton.sync import (
     addresses_of_peers,
@@ -63,7 +63,7 @@ def sum_of_slots(
         masks = expected(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
         parts, call = await_words(call, place, stride, offs, masks, first, False, smaller(GROUP, WORLD - first), WORLD)
         if OWN:
-            parts = with_own(parts, mine, call.rank, WORLD)
+            parts = insert_own(parts, mine, call.rank, WORLD)
         low, high = sum_on(low, high, parts, smaller(GROUP, WORLD - first), DTYPE)
     return pack(low, high, DTYPE), call
 

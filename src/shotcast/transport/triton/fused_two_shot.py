@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import load_words, sum_words, with_own
+from shotcast.device.triton.words import insert_own, load_words, sum_words
 from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, where_tile
 from shotcast.transport.triton.sync import (
     addresses_of_peers,
@@ -104,7 +104,7 @@ def two_shot_rms_norm(
         place = first_shot + worker * TILE
         masks = expected(call, offs, span, 0, span, WORLD, True)
         parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD)
-        mine = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+        mine = without_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
         sums = second_shot + own_tile * TILE
         store_to_all(call, addresses, sums, offs, mine, offs < span, False, MULTICAST, WORLD - 1)
         if CLEARS:
@@ -122,7 +122,7 @@ def two_shot_rms_norm(
             worker,
             slice_tiles,
             tiles,
-            with_own(parts, mine, rank, WORLD),
+            insert_own(parts, mine, rank, WORLD),
             before,
             gains,
             new_residual,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words, with_own
+from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
 from shotcast.transport.triton.sync import (
     addresses_of_peers,
     await_words,
@@ -90,7 +90,7 @@ def one_shot_reduce(
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)
             masks = expected(call, offs, span, 0, span, WORLD, True)
             parts, call = await_words(call, slots, quads, offs, masks, 0, False, WORLD, WORLD)
-            words = sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE)
+            words = sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE)
             words = nan_unless(call.live, words, DTYPE)
             store_words(out, 0, offs, words, nbytes, UNIT)
             if CLEARS:

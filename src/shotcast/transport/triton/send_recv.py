@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import kernel, relax, release_next_kernel
+from shotcast.device.triton.intrinsics import kernel, release_next_kernel, yield_core
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.sync import (
@@ -70,7 +70,7 @@ def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
     live = call.live
     polls = 0
     while waiting != 0:
-        relax()
+        yield_core()
         seen = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
         waiting = (seen != mine).to(tl.int32)
         polls += 1
@@ -96,7 +96,7 @@ def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constex
     live = call.live
     polls = 0
     while waiting != 0:
-        relax()
+        yield_core()
         taken = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
         waiting = (taken < needed).to(tl.int32)
         polls += 1
@@ -115,7 +115,7 @@ def await_chunk(call, box, offs, mask, flag, peer, WORLD: tl.constexpr):
     live = call.live
     polls = 0
     while waiting != 0:
-        relax()
+        yield_core()
         cells = tl.load(box + offs, mask=mask, other=0, volatile=True)
         waiting = tl.max((((cells >> 32).to(tl.int32) != flag) & mask).to(tl.int32), axis=0)
         polls += 1

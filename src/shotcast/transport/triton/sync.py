@@ -25,12 +25,12 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import (
-    acquire,
     await_prior_kernel,
+    fence_acquire,
     now_ns,
-    relax,
     release_next_kernel,
     store_release,
+    yield_core,
 )
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.multicast import multicast_words
@@ -341,7 +341,7 @@ def await_words(
     live = call.live
     polls = 0
     while waiting != 0:
-        relax()
+        yield_core()
         parts = load_parts(call, quads, stride, offs, masks, CELLS, COUNT)
         waiting = any_absent(parts, call.epoch, CELLS, COUNT)
         polls += 1
@@ -442,7 +442,7 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
     live = call.live
     polls = 0
     while waiting != 0:
-        relax()
+        yield_core()
         flags = tl.load(call.own + quads * 2 + lanes, mask=ranks, other=0, volatile=True)
         late = ranks & (flags != call.epoch)
         waiting = tl.max(late.to(tl.int32), axis=0)
@@ -451,7 +451,7 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
             silent = tl.sum((late & (threads < MAX_WORLD)).to(tl.int32) << lanes, axis=0)
             started, live = look_at_clock(call, started, silent, True, WORLD)
             waiting = waiting & live
-    acquire()
+    fence_acquire()
     tl.debug_barrier()
     return Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
 
@@ -493,4 +493,4 @@ def exchange_headers(
             elif polls % POLLS_PER_LOOK == 0:
                 started, live = look_at_clock(call, started, call.rank * 0, True, WORLD)
                 waiting = waiting & live
-            relax()
+            yield_core()

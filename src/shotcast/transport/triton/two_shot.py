@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words, with_own
+from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
 from shotcast.transport.triton.sync import (
     addresses_of_peers,
     await_words,
@@ -120,7 +120,7 @@ def two_shot_all_reduce(
                 own_words = load_words(x, rank * slice_quads * 16, offs, left, UNIT)
                 masks = expected(call, offs, mine, 0, mine, WORLD, True)
                 parts, call = await_words(call, first_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
-                words = without_sentinel(sum_words(with_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+                words = without_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
                 store_to_all(call, addresses, sums, offs, words, offs < mine, False, MULTICAST, WORLD - 1)
                 left = tl.minimum(slice_quads * 16, left)
                 store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), left, UNIT)

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import (
-    afresh,
     kernel,
     load_words_of_quad,
-    relax,
+    opaque,
     release_next_kernel,
     store_words_of_quad,
+    yield_core,
 )
 from shotcast.transport.triton.fp8_groups import (
     dequantize,
@@ -94,7 +94,7 @@ def plus(total, values):
 
 
 @triton.jit
-def with_own(part, own, is_own, PER: tl.constexpr):
+def insert_own(part, own, is_own, PER: tl.constexpr):
     """``own`` scales in place of a slot's, if they are this rank's."""
     chosen = ()
     for block in tl.static_range(PER):
@@ -215,7 +215,7 @@ def await_slots(
     live = call.live
     polls = 0
     while waiting != 0:
-        relax()
+        yield_core()
         words, scales = load_slots(
             call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
         )
@@ -247,7 +247,7 @@ def clear_slots(
     """Put sentinels back where :func:`await_slots` has read a tile, as :func:`~.sync.clear_parts` does."""
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    for i in range(1, afresh(call.rank * 0 + WORLD)):  # not unrolled, which would keep all addresses at once
+    for i in range(1, opaque(call.rank * 0 + WORLD)):  # not unrolled, which would keep all addresses at once
         source = (call.rank + i) % WORLD
         slot = quads + source * stride
         part_quads = quads_of_slice(source if EACH else call.rank, total_quads, slice_quads)
@@ -315,7 +315,7 @@ def two_shot_fp8_all_reduce(
         mine = quads_of_slice(rank, quads, slice_quads)
         for c in range(0, rounds + 1):
             if c < rounds:
-                me = afresh(rank)
+                me = opaque(rank)
                 rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
                 left = tl.minimum(slice_quads * 16, nbytes - me * slice_quads * 16)
                 values = load_group(x, me * slice_quads * 16, rows, left, DTYPE, UNIT)
@@ -338,7 +338,7 @@ def two_shot_fp8_all_reduce(
                     )
                     for i in tl.static_range(AT_ONCE if first + AT_ONCE < WORLD else WORLD - first):
                         is_own = me == first + i
-                        part = with_own(scales_of(scales, i, DTYPE), own_scales, is_own, PER)
+                        part = insert_own(scales_of(scales, i, DTYPE), own_scales, is_own, PER)
                         values = dequantize(tl.where(is_own, own_words, words[i]), part, DTYPE, NATIVE)
                         total = plus(total, values)
                 sums, sum_scales = quantize(total, DTYPE, NATIVE)
@@ -350,7 +350,7 @@ def two_shot_fp8_all_reduce(
                 if CLEARS:
                     clear_slots(call, first_shot, stride, word_quads, rows, quads, slice_quads, False, DTYPE, WORLD)
             if c > 0:
-                me = afresh(rank)
+                me = opaque(rank)
                 rows = ((c - 1) * workers + worker) * ROWS + tl.arange(0, ROWS)
                 for first in tl.static_range(1, WORLD, AT_ONCE):
                     words, scales, call = await_slots(

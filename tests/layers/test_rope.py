@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shotcast.errors import ConfigError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 
 HEAD_DIM = 64
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -34,23 +34,23 @@ def reference(theta: float, kind: str, options: dict[str, Any], positions: int) 
 
 
 @pytest.mark.parametrize(
-    ("theta", "kind", "options", "rotary"),
+    ("theta", "kind", "options", "rope"),
     [
-        (10000.0, "default", {}, Rotary(10000.0)),
-        (1e6, "linear", {"factor": 2.0}, Rotary(1e6, "linear", factor=2.0)),
-        (500000.0, "llama3", LLAMA3, Rotary(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)),
-        (1e6, "yarn", YARN, Rotary(1e6, "yarn", 4.0, original_max_position=4096)),
+        (10000.0, "default", {}, Rope(10000.0)),
+        (1e6, "linear", {"factor": 2.0}, Rope(1e6, "linear", factor=2.0)),
+        (500000.0, "llama3", LLAMA3, Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)),
+        (1e6, "yarn", YARN, Rope(1e6, "yarn", 4.0, original_max_position=4096)),
         (
             1e6,
             "yarn",
             {**YARN, "attention_factor": 0.75, "beta_fast": 16.0, "beta_slow": 2.0},
-            Rotary(1e6, "yarn", 4.0, original_max_position=4096, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
+            Rope(1e6, "yarn", 4.0, original_max_position=4096, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
         ),
     ],
 )
-def test_angles_are_those_of_transformers(theta: float, kind: str, options: dict[str, Any], rotary: Rotary) -> None:
+def test_angles_are_those_of_transformers(theta: float, kind: str, options: dict[str, Any], rope: Rope) -> None:
     wanted = reference(theta, kind, options, 300)
-    made = rotary.tables(HEAD_DIM, 300, torch.device("cpu"))
+    made = rope.tables(HEAD_DIM, 300, torch.device("cpu"))
     for ours, theirs in zip(made, wanted, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -58,9 +58,9 @@ def test_angles_are_those_of_transformers(theta: float, kind: str, options: dict
 
 def test_divisors_replace_the_kind() -> None:
     divisors = tuple(1.0 + i for i in range(HEAD_DIM // 2))
-    plain = Rotary(10000.0).frequencies(HEAD_DIM)
+    plain = Rope(10000.0).frequencies(HEAD_DIM)
     assert torch.equal(
-        Rotary(10000.0, "llama3", 8.0, divisors=divisors).frequencies(HEAD_DIM), plain / torch.tensor(divisors)
+        Rope(10000.0, "llama3", 8.0, divisors=divisors).frequencies(HEAD_DIM), plain / torch.tensor(divisors)
     )
 
 
@@ -76,4 +76,4 @@ def test_divisors_replace_the_kind() -> None:
 )
 def test_angles_are_numbers(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Rotary(**options)
+        Rope(**options)

@@ -14,7 +14,7 @@ _EMPTY = 64
 """Spans that are timed with nothing in them, to know what a stamp takes."""
 
 
-class Clock(Protocol):
+class StepTimer(Protocol):
     """Seconds since the start."""
 
     @property
@@ -25,7 +25,7 @@ class Clock(Protocol):
     def communication(self) -> contextlib.AbstractContextManager[None]: ...
 
 
-class HostClock:
+class HostStepTimer:
     """On CPU ranks, where a call returns when it is done: all of it, waiting included."""
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class HostClock:
         self.communication_s += time.perf_counter() - started
 
 
-class DeviceClock:
-    """On a GPU: stamps by kernels of their own, in the steps for which :attr:`stamping` is on, and of these alone.
+class DeviceStepTimer:
+    """On a GPU: stamps by kernels of their own, in the steps for which :attr:`recording` is on, and of these alone.
 
     A stamp takes as long as a kernel with nothing to do, about a microsecond. That is measured once, between stamps
     that follow each other, and taken off what is told; what is left of a call is how much later the next kernel starts
@@ -53,14 +53,14 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device):
-        from shotcast.kernels.triton.timestamps import Stamps
+        from shotcast.kernels.triton.timestamps import SpanTimers
 
-        self._stamps = Stamps(2, device)
+        self._stamps = SpanTimers(2, device)
         self._told = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
         self._arrived = torch.cuda.Event()
         self._known = [[0, 0], [0, 0]]
-        self._cost: StampCost | None = None
-        self.stamping = False
+        self._cost: TimestampCost | None = None
+        self.recording = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -73,13 +73,13 @@ class DeviceClock:
             yield
 
     @contextlib.contextmanager
-    def _span(self, clock: int) -> Iterator[None]:
-        if not self.stamping:
+    def _span(self, timer: int) -> Iterator[None]:
+        if not self.recording:
             yield
             return
-        self._stamps.begin(clock)
+        self._stamps.begin(timer)
         yield
-        self._stamps.end(clock)
+        self._stamps.end(timer)
 
     def calibrate(self) -> None:
         """Measure what a stamp takes. Waits for the device; outside a capture, before the first stamped step."""
@@ -93,7 +93,7 @@ class DeviceClock:
         self._stamps.totals.zero_()
         graph.replay()
         (all_ns, _), (spans_ns, _) = self._stamps.totals.tolist()
-        self._cost = StampCost(spans_ns / _EMPTY, all_ns / _EMPTY)
+        self._cost = TimestampCost(spans_ns / _EMPTY, all_ns / _EMPTY)
         self._stamps.totals.zero_()
 
     def _empty_spans(self) -> None:
@@ -129,7 +129,7 @@ class DeviceClock:
         return 0.0 if self._cost is None else self._cost.communication_s(nanoseconds, calls)
 
 
-class StampCost(NamedTuple):
+class TimestampCost(NamedTuple):
     """Nanoseconds between the stamps of a span with nothing in it, and by which such a span delays what follows."""
 
     span_ns: float

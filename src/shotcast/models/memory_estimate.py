@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shotcast.errors import ConfigError
-from shotcast.layers.split import FFN_UNIT, VOCAB_UNIT, heads_of, shares
+from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads
 from shotcast.models.config import ModelConfig
 
 
@@ -44,10 +44,10 @@ def weight_bytes(
         quantization: ``fp8`` for layers' matrices of a byte a weight, and a float32 for each output.
     """
     require_division(config, tensor_parallel, pipeline_parallel)
-    parts = [heads_of(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
+    parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = (max(len(part[which]) for part in parts) for which in (0, 1))
-    columns = max(map(len, shares(config.intermediate, tensor_parallel, FFN_UNIT)))
-    words = max(map(len, shares(config.vocab, tensor_parallel, VOCAB_UNIT)))
+    columns = max(map(len, partition(config.intermediate, tensor_parallel, FFN_UNIT)))
+    words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     matrices = config.hidden * (2 * queries + 2 * keys + 3 * columns)
     outputs = queries + 2 * keys + 2 * columns + 2 * config.hidden
@@ -57,7 +57,7 @@ def weight_bytes(
     layer_bytes = layer * dtype_bytes + (matrices + 4 * outputs if quantization else matrices * dtype_bytes)
     vocabulary = words * config.hidden
     stages = []
-    for stage, layers in enumerate(map(len, shares(config.layers, pipeline_parallel))):
+    for stage, layers in enumerate(map(len, partition(config.layers, pipeline_parallel))):
         first, last = stage == 0, stage == pipeline_parallel - 1
         ends = first + last - (first and last and config.tied)
         stages.append(layers * layer_bytes + (ends * vocabulary + last * config.hidden) * dtype_bytes)

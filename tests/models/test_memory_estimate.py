@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.layers.rotary import Rotary
+from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory import available_bytes, kv_bytes_per_token, require_division, weight_bytes
+from shotcast.models.memory_estimate import available_bytes, kv_bytes_per_token, require_division, weight_bytes
 from shotcast.models.presets import PRESETS, preset
 
 TINY = ModelConfig(
@@ -26,7 +26,7 @@ TINY = ModelConfig(
     head_dim=16,
     vocab=128,
     norm_eps=1e-6,
-    rope=Rotary(1e4),
+    rope=Rope(1e4),
     max_position=128,
     tied=False,
     attention_bias=True,

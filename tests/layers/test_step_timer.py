@@ -6,25 +6,25 @@ import time
 
 import pytest
 
-from shotcast.layers.clock import HostClock, StampCost
+from shotcast.layers.step_timer import HostStepTimer, TimestampCost
 
 
 def test_a_host_clock_counts_communication_within_steps() -> None:
-    clock = HostClock()
+    timer = HostStepTimer()
     started = time.perf_counter()
     for _ in range(2):
-        with clock.step():
+        with timer.step():
             time.sleep(0.01)
-            with clock.communication():
+            with timer.communication():
                 time.sleep(0.01)
     took = time.perf_counter() - started
-    assert 0.02 <= clock.communication_s <= clock.step_s - 0.02
-    assert 0.04 <= clock.step_s <= took
+    assert 0.02 <= timer.communication_s <= timer.step_s - 0.02
+    assert 0.04 <= timer.step_s <= took
 
 
 def test_what_stamps_take_is_taken_off() -> None:
     """Of a step of two calls of 3 us and 4 us of other work; an empty span is 1 us long, and delays by 2.5 us."""
-    cost = StampCost(1000.0, 2500.0)
+    cost = TimestampCost(1000.0, 2500.0)
     assert cost.communication_s(2 * (3000 + 1000), 2) == pytest.approx(6e-6)
     assert cost.step_s(1000 + 4000 + 2 * (3000 + 2500), 1, 2) == pytest.approx(10e-6)
     assert cost.communication_s(1500, 2) == 0.0

@@ -27,7 +27,7 @@ class Case:
     """
 
     sequences: tuple[tuple[int, int], ...]
-    kv_of: tuple[int, ...]
+    kv_head_of: tuple[int, ...]
     head_dim: int
     block_size: int
     window: int
@@ -41,7 +41,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     groups = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
-    kv_of = tuple(kv for kv, group in enumerate(groups) for _ in range(group))
+    kv_head_of = tuple(kv for kv, group in enumerate(groups) for _ in range(group))
     dtype = draw(st.sampled_from(list(CLOSE)))
     several = draw(st.integers(1, 4))
     sequences = [
@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
     rows = 16 if dtype == torch.float32 else draw(st.sampled_from([64, 128]))
     return Case(
         tuple(sequences),
-        kv_of,
+        kv_head_of,
         draw(st.sampled_from([64, 80, 128])),
         draw(st.sampled_from([4, 16, 20, 128])),
         draw(st.sampled_from([0, 0, 1, 7, 64, 100, 1000])),
@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
 def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gives, and what is right: [tokens with padding, heads, head_dim], float64."""
     generator = torch.Generator().manual_seed(case.seed)
-    heads, kv_heads, size = len(case.kv_of), max(case.kv_of) + 1, case.block_size
+    heads, kv_heads, size = len(case.kv_head_of), max(case.kv_head_of) + 1, case.block_size
     lengths = [before + new for before, new in case.sequences]
     blocks_of = [-(-length // size) for length in lengths]
     blocks = torch.randperm(sum(blocks_of), generator=generator).int()
@@ -91,8 +91,8 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
         slots = mine[position // size].long() * size + position % size
         for kept in (keys, values):
             kept[slots] = torch.randn(length, kv_heads, case.head_dim, generator=generator).to(case.dtype)
-        kv_of = torch.tensor(case.kv_of)
-        key, value = (kept[slots][:, kv_of].double() for kept in (keys, values))
+        kv_head_of = torch.tensor(case.kv_head_of)
+        key, value = (kept[slots][:, kv_head_of].double() for kept in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", queries[first : first + new].double(), key) / case.head_dim**0.5
         ages = position[before:, None] - position
         seen = (ages >= 0) & ((ages < case.window) if case.window else True)
@@ -104,7 +104,7 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
     for start in range(0, case.padding, case.tokens):
         tiles.append((0, first + start, min(case.tokens, case.padding - start), -1))
     tiles += [(0, 0, 0, -1)] * case.unused
-    starts = [case.kv_of.index(kv) for kv in range(kv_heads)] + [heads]
+    starts = [case.kv_head_of.index(kv) for kv in range(kv_heads)] + [heads]
     out = torch.full_like(queries, float("nan"), device=device)
     attend(
         queries.to(device),

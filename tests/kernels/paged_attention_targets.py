@@ -26,20 +26,20 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def both_ways(
-    kv_of: tuple[int, ...],
+    kv_head_of: tuple[int, ...],
     head_dim: int,
     block_size: int,
     window: int,
     dtype_name: str,
     normed: bool,
-    processors: int,
+    num_sms: int,
     lengths_of: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
 ) -> float:
     """Largest difference between the kernels and the host's attention, relative to the largest value."""
     dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(head_dim)
-    heads, kv_heads, sequences = len(kv_of), max(kv_of) + 1, len(lengths_of)
+    heads, kv_heads, sequences = len(kv_head_of), max(kv_head_of) + 1, len(lengths_of)
     blocks_of = [-(-length // block_size) for length in lengths_of]
     blocks = torch.randperm(sum(blocks_of), generator=generator)
     slots_in_all = sum(blocks_of) * block_size
@@ -75,7 +75,7 @@ def both_ways(
                 given, gains = guarded(given), None if gains is None else guarded(gains)
             rotated = tuple(tensor.clone() for tensor in mine)
             rope.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
-            decoding = paged_attention.Decoding(heads, head_dim, kv_of, 8, processors, given.device)
+            decoding = paged_attention.Decoding(heads, head_dim, kv_head_of, 8, num_sms, given.device)
             for scratch in (decoding._parts, decoding._weights):
                 scratch.fill_(float("nan"))  # what is joined must have been written, by parts without tokens too
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
@@ -86,7 +86,7 @@ def both_ways(
         else:
             given = x if norms is None else norm_heads(x, norms, EPS)
             attention.rotate_into_cache(given.to(kind), *turns, *places, *mine, queries)
-            attention.decode(queries, *mine, *paged, torch.tensor(kv_of), block_size, window, out)
+            attention.decode(queries, *mine, *paged, torch.tensor(kv_head_of), block_size, window, out)
         return out.float().cpu(), mine[0].float().cpu(), mine[1].float().cpu()
 
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), and the ways to stretch it over longer contexts."""
+"""Rope position embedding (Su et al., arXiv 2104.09864), and the ways to stretch it over longer contexts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shotcast.errors import ConfigError
 
-RotaryKind = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 _NUMBERS = (
     "theta",
@@ -27,7 +27,7 @@ _LEAST = 1e-18
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class Rope:
     """Angles of a model: ``position * frequency``, and a factor on both sine and cosine.
 
     The frequency of pair i of a head is ``theta ** (-2 i / head_dim)``, changed as ``kind`` says:
@@ -48,7 +48,7 @@ class Rotary:
     """
 
     theta: float
-    kind: RotaryKind = "default"
+    kind: RopeType = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

@@ -10,7 +10,7 @@ FFN_UNIT = VOCAB_UNIT = 64
 """Columns of feed-forward networks and rows of vocabularies are divided in multiples of this, if there are enough."""
 
 
-def shares(total: int, parts: int, unit: int = 1) -> list[range]:
+def partition(total: int, parts: int, unit: int = 1) -> list[range]:
     """``total`` elements in ``parts`` contiguous ranges; the first ones are longer by at most one ``unit``, and
     the last one has what is no whole unit.
 
@@ -32,7 +32,7 @@ def shares(total: int, parts: int, unit: int = 1) -> list[range]:
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def heads_of(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[range, range, tuple[int, ...]]:
+def partition_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[range, range, tuple[int, ...]]:
     """The attention heads of a rank: its query heads, the key-value heads that these read, and which each reads.
 
     Query heads are divided evenly, whatever groups they form: a key-value head whose queries are on two ranks is kept
@@ -44,6 +44,6 @@ def heads_of(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[range, r
     if heads % kv_heads:
         raise ConfigError(f"{heads} heads do not divide into groups for {kv_heads} key-value heads")
     group = heads // kv_heads
-    mine = shares(heads, ranks)[rank]
+    mine = partition(heads, ranks)[rank]
     kept = range(mine.start // group, (mine.stop - 1) // group + 1)
     return mine, kept, tuple(head // group - kept.start for head in mine)

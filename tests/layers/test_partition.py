@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.layers.split import heads_of, shares
+from shotcast.layers.partition import partition, partition_heads
 
 
 @given(total=st.integers(1, 5000), parts=st.integers(1, 16), unit=st.sampled_from([1, 2, 16, 64, 128]))
 def test_shares_cover_all_in_order_and_evenly(total: int, parts: int, unit: int) -> None:
     if total < parts:
         with pytest.raises(ConfigError, match=f"{total} cannot be divided between {parts} ranks"):
-            shares(total, parts, unit)
+            partition(total, parts, unit)
         return
-    ranges = shares(total, parts, unit)
+    ranges = partition(total, parts, unit)
     assert [element for part in ranges for element in part] == list(range(total))
     assert len(ranges) == parts
     assert all(ranges)
@@ -32,23 +32,23 @@ def test_heads_read_their_own_group(kv_heads: int, group: int, ranks: int) -> No
     heads = kv_heads * group
     if heads < ranks:
         with pytest.raises(ConfigError):
-            heads_of(heads, kv_heads, 0, ranks)
+            partition_heads(heads, kv_heads, 0, ranks)
         return
     seen: list[int] = []
     for rank in range(ranks):
-        mine, kept, kv_of = heads_of(heads, kv_heads, rank, ranks)
-        assert [kept[place] for place in kv_of] == [head // group for head in mine]
-        assert set(kv_of) == set(range(len(kept))), "a head is kept that nobody reads"
+        mine, kept, kv_head_of = partition_heads(heads, kv_heads, rank, ranks)
+        assert [kept[place] for place in kv_head_of] == [head // group for head in mine]
+        assert set(kv_head_of) == set(range(len(kept))), "a head is kept that nobody reads"
         seen += mine
     assert seen == list(range(heads))
 
 
 def test_nine_heads_on_two_ranks_and_more_ranks_than_groups() -> None:
-    assert heads_of(9, 3, 0, 2) == (range(5), range(2), (0, 0, 0, 1, 1))
-    assert heads_of(9, 3, 1, 2) == (range(5, 9), range(1, 3), (0, 1, 1, 1))
-    assert [heads_of(8, 2, rank, 4)[1] for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
+    assert partition_heads(9, 3, 0, 2) == (range(5), range(2), (0, 0, 0, 1, 1))
+    assert partition_heads(9, 3, 1, 2) == (range(5, 9), range(1, 3), (0, 1, 1, 1))
+    assert [partition_heads(8, 2, rank, 4)[1] for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
 
 
 def test_heads_that_form_no_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="9 heads do not divide into groups for 2"):
-        heads_of(9, 2, 0, 1)
+        partition_heads(9, 2, 0, 1)
