@@ -26,47 +26,50 @@ from shotcast.transport.triton.fused_two_shot import two_shot_rms_norm
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
 from shotcast.transport.triton.ring import ring
-from shotcast.transport.triton.send_recv import mail
+from shotcast.transport.triton.send_recv import send_recv
 from shotcast.transport.triton.two_shot import two_shot_all_reduce
 from shotcast.transport.triton.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
-ADDRESSES = ("x", "out", "data", "own", "peers", "header", "cells", "more_cells", *NORM_ADDRESSES[:-1])
+ADDRESSES = ("x", "out", "data", "own", "peers", "header", "sum_cells", "amax_cells", *NORM_ADDRESSES[:-1])
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
 MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "one_shot": (one_shot_reduce, {"CLEARS": False, "SCATTER": False}),
-    "one_shot_scatter": (one_shot_reduce, {"CLEARS": False, "SCATTER": True}),
-    "two_shot": (two_shot_all_reduce, {"CLEARS": False, "MULTICAST": False}),
-    "two_shot_multicast": (two_shot_all_reduce, {"CLEARS": False, "MULTICAST": True}),
-    "one_shot_scatter_clears": (one_shot_reduce, {"CLEARS": True, "SCATTER": True}),
-    "two_shot_clears": (two_shot_all_reduce, {"CLEARS": True, "MULTICAST": False}),
-    "gather_clears": (copy, {"CLEARS": True, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
+    "one_shot": (one_shot_reduce, {"CLEAR_AFTER_READ": False, "SCATTER": False}),
+    "one_shot_scatter": (one_shot_reduce, {"CLEAR_AFTER_READ": False, "SCATTER": True}),
+    "two_shot": (two_shot_all_reduce, {"CLEAR_AFTER_READ": False, "MULTICAST": False}),
+    "two_shot_multicast": (two_shot_all_reduce, {"CLEAR_AFTER_READ": False, "MULTICAST": True}),
+    "one_shot_scatter_clears": (one_shot_reduce, {"CLEAR_AFTER_READ": True, "SCATTER": True}),
+    "two_shot_clears": (two_shot_all_reduce, {"CLEAR_AFTER_READ": True, "MULTICAST": False}),
+    "gather_clears": (copy, {"CLEAR_AFTER_READ": True, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
     "multimem": (multimem_all_reduce, {}),
-    "two_shot_fp8": (two_shot_fp8_all_reduce, {"CLEARS": False}),
-    "two_shot_fp8_clears": (two_shot_fp8_all_reduce, {"CLEARS": True}),
+    "two_shot_fp8": (two_shot_fp8_all_reduce, {"CLEAR_AFTER_READ": False}),
+    "two_shot_fp8_clears": (two_shot_fp8_all_reduce, {"CLEAR_AFTER_READ": True}),
     "ring": (ring, {"REDUCE": True, "GATHER": True}),
     "ring_scatter": (ring, {"REDUCE": True, "GATHER": False}),
     "ring_gather": (ring, {"REDUCE": False, "GATHER": True}),
-    "gather": (copy, {"CLEARS": False, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
-    "gather_multicast": (copy, {"CLEARS": False, "KIND": GATHER.value, "CELLS": False, "MULTICAST": True}),
-    "gather_cells": (copy, {"CLEARS": False, "KIND": GATHER.value, "CELLS": True, "MULTICAST": False}),
-    "exchange": (copy, {"CLEARS": False, "KIND": EXCHANGE.value, "CELLS": False, "MULTICAST": False}),
-    "exchange_cells": (copy, {"CLEARS": False, "KIND": EXCHANGE.value, "CELLS": True, "MULTICAST": False}),
-    "broadcast": (copy, {"CLEARS": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": False}),
-    "broadcast_multicast": (copy, {"CLEARS": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": True}),
-    "broadcast_cells": (copy, {"CLEARS": False, "KIND": BROADCAST.value, "CELLS": True, "MULTICAST": False}),
+    "gather": (copy, {"CLEAR_AFTER_READ": False, "KIND": GATHER.value, "CELLS": False, "MULTICAST": False}),
+    "gather_multicast": (copy, {"CLEAR_AFTER_READ": False, "KIND": GATHER.value, "CELLS": False, "MULTICAST": True}),
+    "gather_cells": (copy, {"CLEAR_AFTER_READ": False, "KIND": GATHER.value, "CELLS": True, "MULTICAST": False}),
+    "exchange": (copy, {"CLEAR_AFTER_READ": False, "KIND": EXCHANGE.value, "CELLS": False, "MULTICAST": False}),
+    "exchange_cells": (copy, {"CLEAR_AFTER_READ": False, "KIND": EXCHANGE.value, "CELLS": True, "MULTICAST": False}),
+    "broadcast": (copy, {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": False}),
+    "broadcast_multicast": (
+        copy,
+        {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": True},
+    ),
+    "broadcast_cells": (copy, {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": True, "MULTICAST": False}),
     "barrier": (barrier, {}),
-    "send": (mail, {"SENDING": True}),
-    "recv": (mail, {"SENDING": False}),
+    "send": (send_recv, {"SENDING": True}),
+    "recv": (send_recv, {"SENDING": False}),
 }
 FP8 = ("two_shot_fp8", "two_shot_fp8_clears")
 """Kernels that send FP8."""
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": (add_rms_norm, {}),
     "fused_one_shot": (one_shot_rms_norm, {}),
-    "fused_two_shot": (two_shot_rms_norm, {"CLEARS": False}),
-    "fused_two_shot_clears": (two_shot_rms_norm, {"CLEARS": True}),
+    "fused_two_shot": (two_shot_rms_norm, {"CLEAR_AFTER_READ": False}),
+    "fused_two_shot_clears": (two_shot_rms_norm, {"CLEAR_AFTER_READ": True}),
     "fused_scatter": (scatter_rms_norm, {"GATHER": False}),
     "fused_gather": (scatter_rms_norm, {"GATHER": True}),
 }
@@ -117,7 +120,7 @@ def compiled_fused(
     kernel, fixed = FUSED[name]
     words = hidden * (4 if dtype == "float32" else 2) // 4
     block, warps = tiles.row_tile(words)
-    if "PARTS" in kernel.arg_names:
+    if "ROW_TILES" in kernel.arg_names:
         warps = 1  # a program has a tile, not a row
     values = {
         **fixed,
@@ -130,7 +133,7 @@ def compiled_fused(
         "WORLD": world_size,
         "BLOCK": 128 * warps,
         "ROW_BLOCK": block,
-        "PARTS": -(-words // 128),
+        "ROW_TILES": -(-words // 128),
         "GROUP": min(world_size, tiles.slots_at_once(block, warps)),
         "WARPS": warps,
         "PDL": capability >= 90,

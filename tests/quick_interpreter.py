@@ -23,7 +23,7 @@ COMPUTING_S = 500.0
 """What ranks that mostly compute may take: they run beside others on few cores, and give way to them."""
 
 _PAUSE_S = 0.0005
-_POLLS_PER_LOOK = 16
+_POLLS_PER_CHECK = 16
 
 
 def interpret(
@@ -121,4 +121,4 @@ def _yield_cores() -> None:
 
     for module in (send_recv, sync, two_shot_fp8):
         module.yield_core = lambda: time.sleep(_PAUSE_S)
-        module.POLLS_PER_LOOK = tl.constexpr(_POLLS_PER_LOOK)
+        module.POLLS_PER_CHECK = tl.constexpr(_POLLS_PER_CHECK)

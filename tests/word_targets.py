@@ -19,7 +19,7 @@ from shotcast.collectives import reference
 from shotcast.device.triton.float8 import from_words, to_words
 from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, sum_words, unpack
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.sync import Call, enter, look_at_clock, without_sentinel
+from shotcast.transport.triton.sync import Call, check_deadline, enter, escape_sentinel
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 GUARD = 0xA5
@@ -81,19 +81,19 @@ def from_fp8_kernel(words, values, SIZE: tl.constexpr):
 @triton.jit
 def guard_kernel(words, sent, stopped, DTYPE: tl.constexpr, SIZE: tl.constexpr):
     offs = tl.arange(0, SIZE)
-    value = without_sentinel(tl.load(words + offs))
+    value = escape_sentinel(tl.load(words + offs))
     live = tl.load(words) * 0
     tl.store(sent + offs, nan_unless(live + 1, value, DTYPE))
     tl.store(stopped + offs, nan_unless(live, value, DTYPE))
 
 
 @triton.jit
-def look_kernel(control, table, started, live, PATIENT: tl.constexpr):
+def look_kernel(control, table, started, live, EXTENDED_DEADLINE: tl.constexpr):
     own = control.to(tl.int64).to(tl.pointer_type(tl.int64))
     peers = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     zero = tl.program_id(0) * 0
     call = Call(own, peers, zero, tl.load(started) * 0, tl.load(started) * 0 + 5, zero, zero + 1, tl.load(started))
-    _, still = look_at_clock(call, tl.load(started), zero + 1, False, 1, PATIENT)
+    _, still = check_deadline(call, tl.load(started), zero + 1, False, 1, EXTENDED_DEADLINE)
     tl.store(live, still)
 
 

@@ -22,7 +22,7 @@ def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
     done = 0
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         if clears:
-            comm._executor.many_bytes = 64
+            comm._executor.clear_after_read_bytes = 64
         dice = random.Random(comm.rank)
         for name in dtypes:
             for count in counts:

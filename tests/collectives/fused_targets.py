@@ -464,7 +464,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
             comm._host.barrier()
 
     # before the first call: the interpreter keeps what it has once read. Many looks, to see a deadline when it passes
-    sync.POLLS_PER_LOOK = 8
+    sync.POLLS_PER_CHECK = 8
     fused_reduce_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size

@@ -106,7 +106,7 @@ def clearing(calls: int, largest: int) -> int:
     """Calls that clear their slots themselves, from 256 bytes a slot on, among calls that do not."""
     from shotcast.transport.triton import layout
 
-    layout.MANY_BYTES = 256
+    layout.CLEAR_AFTER_READ_BYTES = 256
     return changing_sizes("cpu", calls, largest, 5)
 
 
@@ -115,7 +115,7 @@ def slots_left(operation: str, count: int) -> list[int]:
     left = []
     for many in (0, 1 << 30):
         with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
-            comm._executor.many_bytes = many
+            comm._executor.clear_after_read_bytes = many
             run_case(comm, Case(operation, "float32", comm.world_size, count, 0), 1)
             comm._host.barrier()
             where = comm._executor._layout

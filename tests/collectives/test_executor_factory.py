@@ -54,7 +54,7 @@ def test_gpus_with_peer_access(built: dict[str, tuple[Any, ...]]) -> None:
     host = TwoRanks()
     built_executor = build_executor("group", host, GPU, 1 << 20, 3.0)
     assert built_executor == ("executor", "triton", "", True)
-    assert built["buffer"] == ("group", Layout.of(1 << 20).nbytes, GPU, (0, 1), False)
+    assert built["buffer"] == ("group", Layout.for_messages(1 << 20).nbytes, GPU, (0, 1), False)
     assert built["executor"][1:] == (host, 1 << 20, 3.0, GPU)
 
 

@@ -47,7 +47,7 @@ def test_only_ranks_that_share_layers_take_a_large_workspace(
 ) -> None:
     """By the layout of GPUs, whose workspaces are in proportion; those of compiled ranks end at some 4 MiB."""
     found = interpret(targets.workspaces, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=60)
-    assert found == [tuple(Layout.of(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
+    assert found == [tuple(Layout.for_messages(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
 
 
 def test_a_rank_alone_has_no_algorithm_that_a_workspace_could_bound() -> None:

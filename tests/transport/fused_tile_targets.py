@@ -10,48 +10,52 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.transport.triton.fused_tiles import give, tag_of, take
+from shotcast.transport.triton.fused_tiles import await_parts, store_parts, tag_of
 from shotcast.transport.triton.sync import Call
 
-PARTS = 5
+ROW_TILES = 5
 
 
 @triton.jit
-def exchange(cells, apart, row, mine, bits, seen, epoch, PARTS: tl.constexpr):
+def exchange(cells, cell_stride, row, mine, bits, seen, epoch, ROW_TILES: tl.constexpr):
     """Parts of two rows: this program's and, as the others would, all others; then what this program takes."""
     address = cells.to(tl.int64)
     number = tl.load(epoch)
     call = Call(cells, cells, row, row, number, row, row, number)
-    for part in range(PARTS):
-        give(
+    for part in range(ROW_TILES):
+        store_parts(
             call,
             address,
-            apart,
+            cell_stride,
             (row, row + 1),
             (row * 0 + part, row * 0 + part),
-            (tl.load(bits + part), tl.load(bits + PARTS + part)),
+            (tl.load(bits + part), tl.load(bits + ROW_TILES + part)),
             (row * 0 + 1, row * 0 + 1),
             2,
-            PARTS,
+            ROW_TILES,
         )
-    own = (tl.load(bits + mine), tl.load(bits + PARTS + mine))
-    given = give(call, address, apart, (row, row + 1), (mine, mine), own, (row * 0 + 1, row * 0 + 1), 2, PARTS)
-    WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
+    own = (tl.load(bits + mine), tl.load(bits + ROW_TILES + mine))
+    given = store_parts(
+        call, address, cell_stride, (row, row + 1), (mine, mine), own, (row * 0 + 1, row * 0 + 1), 2, ROW_TILES
+    )
+    WIDTH: tl.constexpr = triton.next_power_of_2(ROW_TILES)
     for i in tl.static_range(2):  # nobody may need to read its own
-        tl.store(cells + ((row + i) * WIDTH + mine) * apart, tag_of(number) << 32)
-    taken = take(call, address, apart, (row, row + 1), (mine, mine), given, (row * 0 + 1, row * 0 + 1), 2, PARTS)
+        tl.store(cells + ((row + i) * WIDTH + mine) * cell_stride, tag_of(number) << 32)
+    taken = await_parts(
+        call, address, cell_stride, (row, row + 1), (mine, mine), given, (row * 0 + 1, row * 0 + 1), 2, ROW_TILES
+    )
     for i in tl.static_range(2):
         tl.store(seen + i * WIDTH + tl.arange(0, WIDTH), taken[i])
 
 
-def exchanges(apart: int) -> None:
-    width = triton.next_power_of_2(PARTS)
+def exchanges(cell_stride: int) -> None:
+    width = triton.next_power_of_2(ROW_TILES)
     for epoch, row, mine in ((1, 0, 0), (2, 3, 4), ((1 << 31) + 5, 1, 2)):
-        bits = torch.randint(-(1 << 31), 1 << 31, (2, PARTS), dtype=torch.int32)
-        cells = torch.full([8 * width * apart], -1, dtype=torch.int64)
+        bits = torch.randint(-(1 << 31), 1 << 31, (2, ROW_TILES), dtype=torch.int32)
+        cells = torch.full([8 * width * cell_stride], -1, dtype=torch.int64)
         seen = torch.full([2, width], 7, dtype=torch.int32)
-        exchange[(1,)](cells, apart, row, mine, bits, seen, torch.tensor([epoch]), PARTS)
-        assert torch.equal(seen[:, :PARTS], bits), (epoch, row, mine)
-        assert not seen[:, PARTS:].any()
+        exchange[(1,)](cells, cell_stride, row, mine, bits, seen, torch.tensor([epoch]), ROW_TILES)
+        assert torch.equal(seen[:, :ROW_TILES], bits), (epoch, row, mine)
+        assert not seen[:, ROW_TILES:].any()
         written = (cells != -1).nonzero().flatten().tolist()
-        assert written == [((row + i) * width + part) * apart for i in range(2) for part in range(PARTS)]
+        assert written == [((row + i) * width + part) * cell_stride for i in range(2) for part in range(ROW_TILES)]

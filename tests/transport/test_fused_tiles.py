@@ -14,19 +14,19 @@ from shotcast.transport.triton import layout
 
 @given(st.integers(16, 1 << 24), st.integers(129, tiles.MAX_ROW_WORDS), st.data())
 def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: int, data: st.DataObject) -> None:
-    """As the kernel numbers them: a power of two for each row, all ``apart`` from one another.
+    """As the kernel numbers them: a power of two for each row, all ``cell_stride`` from one another.
 
     Rows of one tile have none.
     """
     rows = data.draw(st.integers(0, max_bytes // (4 * row_words)))
     parts = -(-row_words // 128)
-    apart = layout.cells_apart(rows, parts)
+    cell_stride = layout.row_cell_stride(rows, parts)
     width = 1 << (parts - 1).bit_length()
     assert width >= parts
-    assert rows * width * apart <= layout.row_cells(max_bytes)
+    assert rows * width * cell_stride <= layout.row_cell_count(max_bytes)
 
 
-@pytest.mark.parametrize("apart", [1, 16])
-def test_a_program_takes_what_all_gave(apart: int) -> None:
+@pytest.mark.parametrize("cell_stride", [1, 16])
+def test_a_program_takes_what_all_gave(cell_stride: int) -> None:
     """Its own part it keeps: the cell of it is damaged before the others are read."""
-    interpret(targets.exchanges, 1, apart)
+    interpret(targets.exchanges, 1, cell_stride)

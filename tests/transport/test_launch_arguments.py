@@ -29,9 +29,9 @@ def launches(
     executor: Any = object.__new__(TritonExecutor)
     executor._own_address, executor._peers_address = 1 << 40, 1 << 41
     executor._rank, executor._world, executor._pdl = 1, 4, True
-    executor._layout, executor.many_bytes = Layout.of(MAX_BYTES), layout.MANY_BYTES
+    executor._layout, executor.clear_after_read_bytes = Layout.for_messages(MAX_BYTES), layout.CLEAR_AFTER_READ_BYTES
     executor._multicast, executor._entries = multicast, {}
-    executor._cells = torch.zeros(2 * layout.row_cells(MAX_BYTES), dtype=torch.int64)
+    executor._cells = torch.zeros(2 * layout.row_cell_count(MAX_BYTES), dtype=torch.int64)
     plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape, norm=norm)
     return list(executor._ready(plan, True).launches)
 
@@ -46,7 +46,7 @@ def test_every_quad_has_one_thread(block: int, warps: int, taken: int) -> None:
 
 def test_programs_have_a_row_of_flags_each() -> None:
     ((launch, _),) = launches(LaunchShape(5000, 128, 1))
-    where = Layout.of(MAX_BYTES)
+    where = Layout.for_messages(MAX_BYTES)
     assert launch._programs == 1 + layout.FLAG_ROWS
     assert launch._arguments["flags_at"] == where.flags_at
     assert where.cells_at - where.flags_at == layout.FLAG_ROWS * layout.FLAG_ROW_QUADS
@@ -60,11 +60,12 @@ def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "rows", "apart"), [("one_shot", 8, 16), ("one_shot", 32, 16), ("one_shot", 33, 1), ("two_shot", 8, 1)]
+    ("algorithm", "rows", "cell_stride"),
+    [("one_shot", 8, 16), ("one_shot", 32, 16), ("one_shot", 33, 1), ("two_shot", 8, 1)],
 )
-def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, apart: int) -> None:
+def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, cell_stride: int) -> None:
     ((launch, _),) = launches(
         LaunchShape(rows * 32, 128, 1), algorithm, False, Op.ALL_REDUCE_RMS_NORM, rows * 16384, Norm(8192)
     )
-    assert (launch._arguments["PARTS"], launch._arguments["apart"]) == (32, apart)
-    assert launch._arguments["more_cells"] - launch._arguments["cells"] == 8 * layout.row_cells(MAX_BYTES)
+    assert (launch._arguments["ROW_TILES"], launch._arguments["cell_stride"]) == (32, cell_stride)
+    assert launch._arguments["amax_cells"] - launch._arguments["sum_cells"] == 8 * layout.row_cell_count(MAX_BYTES)

@@ -53,7 +53,7 @@ def build_executor(
         from shotcast.transport.triton.executor import TritonExecutor
         from shotcast.transport.triton.layout import Layout
 
-        shared = ShmBuffer(host, Layout.of(max_bytes).nbytes)
+        shared = ShmBuffer(host, Layout.for_messages(max_bytes).nbytes)
         return BuiltExecutor(
             TritonExecutor(shared, host, max_bytes, timeout_s, device),
             "interpreter",
@@ -71,7 +71,7 @@ def build_executor(
     from shotcast.transport.triton.layout import Layout
 
     overlapping = len(set(indices)) < len(indices)
-    buffer = CudaBuffer(group, Layout.of(max_bytes).nbytes, device, host.order, overlapping)
+    buffer = CudaBuffer(group, Layout.for_messages(max_bytes).nbytes, device, host.order, overlapping)
     # a choice depends on it, and SHOTCAST_MULTICAST may differ between ranks
     multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
     return BuiltExecutor(TritonExecutor(buffer, host, max_bytes, timeout_s, device), "triton", "", multicast)

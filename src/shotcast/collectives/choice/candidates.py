@@ -100,7 +100,7 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: str) -> str:
         needed, room = problem.nbytes * world_size, 2 * place.max_bytes
     elif algorithm == "two_shot_fp8":
         needed = 2 * world_size * fp8_slot_quads(problem.nbytes, world_size, problem.dtype) * QUAD
-        room = Layout.of(place.max_bytes).slots_quads * QUAD
+        room = Layout.for_messages(place.max_bytes).slots_quads * QUAD
     elif problem.sizes:
         needed = align_up(max(problem.sizes) * wire.DTYPES[problem.dtype], 16) * world_size
         room = 2 * place.max_bytes

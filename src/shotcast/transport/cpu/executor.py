@@ -47,7 +47,7 @@ _SCHEDULES: dict[tuple[Op, str], Schedule] = {
     (Op.REDUCE_SCATTER_RMS_NORM, "one_shot"): fused.REDUCE_SCATTER,
     (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot"): fused.REDUCE_SCATTER_ALL_GATHER,
 }
-_POINT_TO_POINT = (Op.SEND, Op.RECV)
+_SEND_RECV = (Op.SEND, Op.RECV)
 _FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
 _TO_BLOCKS = (Op.REDUCE_SCATTER, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
 _REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *_FUSED)
@@ -98,7 +98,7 @@ class CpuExecutor:
             raise ConfigError(f"the compiled CPU ranks serve 1 to {wire.MAX_WORLD_SIZE} ranks, not {self._world_size}")
         world_size = self._world_size
         piece = max(_MIN_PIECE, min(_MAX_PIECE, max_bytes // (16 * world_size))) // _LINE_BYTES * _LINE_BYTES
-        outboxes = world_size * layout.MAIL_SLOTS * (piece + layout.MAIL_HEADER_BYTES)
+        outboxes = world_size * layout.OUTBOX_SLOTS * (piece + layout.OUTBOX_HEADER_BYTES)
         generation = max(_MIN_GENERATION, min(_MAX_GENERATION, (max_bytes - outboxes) // 2))
         self._generation = generation // 4096 * 4096
 
@@ -110,7 +110,7 @@ class CpuExecutor:
         self._set(layout.WORLD, world_size)
         self._set(layout.SPINS, _SPINS)
         self._set(layout.GENERATION, self._generation)
-        self._set(layout.MAIL_PIECE, piece)
+        self._set(layout.OUTBOX_CHUNK, piece)
         for rank, address in enumerate(regions):
             self._set(layout.REGIONS + 8 * rank, address)
         self.set_timeout(timeout_s)
@@ -118,7 +118,7 @@ class CpuExecutor:
         self._regions = regions
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
         self._abort_word = self._abort_words[self._rank]
-        self._mail_headers: tuple[int, list[int | None]] | None = None
+        self._message_headers: tuple[int, list[int | None]] | None = None
         self._by_identity: dict[int, _Entry] = {}
         self._by_value: dict[CallPlan, _Entry] = {}
         self._closed = False
@@ -214,7 +214,7 @@ class CpuExecutor:
 
     def _build(self, plan: CallPlan) -> _Entry:
         schedule = self._schedule(plan)
-        if plan.op in _POINT_TO_POINT and not (0 <= plan.root < self._world_size and plan.root != self._rank):
+        if plan.op in _SEND_RECV and not (0 <= plan.root < self._world_size and plan.root != self._rank):
             raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._rank}")
         if plan.op in _FUSED and plan.algorithm != "vendor":
             self._check_rows(plan)
@@ -296,7 +296,7 @@ class CpuExecutor:
 
     def waiting(self, nbytes: int) -> int:
         """How many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
-        return layout.MAIL_SLOTS // max(1, math.ceil(nbytes / self._context[layout.MAIL_PIECE // 8]))
+        return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self._context[layout.OUTBOX_CHUNK // 8]))
 
     def headers(self, epoch: int) -> list[int | None]:
         """Each rank's header (48 bits) of call ``epoch``, None where it has not made that call.
@@ -305,8 +305,8 @@ class CpuExecutor:
         """
         if self._closed:
             raise ClosedError("this communicator was closed")
-        if self._mail_headers is not None and self._mail_headers[0] == epoch:
-            return list(self._mail_headers[1])
+        if self._message_headers is not None and self._message_headers[0] == epoch:
+            return list(self._message_headers[1])
         found: list[int | None] = []
         for address in self._regions:
             word = ctypes.c_uint64.from_address(address + layout.HEADERS + 8 * (epoch & 1)).value
@@ -320,10 +320,10 @@ class CpuExecutor:
     def _fail(self, status: int, entry: _Entry) -> None:
         plan = entry.plan
         if status != ABORTED:
-            if plan.op in _POINT_TO_POINT:
+            if plan.op in _SEND_RECV:
                 guilty = [plan.root]
                 if status == MISMATCHED:
-                    self._keep_mail_headers(entry)
+                    self._keep_message_headers(entry)
             elif status == TIMED_OUT:
                 guilty = self._absent()
             else:
@@ -358,16 +358,16 @@ class CpuExecutor:
         usual = max(known, key=known.count)
         return [rank for rank, header in enumerate(headers) if header is not None and header != usual]
 
-    def _keep_mail_headers(self, entry: _Entry) -> None:
+    def _keep_message_headers(self, entry: _Entry) -> None:
         sender, receiver = entry.plan.root, self._rank
         received = ctypes.c_int64.from_address(self._regions[receiver] + layout.RECEIVED + layout.LINE * sender).value
-        slot_bytes = layout.MAIL_HEADER_BYTES + self._context[layout.MAIL_PIECE // 8]
-        slot = receiver * layout.MAIL_SLOTS + received % layout.MAIL_SLOTS
+        slot_bytes = layout.OUTBOX_HEADER_BYTES + self._context[layout.OUTBOX_CHUNK // 8]
+        slot = receiver * layout.OUTBOX_SLOTS + received % layout.OUTBOX_SLOTS
         address = self._regions[sender] + layout.CONTROL_BYTES + 2 * self._generation + slot * slot_bytes
         headers: list[int | None] = [None] * self._world_size
         headers[sender] = ctypes.c_uint64.from_address(address).value
         headers[receiver] = entry.record[layout.HEADER // 8]
-        self._mail_headers = (self.epoch, headers)
+        self._message_headers = (self.epoch, headers)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class CpuExecutor:
         if self._closed:
             raise ClosedError("this communicator was closed")
         ctypes.memset(self._regions[self._rank], 0, layout.CONTROL_BYTES)
-        self._mail_headers = None
+        self._message_headers = None
         self._set(layout.STEP, 0)
         self._set(layout.EPOCH, epoch)
 

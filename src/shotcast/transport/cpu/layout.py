@@ -5,7 +5,7 @@ The shared region of a rank, mapped by all ranks:
     control     progress and two headers on one cache line, written only by the owner and polled by the peers;
                 the abort word, written by whoever finds a fault; counters of point-to-point messages by peer
     generations two staging areas, used by even and odd steps
-    outboxes    by receiver: ``MAIL_SLOTS`` pieces, each with its header before it
+    outboxes    by receiver: ``OUTBOX_SLOTS`` pieces, each with its header before it
 
 A rank writes only its own region (but for abort words) and reads the others': a store to a shared page is a multicast.
 
@@ -25,8 +25,8 @@ SENT = 1024
 RECEIVED = 2048
 CONTROL_BYTES = 4096
 
-MAIL_SLOTS = 4
-MAIL_HEADER_BYTES = 64
+OUTBOX_SLOTS = 4
+OUTBOX_HEADER_BYTES = 64
 
 # Context words.
 RANK = 0
@@ -37,7 +37,7 @@ DEADLINE = 32
 TIMEOUT = 40
 SPINS = 48
 GENERATION = 56
-MAIL_PIECE = 64
+OUTBOX_CHUNK = 64
 REGIONS = 128
 SOURCES = 256
 ROW = 320

@@ -1,7 +1,7 @@
-"""Send and receive through an outbox of ``MAIL_SLOTS`` pieces for each ordered pair of ranks.
+"""Send and receive through an outbox of ``OUTBOX_SLOTS`` pieces for each ordered pair of ranks.
 
 The sender fills slots of its own outbox and counts them in ``sent``; the receiver copies them out and counts them in
-``received``, which is the sender's credit: it is never more than MAIL_SLOTS pieces ahead. Nothing else is touched, so
+``received``, which is the sender's credit: it is never more than OUTBOX_SLOTS pieces ahead. Nothing else is touched, so
 other ranks, and collectives, do not notice. A send returns once its last piece is in the outbox.
 """
 
@@ -18,10 +18,10 @@ from shotcast.transport.cpu.layout import (
     GENERATION,
     HEADER,
     LINE,
-    MAIL_HEADER_BYTES,
-    MAIL_PIECE,
-    MAIL_SLOTS,
     NBYTES,
+    OUTBOX_CHUNK,
+    OUTBOX_HEADER_BYTES,
+    OUTBOX_SLOTS,
     RANK,
     RECEIVED,
     ROOT,
@@ -32,8 +32,8 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, region, wa
 
 @njit(error_model="numpy")
 def _outbox_offset(context: int, receiver: int, piece_number: int) -> int:
-    slot_bytes = MAIL_HEADER_BYTES + load(context + MAIL_PIECE)
-    slot = receiver * MAIL_SLOTS + piece_number % MAIL_SLOTS
+    slot_bytes = OUTBOX_HEADER_BYTES + load(context + OUTBOX_CHUNK)
+    slot = receiver * OUTBOX_SLOTS + piece_number % OUTBOX_SLOTS
     return CONTROL_BYTES + 2 * load(context + GENERATION) + slot * slot_bytes
 
 
@@ -44,18 +44,18 @@ def send(context: int, plan: int, x: int, out: int) -> int:
     if load_acquire(own + ABORT) != 0:
         return ABORTED
     store(context + DEADLINE, 0)
-    nbytes, chunk = load(plan + NBYTES), load(context + MAIL_PIECE)
+    nbytes, chunk = load(plan + NBYTES), load(context + OUTBOX_CHUNK)
     sent = load(own + SENT + LINE * peer)
     received = region(context, peer) + RECEIVED + LINE * rank
     done = 0
     while True:
-        status = wait(context, received, sent - MAIL_SLOTS + 1)
+        status = wait(context, received, sent - OUTBOX_SLOTS + 1)
         if status != DONE:
             return status
         size = min(chunk, nbytes - done)
         slot = own + _outbox_offset(context, peer, sent)
         store(slot, load(plan + HEADER))
-        copy(slot + MAIL_HEADER_BYTES, x + done, size)
+        copy(slot + OUTBOX_HEADER_BYTES, x + done, size)
         sent += 1
         store_release(own + SENT + LINE * peer, sent)
         done += size
@@ -70,7 +70,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
     if load_acquire(own + ABORT) != 0:
         return ABORTED
     store(context + DEADLINE, 0)
-    nbytes, chunk = load(plan + NBYTES), load(context + MAIL_PIECE)
+    nbytes, chunk = load(plan + NBYTES), load(context + OUTBOX_CHUNK)
     sent = region(context, peer) + SENT + LINE * rank
     received = load(own + RECEIVED + LINE * peer)
     done = 0
@@ -82,7 +82,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
         slot = region(context, peer) + _outbox_offset(context, rank, received)
         if load(slot) != load(plan + HEADER):
             return MISMATCHED
-        copy(out + done, slot + MAIL_HEADER_BYTES, size)
+        copy(out + done, slot + OUTBOX_HEADER_BYTES, size)
         received += 1
         store_release(own + RECEIVED + LINE * peer, received)
         done += size

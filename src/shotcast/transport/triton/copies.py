@@ -16,18 +16,18 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, releas
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton.one_shot import tiles_to_send
 from shotcast.transport.triton.sync import (
-    addresses_of_peers,
     await_words,
-    cells_of,
+    cells_offset,
     clear_parts,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
     leave_epoch,
-    slots_of,
+    peer_addresses,
+    slots_offset,
     store_to,
     store_to_all,
-    without_sentinel,
 )
 
 GATHER = tl.constexpr(0)
@@ -44,16 +44,16 @@ def copy(
     rank,
     header,
     root,
-    part,  # bytes of the largest part
-    s0,  # part r lies in out at byte s_r, and ends where part r + 1 begins
-    s1,
-    s2,
-    s3,
-    s4,
-    s5,
-    s6,
-    s7,
-    s8,
+    part_nbytes,  # bytes of the largest part
+    start0,  # part r lies in out at byte start_r, and ends where part r + 1 begins
+    start1,
+    start2,
+    start3,
+    start4,
+    start5,
+    start6,
+    start7,
+    start8,
     slots_at,
     slots_quads,
     cells_at,
@@ -61,7 +61,7 @@ def copy(
     KIND: tl.constexpr,
     CELLS: tl.constexpr,
     MULTICAST: tl.constexpr,
-    CLEARS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -71,10 +71,10 @@ def copy(
 ):
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = addresses_of_peers(peers, rank, worker, WORLD)
-    starts = (s0, s1, s2, s3, s4, s5, s6, s7, s8)
-    mine = part  # bytes that this rank sends
-    begins = part * 0  # where they lie in out
+    addresses = peer_addresses(peers, rank, worker, WORLD)
+    starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
+    mine = part_nbytes  # bytes that this rank sends
+    begins = part_nbytes * 0  # where they lie in out
     seat = rank
     senders: tl.constexpr = 1 if KIND == BROADCAST else WORLD
     if KIND == GATHER:
@@ -82,22 +82,22 @@ def copy(
             mine = tl.where(rank == r, starts[r + 1] - starts[r], mine)
             begins = tl.where(rank == r, starts[r], begins)
     if KIND == BROADCAST:
-        mine = tl.where(rank == root, part, 0)
+        mine = tl.where(rank == root, part_nbytes, 0)
         seat = rank * 0
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, mine, offs, KIND == EXCHANGE, UNIT, WORLD)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
-    quads = (part + 15) // 16  # of a slot
-    extent = 0 if CLEARS else quads * senders
+    quads = (part_nbytes + 15) // 16  # of a slot
+    extent = 0 if CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
     else:
         if CELLS:
-            box = cells_of(call.epoch, cells_at, cells_quads)
+            box = cells_offset(call.epoch, cells_at, cells_quads)
             stride = quads * 2
         else:
-            box = slots_of(call.generation, slots_at, slots_quads)
+            box = slots_offset(call.generation, slots_at, slots_quads)
             stride = quads
         reach = (mine + 15) // 16 * 4
         place = box + seat * stride
@@ -105,10 +105,10 @@ def copy(
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
                 for i in tl.static_range(WORLD - 1):
-                    words = tiles[i] if CELLS else without_sentinel(tiles[i])
+                    words = tiles[i] if CELLS else escape_sentinel(tiles[i])
                     store_to(call, addresses[i], place, offs, words, offs < reach, CELLS)
             else:
-                words = tiles[0] if CELLS else without_sentinel(tiles[0])
+                words = tiles[0] if CELLS else escape_sentinel(tiles[0])
                 store_to_all(call, addresses, place, offs, words, offs < reach, CELLS, MULTICAST, WORLD - 1)
                 store_words(out, begins, offs, tiles[0], mine, UNIT)
             tiles = tiles_to_send(x, rank, worker, mine, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
@@ -119,7 +119,7 @@ def copy(
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
-                own_words = load_words(x, rank.to(tl.int64) * part, offs, part, UNIT)
+                own_words = load_words(x, rank.to(tl.int64) * part_nbytes, offs, part_nbytes, UNIT)
             sizes = ()
             masks = ()
             for r in tl.static_range(senders):
@@ -133,6 +133,6 @@ def copy(
             for r in tl.static_range(senders):
                 store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT)
             if KIND == EXCHANGE:
-                store_words(out, rank.to(tl.int64) * part, offs, own_words, part, UNIT)
-            if CLEARS:
+                store_words(out, rank.to(tl.int64) * part_nbytes, offs, own_words, part_nbytes, UNIT)
+            if CLEAR_AFTER_READ:
                 clear_parts(call, box, stride, offs, masks, senders)

@@ -29,7 +29,7 @@ from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
 from shotcast.transport.triton.ring import ring
-from shotcast.transport.triton.send_recv import mail
+from shotcast.transport.triton.send_recv import send_recv
 from shotcast.transport.triton.two_shot import two_shot_all_reduce
 from shotcast.transport.triton.two_shot_fp8 import two_shot_fp8_all_reduce
 from shotcast.wire import CallPlan, Fault, Op
@@ -67,7 +67,7 @@ class TritonExecutor:
     """This rank's side of a communicator whose calls are Triton kernels.
 
     Args:
-        buffer: symmetric memory of ``Layout.of(max_bytes).nbytes``, zero.
+        buffer: symmetric memory of ``Layout.for_messages(max_bytes).nbytes``, zero.
         group: for the barrier after the memory is set up.
         max_bytes: the largest message.
         timeout_s: deadline of a call, from its first unsuccessful look.
@@ -83,7 +83,7 @@ class TritonExecutor:
             raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
         self._buffer = buffer
         self._rank, self._world = group.rank, group.world_size
-        self._layout = Layout.of(max_bytes)
+        self._layout = Layout.for_messages(max_bytes)
         self._device = device
         self._pdl, self._converts_fp8 = supports_pdl(device), has_float8_conversions(device)
         self._control = buffer.view(self._rank, 0, (layout.CONTROL_WORDS,), torch.int64)
@@ -92,9 +92,9 @@ class TritonExecutor:
         table = list(buffer.addresses) + [0] * (wire.MAX_WORLD_SIZE - self._world) + [buffer.multicast_address]
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
         self._own_address, self._peers_address = buffer.addresses[self._rank], self._peers.data_ptr()
-        self.many_bytes = layout.MANY_BYTES
+        self.clear_after_read_bytes = layout.CLEAR_AFTER_READ_BYTES
         self._multicast = bool(buffer.multicast_address)
-        self._cells = torch.zeros(2 * layout.row_cells(max_bytes), dtype=torch.int64, device=device)
+        self._cells = torch.zeros(2 * layout.row_cell_count(max_bytes), dtype=torch.int64, device=device)
         self._prepared: set[str] = set()
         self._entries: dict[tuple[int, bool], _Entry] = {}
         self._timeout_s = timeout_s
@@ -199,10 +199,10 @@ class TritonExecutor:
         return pieces
 
     def _clears(self, plan: CallPlan) -> bool:
-        """Whether the call clears its slots itself: see :data:`layout.MANY_BYTES`."""
+        """Whether the call clears its slots itself: see :data:`layout.CLEAR_AFTER_READ_BYTES`."""
         parts = plan.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
         slot = max(plan.sizes) * wire.DTYPES[plan.dtype] if plan.sizes else plan.nbytes // (self._world if parts else 1)
-        return plan.dtype in DTYPES and slot > self.many_bytes
+        return plan.dtype in DTYPES and slot > self.clear_after_read_bytes
 
     def _options(self, warps: int) -> dict[str, Any]:
         return {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self._pdl}
@@ -235,16 +235,16 @@ class TritonExecutor:
             return barrier, 1, 1, {**common, "WARPS": 1}
         common |= {"DTYPE": DTYPES.get(plan.dtype, tl.int32), "UNIT": unit}
         if plan.op in (Op.SEND, Op.RECV):
-            chunks = math.ceil(plan.nbytes / (4 * layout.MAIL_WORDS))
+            chunks = math.ceil(plan.nbytes / (4 * layout.CHUNK_WORDS))
             message = {
                 "data": self._own_address,
                 "peer": plan.root,
                 "nbytes": plan.nbytes,
-                "mail_at": where.mail_at,
+                "mailboxes_at": where.mailboxes_at,
                 "SENDING": plan.op is Op.SEND,
                 "WARPS": 1 if INTERPRETED else 4,
             }
-            return mail, 1 + min(max(chunks, 1), layout.MAIL_LANES), 4, common | message
+            return send_recv, 1 + min(max(chunks, 1), layout.CHANNELS), 4, common | message
         common |= {"x": self._own_address, "slots_at": where.slots_at, "slots_quads": where.slots_quads, "BLOCK": block}
         programs = 1 + shape.programs
         if plan.norm is not None:
@@ -265,7 +265,7 @@ class TritonExecutor:
             block = max(block, 128 * warps) if not INTERPRETED else block
             flags = {"nbytes": plan.nbytes, "flags_at": where.flags_at, "BLOCK": block}
             return multimem_all_reduce, 1 + min(shape.programs, layout.FLAG_ROWS), warps, common | flags
-        common["CLEARS"] = self._clears(plan)
+        common["CLEAR_AFTER_READ"] = self._clears(plan)
         if plan.algorithm == "two_shot":
             return two_shot_all_reduce, programs, warps, common | {"nbytes": plan.nbytes, "MULTICAST": self._multicast}
         if plan.algorithm == "two_shot_fp8":
@@ -288,15 +288,15 @@ class TritonExecutor:
             cells = self._cells.data_ptr()
             arguments = norm_arguments(plan.norm, self._own_address) | {
                 "nbytes": plan.nbytes,
-                "cells": cells,
-                "more_cells": cells + self._cells.nbytes // 2,
+                "sum_cells": cells,
+                "amax_cells": cells + self._cells.nbytes // 2,
                 # two-shot, with four rows a program, gains nothing by it
-                "apart": layout.cells_apart(plan.nbytes // (4 * row_words), parts) if one_shot else 1,
-                "PARTS": parts,
+                "cell_stride": layout.row_cell_stride(plan.nbytes // (4 * row_words), parts) if one_shot else 1,
+                "ROW_TILES": parts,
             }
             if one_shot:
                 return one_shot_rms_norm, plan.launch.num_warps, arguments
-            more = {"MULTICAST": self._multicast, "CLEARS": self._clears(plan)}
+            more = {"MULTICAST": self._multicast, "CLEAR_AFTER_READ": self._clears(plan)}
             return two_shot_rms_norm, plan.launch.num_warps, arguments | more
         nbytes = plan.nbytes // self._world
         row_block, warps = tiles.row_tile(row_words)
@@ -326,13 +326,13 @@ class TritonExecutor:
         starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - self._world)
         return {
             "root": plan.root,
-            "part": part,
-            **{f"s{i}": start for i, start in enumerate(starts)},
+            "part_nbytes": part,
+            **{f"start{i}": start for i, start in enumerate(starts)},
             "cells_at": self._layout.cells_at,
             "cells_quads": self._layout.cells_quads,
             "KIND": _COPIES[plan.op],
             "CELLS": plan.dtype not in DTYPES,
-            "CLEARS": self._clears(plan),
+            "CLEAR_AFTER_READ": self._clears(plan),
             "MULTICAST": self._multicast and plan.dtype in DTYPES,
         }
 
@@ -340,7 +340,9 @@ class TritonExecutor:
 
     def waiting(self, nbytes: int) -> int:
         """How many messages of ``nbytes`` may lie in a mailbox while their sender goes on."""
-        return min(layout.MAIL_PLACES, layout.MAIL_CHUNKS // max(1, math.ceil(nbytes / (4 * layout.MAIL_WORDS))))
+        return min(
+            layout.MESSAGE_SLOTS, layout.CHUNKS_IN_FLIGHT // max(1, math.ceil(nbytes / (4 * layout.CHUNK_WORDS)))
+        )
 
     def fault(self) -> Fault | None:
         """What stopped the communicator, as far as a finished kernel of this rank has seen. Never synchronises."""
@@ -352,7 +354,7 @@ class TritonExecutor:
 
         After a message that was not as this rank expected it: the headers of its two ranks.
         """
-        came, expected = self._control[layout.MAIL_MISMATCH : layout.MAIL_MISMATCH + 2].tolist()
+        came, expected = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2].tolist()
         if expected:
             told: list[int | None] = [None] * self._world
             own = told[self._rank] = expected & (1 << 48) - 1
@@ -396,7 +398,7 @@ class TritonExecutor:
         self._control.zero_()
         self._cells.zero_()
         words = self._buffer.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
-        words[where.mail_at * 4 : where.cells_at * 4].zero_()
+        words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
         words[where.slots_at * 4 :].fill_(-1)
         self._control[layout.STATUS] = self._status.data_ptr()
         self.set_epoch(epoch)

@@ -16,7 +16,7 @@ from shotcast import wire
 from shotcast.device.triton.float8 import from_words, to_words
 from shotcast.device.triton.intrinsics import ROWS_FIRST
 from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, unpack
-from shotcast.transport.triton.sync import without_sentinel
+from shotcast.transport.triton.sync import escape_sentinel
 
 LARGEST = tl.constexpr(wire.FP8_LARGEST)
 FLOOR = tl.constexpr(wire.FP8_FLOOR)
@@ -125,7 +125,7 @@ def quantize(values, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         by_d = by_c
         scales = (scale_a, scale_c)
     words = to_words(a * by_a[:, :, None], b * by_b[:, :, None], c * by_c[:, :, None], d * by_d[:, :, None], NATIVE)
-    return without_sentinel(words), scales
+    return escape_sentinel(words), scales
 
 
 @triton.jit

@@ -12,18 +12,18 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
-from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, where_tile
+from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_bounds
 from shotcast.transport.triton.sync import (
-    addresses_of_peers,
+    arrival_masks,
     await_words,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
-    expected,
     leave_epoch,
-    slots_of,
+    peer_addresses,
+    slots_offset,
     store_to_all,
-    without_sentinel,
 )
 
 
@@ -42,9 +42,9 @@ def one_shot_rms_norm(
     rank,
     header,
     nbytes,
-    cells,
-    more_cells,
-    apart,
+    sum_cells,
+    amax_cells,
+    cell_stride,
     slots_at,
     slots_quads,
     HIDDEN: tl.constexpr,
@@ -53,11 +53,11 @@ def one_shot_rms_norm(
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a tile, PARTS tiles of BLOCK words a row.
+    """One program a tile, ROW_TILES tiles of BLOCK words a row.
 
     The next kernel, which mostly loads weights first, is let in at once; and what is to be summed is on its way while
     the epoch is read. Either saves half a microsecond between products.
@@ -65,40 +65,40 @@ def one_shot_rms_norm(
     release_next_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
-    tiles = nbytes // ROW * PARTS
+    tiles = nbytes // ROW * ROW_TILES
     extent = tiles * (TILE * WORLD)
     tile = tl.program_id(0) - 1
     offs = tl.arange(0, BLOCK)
-    _, _, at, here = where_tile(tile, tiles, ROW, BLOCK, PARTS)
-    addresses = addresses_of_peers(peers, rank, tile, WORLD)
+    _, _, at, here = tile_bounds(tile, tiles, ROW, BLOCK, ROW_TILES)
+    addresses = peer_addresses(peers, rank, tile, WORLD)
     await_prior_kernel(PDL)
     words = load_words(x, at, offs, here, 16)
-    before = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, PARTS, False)
-    gains = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, PARTS, True)
+    residual_tiles = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, ROW_TILES, False)
+    weight_tiles = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, ROW_TILES, True)
     call = enter(own, peers, rank, header, WARPS, False)  # it has been waited for
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, False)
     else:
-        slots = slots_of(call.generation, slots_at, slots_quads)
+        slots = slots_offset(call.generation, slots_at, slots_quads)
         span = here // 16 * 4
         place = slots + (rank * tiles + tile) * TILE
-        store_to_all(call, addresses, place, offs, without_sentinel(words), offs < span, False, False, WORLD - 1)
+        store_to_all(call, addresses, place, offs, escape_sentinel(words), offs < span, False, False, WORLD - 1)
         dirty = leave_epoch(call, extent, True)
         clear_previous(call, dirty, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
-        masks = expected(call, offs, span, 0, span, WORLD, True)
+        masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
         parts, call = await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
         total = sum_words(insert_own(parts, words, rank, WORLD), WORLD, DTYPE)
         finish_tiles(
             call,
-            cells,
-            more_cells,
-            apart,
+            sum_cells,
+            amax_cells,
+            cell_stride,
             tile,
             0,
             tiles,
             (total,),
-            before,
-            gains,
+            residual_tiles,
+            weight_tiles,
             new_residual,
             normed,
             quantized,
@@ -110,5 +110,5 @@ def one_shot_rms_norm(
             KEEPS_NORMED,
             DTYPE,
             BLOCK,
-            PARTS,
+            ROW_TILES,
         )

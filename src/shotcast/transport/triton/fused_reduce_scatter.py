@@ -17,18 +17,18 @@ from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, nan_unless, pack, store_words, sum_on
 from shotcast.kernels.triton.norm import DYNAMIC, NONE, finish_row
 from shotcast.transport.triton.sync import (
-    addresses_of_peers,
+    arrival_masks,
     await_words,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
-    expected,
     leave_epoch,
-    peer_in_turn,
-    slots_of,
+    peer_addresses,
+    rotated_peer,
+    slots_offset,
     store_to,
     store_to_all,
-    without_sentinel,
 )
 
 
@@ -60,7 +60,7 @@ def sum_of_slots(
     high = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, WORLD, GROUP):
         place = at + first * stride
-        masks = expected(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
+        masks = arrival_masks(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
         parts, call = await_words(call, place, stride, offs, masks, first, False, smaller(GROUP, WORLD - first), WORLD)
         if OWN:
             parts = insert_own(parts, mine, call.rank, WORLD)
@@ -79,7 +79,7 @@ def take_rows(
     scale,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
-    OTHERS: tl.constexpr,
+    SKIP_SELF: tl.constexpr,
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
@@ -99,7 +99,7 @@ def take_rows(
     stride = rows * SENT_QUADS
     if KEEPS_NORMED:
         span = ROW // 4
-        masks = expected(call, offs, span, 0, span, COUNT, OTHERS)
+        masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
         parts, call = await_words(call, at, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             there = (FIRST + r) * rows + row
@@ -107,7 +107,7 @@ def take_rows(
             store_words(normed, there * ROW, offs, nan_unless(call.live, parts[r], DTYPE), left, 16)
     if QUANTIZE != NONE:
         span = (FP8_QUADS + SCALE_QUADS) * 4
-        masks = expected(call, offs, span, 0, span, COUNT, OTHERS)
+        masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
         parts, call = await_words(call, at + NORM_QUADS, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             there = (FIRST + r) * rows + row
@@ -163,7 +163,7 @@ def scatter_rms_norm(
     OWN: tl.constexpr = GROUP == WORLD  # this rank's part of its own rows is read where it lies
     # a row of its own goes straight to the output; but what the switch brings back must have come before its slot is
     # cleared, so then it is waited for like the others'
-    OTHERS: tl.constexpr = GROUP == WORLD and not MULTICAST
+    SKIP_SELF: tl.constexpr = GROUP == WORLD and not MULTICAST
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = nbytes // 16  # of one slot
     rows = nbytes // ROW
@@ -173,20 +173,20 @@ def scatter_rms_norm(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     pushers = programs - 1 - row_programs
-    slots = slots_of(call.generation, slots_at, slots_quads)
+    slots = slots_offset(call.generation, slots_at, slots_quads)
     if program == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     elif program <= pushers:
         worker = program - 1
-        summers = addresses_of_peers(peers, rank, worker, WORLD, OWN)
+        summers = peer_addresses(peers, rank, worker, WORLD, OWN)
         span = quads * 4
         for start in range(worker * BLOCK, span, pushers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             parts = ()
             for i in tl.static_range(WORLD - OWN):
-                parts = parts + (load_words(x, peer_in_turn(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),)
+                parts = parts + (load_words(x, rotated_peer(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),)
             for i in tl.static_range(WORLD - OWN):
-                words = without_sentinel(parts[i])
+                words = escape_sentinel(parts[i])
                 store_to(call, summers[i], slots + rank * quads, offs, words, offs < span, False)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
@@ -198,7 +198,7 @@ def scatter_rms_norm(
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
-        addresses = addresses_of_peers(peers, rank, worker, WORLD, OTHERS)
+        addresses = peer_addresses(peers, rank, worker, WORLD, SKIP_SELF)
         second_shot = slots + quads * WORLD
         first_row = 0
         if GATHER:
@@ -238,18 +238,18 @@ def scatter_rms_norm(
             if GATHER:
                 to = second_shot + (first_row + row) * SENT_QUADS
                 if KEEPS_NORMED:
-                    words = without_sentinel(norm)
-                    store_to_all(call, addresses, to, offs, words, offs < ROW // 4, False, MULTICAST, WORLD - OTHERS)
+                    words = escape_sentinel(norm)
+                    store_to_all(call, addresses, to, offs, words, offs < ROW // 4, False, MULTICAST, WORLD - SKIP_SELF)
                 if QUANTIZE != NONE:
                     few = tl.arange(0, FP8_BLOCK)
                     at = to + NORM_QUADS
-                    store_to_all(call, addresses, at, few, packed, few < FP8_WORDS, False, MULTICAST, WORLD - OTHERS)
+                    store_to_all(call, addresses, at, few, packed, few < FP8_WORDS, False, MULTICAST, WORLD - SKIP_SELF)
                 if QUANTIZE == DYNAMIC:
                     # by a store to each peer: of a tile this small, each thread would multicast the whole
                     four = tl.arange(0, 4)
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
                     at = to + NORM_QUADS + FP8_QUADS
-                    store_to_all(call, addresses, at, four, words, four < 4, False, False, WORLD - OTHERS)
+                    store_to_all(call, addresses, at, four, words, four < 4, False, False, WORLD - SKIP_SELF)
         if GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):
@@ -263,7 +263,7 @@ def scatter_rms_norm(
                         scale,
                         first,
                         smaller(GROUP, WORLD - first),
-                        OTHERS,
+                        SKIP_SELF,
                         HIDDEN,
                         QUANTIZE,
                         KEEPS_NORMED,

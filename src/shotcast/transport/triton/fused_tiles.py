@@ -4,7 +4,7 @@ Tiles are as small as those of the plain all-reduce, as that is what makes it fa
 their part of the sum of squares (and, for FP8 by rows, of the largest value) through cells in this GPU's memory: 32
 bits of value, 32 of the call's number, so a cell is its own flag and is never cleared. All cells of a row are polled at
 once, but for a program's own: a load seems to wait for the program's store to the same 128 bytes. Cells of few rows are
-so far apart (``apart``, in cells) that the others are not in those.
+so far cell_stride (``cell_stride``, in cells) that the others are not in those.
 
 Every program writes its cell, also when the call was stopped, so nobody waits here for longer than its row's programs
 wait for their peers. They start in the order of their numbers; a row's fit on any GPU together.
@@ -28,10 +28,10 @@ from shotcast.kernels.triton.norm import (
 
 
 @triton.jit
-def where_tile(tile, tiles, ROW: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def tile_bounds(tile, tiles, ROW: tl.constexpr, BLOCK: tl.constexpr, ROW_TILES: tl.constexpr):
     """(row, part, first byte, bytes) of a tile; no bytes before the first or beyond the last."""
-    row = tile // PARTS
-    part = tile % PARTS
+    row = tile // ROW_TILES
+    part = tile % ROW_TILES
     nbytes = tl.minimum(BLOCK * 4, ROW - part * (BLOCK * 4))
     return row, part, row * ROW + part * (BLOCK * 4), tl.where((tile >= 0) & (tile < tiles), nbytes, 0)
 
@@ -43,55 +43,57 @@ def tag_of(epoch):
 
 
 @triton.jit
-def load_cells(base, apart, rows, parts, given, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """All cells of COUNT rows, with ``given[i]`` as part ``parts[i]``; those that there are none of read as 0."""
-    WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
+def load_cells(base, cell_stride, rows, parts, own_cells, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr):
+    """All cells of COUNT rows, with ``own_cells[i]`` as part ``parts[i]``; those that there are none of read as 0."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(ROW_TILES)
     lanes = tl.arange(0, WIDTH)
     cells = ()
     for i in tl.static_range(COUNT):
-        there = (lanes < PARTS) & (present[i] != 0) & (lanes != parts[i])
-        seen = tl.load(base + (rows[i] * WIDTH + lanes) * apart, mask=there, other=0, volatile=True)
-        cells = cells + (tl.where(lanes == parts[i], given[i], seen),)
+        there = (lanes < ROW_TILES) & (present[i] != 0) & (lanes != parts[i])
+        seen = tl.load(base + (rows[i] * WIDTH + lanes) * cell_stride, mask=there, other=0, volatile=True)
+        cells = cells + (tl.where(lanes == parts[i], own_cells[i], seen),)
     return cells
 
 
 @triton.jit
-def any_missing(cells, tag, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """1 while a part of any row has not been given in this call."""
-    lanes = tl.arange(0, triton.next_power_of_2(PARTS))
+def any_missing(cells, tag, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr):
+    """1 while a part of any row has not been own_cells in this call."""
+    lanes = tl.arange(0, triton.next_power_of_2(ROW_TILES))
     missing = lanes < 0
     for i in tl.static_range(COUNT):
-        missing = missing | ((lanes < PARTS) & (present[i] != 0) & ((cells[i] >> 32) & 0xFFFFFFFF != tag))
+        missing = missing | ((lanes < ROW_TILES) & (present[i] != 0) & ((cells[i] >> 32) & 0xFFFFFFFF != tag))
     return tl.max(missing.to(tl.int32), axis=0)
 
 
 @triton.jit
-def give(call, cells, apart, rows, parts, bits, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
+def store_parts(call, cells, cell_stride, rows, parts, bits, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr):
     """Give ``bits[i]`` (int32) as part ``parts[i]`` of row ``rows[i]``, if ``present[i]`` is not 0. Returns cells."""
-    WIDTH: tl.constexpr = triton.next_power_of_2(PARTS)
+    WIDTH: tl.constexpr = triton.next_power_of_2(ROW_TILES)
     base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
-    given = ()
+    own_cells = ()
     for i in tl.static_range(COUNT):
         cell = (bits[i].to(tl.int64) & 0xFFFFFFFF) | (tag_of(call.epoch) << 32)
-        tl.store(base + (rows[i] * WIDTH + parts[i]) * apart, cell, mask=present[i] != 0)
-        given = given + (cell,)
-    return given
+        tl.store(base + (rows[i] * WIDTH + parts[i]) * cell_stride, cell, mask=present[i] != 0)
+        own_cells = own_cells + (cell,)
+    return own_cells
 
 
 @triton.jit
-def take(call, cells, apart, rows, parts, given, present, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """The bits of all parts of each row, once they are given. ``given`` is what :func:`give` returned.
+def await_parts(
+    call, cells, cell_stride, rows, parts, own_cells, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr
+):
+    """The bits of all parts of each row, once they are stored. ``own_cells`` is what :func:`store_parts` returned.
 
-    Those are tensors of PARTS rounded up to a power of two, 0 beyond PARTS. Where ``present[i]`` is 0 there is no tile.
-    For programs of one warp, which sees one result of a reduction.
+    Those are tensors of ROW_TILES rounded up to a power of two, 0 beyond ROW_TILES. Where ``present[i]`` is 0 there is
+    no tile. For programs of one warp, which sees one result of a reduction.
     """
     base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
     tag = tag_of(call.epoch)
-    seen = load_cells(base, apart, rows, parts, given, present, COUNT, PARTS)
-    waiting = any_missing(seen, tag, present, COUNT, PARTS)
+    seen = load_cells(base, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
+    waiting = any_missing(seen, tag, present, COUNT, ROW_TILES)
     while waiting != 0:
-        seen = load_cells(base, apart, rows, parts, given, present, COUNT, PARTS)
-        waiting = any_missing(seen, tag, present, COUNT, PARTS)
+        seen = load_cells(base, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
+        waiting = any_missing(seen, tag, present, COUNT, ROW_TILES)
     all_bits = ()
     for i in tl.static_range(COUNT):
         all_bits = all_bits + (seen[i].to(tl.int32),)
@@ -101,15 +103,15 @@ def take(call, cells, apart, rows, parts, given, present, COUNT: tl.constexpr, P
 @triton.jit
 def finish_tiles(
     call,
-    cells,
-    more_cells,
-    apart,
+    sum_cells,
+    amax_cells,
+    cell_stride,
     first,
     stride,
     tiles,
     sums,
-    before,
-    gains,
+    residual_tiles,
+    weight_tiles,
     new_residual,
     normed,
     quantized,
@@ -121,11 +123,12 @@ def finish_tiles(
     KEEPS_NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
 ):
     """From words of the sums of tiles ``first + i stride``, i < COUNT, to all that is written of them.
 
-    ``before`` and ``gains`` are words of the residual and of the weight. All is NaN when the call was stopped.
+    ``residual_tiles`` and ``weight_tiles`` are words of the residual and of the weight. All is NaN when the call was
+    stopped.
     """
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -134,52 +137,52 @@ def finish_tiles(
     few = tl.arange(0, BLOCK // ITEM)
     rows, parts, present, afters, squares = (), (), (), (), ()
     for i in tl.static_range(COUNT):
-        row, part, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
+        row, part, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         low, high = unpack(nan_unless(call.live, sums[i], DTYPE), DTYPE)
-        more_low, more_high = unpack(before[i], DTYPE)
+        more_low, more_high = unpack(residual_tiles[i], DTYPE)
         after = tl.where(offs < nbytes // 4, pack(low + more_low, high + more_high, DTYPE), 0)
         rows, parts, present = rows + (row,), parts + (part,), present + (nbytes,)
         afters = afters + (after,)
         squares = squares + (tree_sum_of_squares(after, BLOCK, DTYPE),)
-    if PARTS > 1:
+    if ROW_TILES > 1:
         bits = ()
         for i in tl.static_range(COUNT):
             bits = bits + (squares[i].to(tl.int32, bitcast=True),)
-        given = give(call, cells, apart, rows, parts, bits, present, COUNT, PARTS)
+        own_cells = store_parts(call, sum_cells, cell_stride, rows, parts, bits, present, COUNT, ROW_TILES)
     for i in tl.static_range(COUNT):  # what nobody waits for goes after what the row's programs wait for
-        _, _, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
+        _, _, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         store_words(new_residual, at, offs, afters[i], nbytes, 16)
-    if PARTS > 1:
-        all_bits = take(call, cells, apart, rows, parts, given, present, COUNT, PARTS)
+    if ROW_TILES > 1:
+        all_bits = await_parts(call, sum_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         squares = ()
         for i in tl.static_range(COUNT):
-            squares = squares + (tree_sum(all_bits[i].to(tl.float32, bitcast=True), triton.next_power_of_2(PARTS)),)
+            squares = squares + (tree_sum(all_bits[i].to(tl.float32, bitcast=True), triton.next_power_of_2(ROW_TILES)),)
     norms, largest = (), ()
     for i in tl.static_range(COUNT):
         factor = tl.rsqrt(squares[i] / HIDDEN + eps)
         low, high = unpack(afters[i], DTYPE)
-        gain_low, gain_high = unpack(gains[i], DTYPE)
+        gain_low, gain_high = unpack(weight_tiles[i], DTYPE)
         norm = pack(low * factor * gain_low, high * factor * gain_high, DTYPE)
         norms = norms + (norm,)
         if QUANTIZE == DYNAMIC:
             low, high = unpack(norm, DTYPE)
             inside = offs < present[i] // 4
             largest = largest + (tl.max(tl.where(inside, tl.maximum(magnitude(low), magnitude(high)), 0), axis=0),)
-    if QUANTIZE == DYNAMIC and PARTS > 1:
-        given = give(call, more_cells, apart, rows, parts, largest, present, COUNT, PARTS)
+    if QUANTIZE == DYNAMIC and ROW_TILES > 1:
+        own_cells = store_parts(call, amax_cells, cell_stride, rows, parts, largest, present, COUNT, ROW_TILES)
     if KEEPS_NORMED:
         for i in tl.static_range(COUNT):
-            _, _, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
+            _, _, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
             store_words(normed, at, offs, norms[i], nbytes, 16)
-    if QUANTIZE == DYNAMIC and PARTS > 1:
-        all_bits = take(call, more_cells, apart, rows, parts, given, present, COUNT, PARTS)
+    if QUANTIZE == DYNAMIC and ROW_TILES > 1:
+        all_bits = await_parts(call, amax_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         largest = ()
         for i in tl.static_range(COUNT):
             largest = largest + (tl.max(all_bits[i], axis=0),)
     if QUANTIZE != NONE:
         scales = scale.to(tl.int64).to(tl.pointer_type(tl.float32))
         for i in tl.static_range(COUNT):
-            row, part, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
+            row, part, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
             if QUANTIZE == DYNAMIC:
                 factor = tl.where(call.live != 0, scale_of(largest[i]), float("nan"))
                 tl.store(scales + row, factor, mask=(part == 0) & (nbytes != 0))
@@ -198,14 +201,17 @@ def load_tiles(
     COUNT: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OF_ROW: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    SAME_ROW: tl.constexpr,
 ):
-    """Words of tiles ``first + i stride``, i < COUNT, of rows at ``address``; with OF_ROW of one row, for every row."""
+    """Load the words of tiles ``first + i * stride``, i < COUNT, of rows at ``address``.
+
+    With SAME_ROW, there is one row at ``address``, which stands for every row.
+    """
     words = ()
     for i in tl.static_range(COUNT):
-        _, part, at, nbytes = where_tile(first + i * stride, tiles, ROW, BLOCK, PARTS)
-        if OF_ROW:
+        _, part, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+        if SAME_ROW:
             at = part * (BLOCK * 4)
         words = words + (load_words(address, at, tl.arange(0, BLOCK), nbytes, 16),)
     return words

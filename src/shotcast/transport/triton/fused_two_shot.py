@@ -4,8 +4,8 @@
     shot 2: rank j sends s_j to all
     every rank norms every row of s_0, s_1, ..., s_{N-1}
 
-Wins from where two-shot beats one-shot. Slices are of whole tiles, PARTS to a row. A program has the tile of its number
-in every slice, and norms those with the other programs of their rows (see ``fused_tiles.py``).
+Wins from where two-shot beats one-shot. Slices are of whole tiles, ROW_TILES to a row. A program has the tile of its
+number in every slice, and norms those with the other programs of their rows (see ``fused_tiles.py``).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
-from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, where_tile
+from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_bounds
 from shotcast.transport.triton.sync import (
-    addresses_of_peers,
+    arrival_masks,
     await_words,
     clear_parts,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
-    expected,
     leave_epoch,
-    peer_in_turn,
-    slots_of,
+    peer_addresses,
+    rotated_peer,
+    slots_offset,
     store_to,
     store_to_all,
-    without_sentinel,
 )
 
 
@@ -47,20 +47,20 @@ def two_shot_rms_norm(
     rank,
     header,
     nbytes,
-    cells,
-    more_cells,
-    apart,
+    sum_cells,
+    amax_cells,
+    cell_stride,
     slots_at,
     slots_quads,
     MULTICAST: tl.constexpr,
-    CLEARS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -68,63 +68,63 @@ def two_shot_rms_norm(
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
     worker = tl.program_id(0) - 1
-    tiles = nbytes // ROW * PARTS
+    tiles = nbytes // ROW * ROW_TILES
     slice_tiles = (tiles + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     offs = tl.arange(0, BLOCK)
-    addresses = addresses_of_peers(peers, rank, worker, WORLD)
+    addresses = peer_addresses(peers, rank, worker, WORLD)
     await_prior_kernel(PDL)
     words = ()
     for i in tl.static_range(WORLD - 1):
-        _, _, at, here = where_tile(
-            peer_in_turn(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, PARTS
+        _, _, at, here = tile_bounds(
+            rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, ROW_TILES
         )
         words = words + (load_words(x, at, offs, here, 16),)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
-    extent = 0 if CLEARS else slice_tiles * (2 * WORLD * TILE)
+    extent = 0 if CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
-        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_tiles * (WORLD * TILE)
         stride = slice_tiles * TILE
         for i in tl.static_range(WORLD - 1):
             # whole tiles travel, with zeros beyond a row's end, so that all tiles are waited for alike
-            there = (offs >= 0) & (peer_in_turn(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
+            there = (offs >= 0) & (rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
             place = first_shot + (rank * slice_tiles + worker) * TILE
-            store_to(call, addresses[i], place, offs, without_sentinel(words[i]), there, False)
+            store_to(call, addresses[i], place, offs, escape_sentinel(words[i]), there, False)
         own_tile = rank * slice_tiles + worker
-        _, _, at, here = where_tile(own_tile, tiles, ROW, BLOCK, PARTS)
+        _, _, at, here = tile_bounds(own_tile, tiles, ROW, BLOCK, ROW_TILES)
         own_words = load_words(x, at, offs, here, 16)
-        before = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, False)
-        gains = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, PARTS, True)
+        residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES, False)
+        weight_tiles = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES, True)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         place = first_shot + worker * TILE
-        masks = expected(call, offs, span, 0, span, WORLD, True)
+        masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
         parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD)
-        mine = without_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+        mine = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
         sums = second_shot + own_tile * TILE
         store_to_all(call, addresses, sums, offs, mine, offs < span, False, MULTICAST, WORLD - 1)
-        if CLEARS:
+        if CLEAR_AFTER_READ:
             clear_parts(call, place, stride, offs, masks, WORLD)
         place = second_shot + worker * TILE
-        masks = expected(call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not MULTICAST)
+        masks = arrival_masks(call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not MULTICAST)
         parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD, True)
-        if CLEARS:
+        if CLEAR_AFTER_READ:
             clear_parts(call, place, stride, offs, masks, WORLD)
         finish_tiles(
             call,
-            cells,
-            more_cells,
-            apart,
+            sum_cells,
+            amax_cells,
+            cell_stride,
             worker,
             slice_tiles,
             tiles,
             insert_own(parts, mine, rank, WORLD),
-            before,
-            gains,
+            residual_tiles,
+            weight_tiles,
             new_residual,
             normed,
             quantized,
@@ -136,5 +136,5 @@ def two_shot_rms_norm(
             KEEPS_NORMED,
             DTYPE,
             BLOCK,
-            PARTS,
+            ROW_TILES,
         )

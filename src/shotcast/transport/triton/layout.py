@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from shotcast.units import align_up
 from shotcast.wire import DTYPES, FP8_BLOCK, MAX_WORLD_SIZE, Norm, slice_bytes
 
-# Control block, in 64-bit words. Only ABORT, HEADERS, CREDITS, MAIL_HEADERS and BEGUN are written by peers; they have
-# cache lines of their own.
+# Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN, which
+# have cache lines of their own.
 EPOCH = 0  # number of the next call
 READERS = 1  # programs of the running call that have read EPOCH
 GENERATION = 2  # 0, 1 or 2: the slots that the next call with slots uses
@@ -22,23 +22,25 @@ STATUS = 7  # address of the host's copy of the abort word (pinned)
 CLOCK = 8  # latest time any waiting program has seen
 ABORT = 16  # set once, see wire.Fault
 HEADERS = 32  # [2 parities][8 ranks]
-SENT = 64  # [8 peers][MAIL_LANES] chunks sent to each peer
-RECEIVED = SENT + 8 * 32  # [8 peers][MAIL_LANES] chunks received from each peer
-CREDITS = RECEIVED + 8 * 32  # [8 peers][MAIL_LANES] chunks that each peer has taken from my mail
-MAIL_HEADERS = CREDITS + 8 * 32  # [8 peers][MAIL_PLACES] of messages from each peer
-BEGUN = MAIL_HEADERS + 8 * 16  # [8 peers] messages of mine that each peer has begun to receive
-MESSAGES = BEGUN + 16  # [8 peers][2 sides][2] messages begun, and their chunks, as sender (0) and as receiver (1)
-MAIL_READERS = MESSAGES + 32  # programs of the running send or recv that have read MESSAGES
-MAIL_MISMATCH = MAIL_READERS + 1  # [2] the header that came, of 64 bits, and the one that this rank expected
+SENT = 64  # [8 peers][CHANNELS] chunks sent to each peer
+RECEIVED = SENT + 8 * 32  # [8 peers][CHANNELS] chunks received from each peer
+CREDITS = RECEIVED + 8 * 32  # [8 peers][CHANNELS] chunks that each peer has taken from the mailbox here
+MESSAGE_HEADERS = CREDITS + 8 * 32  # [8 peers][MESSAGE_SLOTS] of messages from each peer
+RECEIVES_BEGUN = MESSAGE_HEADERS + 8 * 16  # [8 peers] messages of mine that each peer has begun to receive
+MESSAGE_COUNTS = (
+    RECEIVES_BEGUN + 16
+)  # [8 peers][2 sides][2] messages begun, and their chunks, as sender (0) and as receiver (1)
+MESSAGE_READERS = MESSAGE_COUNTS + 32  # programs of the running send or recv that have read MESSAGE_COUNTS
+MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2] the header that came, of 64 bits, and the one that this rank expected
 CONTROL_WORDS = 1024
 
-MAIL_LANES = 32
+CHANNELS = 32
 """Programs of a send or recv; each has its own chunks and credits."""
-MAIL_PLACES = 16
+MESSAGE_SLOTS = 16
 """Messages that may be under way between two ranks, as far as their chunks have room."""
-MAIL_WORDS = 512
-"""32-bit words a chunk of mail carries; two chunks a lane are under way."""
-MAIL_CHUNKS = 2 * MAIL_LANES
+CHUNK_WORDS = 512
+"""32-bit words of a chunk of a message; two chunks a channel are in flight."""
+CHUNKS_IN_FLIGHT = 2 * CHANNELS
 """Chunks that may be under way between two ranks: each has the lane after the one before."""
 
 FLAG_ROWS = 1024
@@ -48,13 +50,13 @@ FLAG_ROW_QUADS = MAX_WORLD_SIZE // 2
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
 
-CELLS_SPREAD = 1024
+MAX_SPREAD_CELLS = 1024
 """Cells of the largest fused call that has them 128 bytes apart."""
 
-MANY_BYTES = 4 << 20
+CLEAR_AFTER_READ_BYTES = 4 << 20
 """Calls with larger slots clear them as they read; of smaller ones the next call clears them, hidden under its wait."""
 
-_MAIL_BYTES = MAX_WORLD_SIZE * MAIL_LANES * 2 * MAIL_WORDS * 8
+_MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 
 
@@ -63,7 +65,7 @@ class Layout:
     """Offsets in quads, and sizes, of a region for messages up to ``max_bytes``."""
 
     max_bytes: int
-    mail_at: int
+    mailboxes_at: int
     flags_at: int
     cells_at: int
     cells_quads: int
@@ -72,18 +74,18 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, max_bytes: int) -> Layout:
+    def for_messages(cls, max_bytes: int) -> Layout:
         """Two-shot needs a message twice (both shots); flag cells carry half as much in as many bytes."""
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slots = align_up(2 * (max_bytes + slack), 4096)
         cells = align_up(max_bytes + 2 * slack, 4096)
-        mail_at = CONTROL_WORDS * 8
-        flags_at = mail_at + _MAIL_BYTES
+        mailboxes_at = CONTROL_WORDS * 8
+        flags_at = mailboxes_at + _MAILBOX_BYTES
         cells_at = flags_at + _FLAG_BYTES
         slots_at = cells_at + 2 * cells
         return cls(
             max_bytes=max_bytes,
-            mail_at=mail_at // QUAD,
+            mailboxes_at=mailboxes_at // QUAD,
             flags_at=flags_at // QUAD,
             cells_at=cells_at // QUAD,
             cells_quads=cells // QUAD,
@@ -93,17 +95,17 @@ class Layout:
         )
 
 
-def row_cells(max_bytes: int) -> int:
+def row_cell_count(max_bytes: int) -> int:
     """Cells of 8 bytes by which programs with tiles of a row add up: one a tile of 128 words, up to twice as many.
 
     Rows of one tile need none.
     """
-    return max(2 * (max_bytes // 512 + MAX_WORLD_SIZE), CELLS_SPREAD * cells_apart(1, CELLS_SPREAD))
+    return max(2 * (max_bytes // 512 + MAX_WORLD_SIZE), MAX_SPREAD_CELLS * row_cell_stride(1, MAX_SPREAD_CELLS))
 
 
-def cells_apart(rows: int, parts: int) -> int:
+def row_cell_stride(rows: int, parts: int) -> int:
     """Cells from one part's to the next: 128 bytes in a call of few. Each row has a power of two of them."""
-    return 16 if rows << (parts - 1).bit_length() <= CELLS_SPREAD else 1
+    return 16 if rows << (parts - 1).bit_length() <= MAX_SPREAD_CELLS else 1
 
 
 def fp8_slot_quads(nbytes: int, world_size: int, dtype: str) -> int:

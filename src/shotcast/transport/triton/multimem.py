@@ -23,18 +23,18 @@ from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.multicast import multicast_quads, multicast_sum
 from shotcast.transport.triton.sync import (
+    arrival_masks,
     await_flags,
     await_words,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
-    expected,
     leave_epoch,
     multicast_address,
     raise_flags,
-    slots_of,
+    slots_offset,
     store_to,
-    without_sentinel,
 )
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
@@ -67,7 +67,7 @@ def multimem_all_reduce(
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
-        staging = slots_of(call.generation, slots_at, slots_quads)
+        staging = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = staging + slice_quads * WORLD
         flags = flags_at + worker * FLAG_ROW_QUADS
         slice_words = slice_quads * 4
@@ -93,11 +93,11 @@ def multimem_all_reduce(
             sums = multicast_sum(source, places, mask, DTYPE)
             words = ()
             for i in tl.static_range(4):
-                words = words + (without_sentinel(sums[i]),)
+                words = words + (escape_sentinel(sums[i]),)
             multicast_quads(sent_to, places, words, mask)
         for start in range(worker * BLOCK, slice_words, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            masks = expected(call, offs, slice_words, slice_words, total, WORLD)
+            masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD)
             parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
             for r in tl.static_range(WORLD):
                 words = nan_unless(call.live, parts[r], DTYPE)

@@ -14,30 +14,30 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
 from shotcast.transport.triton.sync import (
-    addresses_of_peers,
+    arrival_masks,
     await_words,
     clear_parts,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
-    expected,
     leave_epoch,
-    peer_in_turn,
-    slots_of,
+    peer_addresses,
+    rotated_peer,
+    slots_offset,
     store_to,
-    without_sentinel,
 )
 
 
 @triton.jit
 def tiles_to_send(x, rank, turn, nbytes, offs, SCATTER: tl.constexpr, UNIT: tl.constexpr, WORLD: tl.constexpr):
-    """A tile for each peer, in the order of ``peer_in_turn``; the same for all (and then one) without SCATTER."""
+    """A tile for each peer, in the order of ``rotated_peer``; the same for all (and then one) without SCATTER."""
     if not SCATTER:
         tiles = (load_words(x, 0, offs, nbytes, UNIT),)
     else:
         tiles = ()
         for i in tl.static_range(WORLD - 1):
-            peer = peer_in_turn(rank, turn, i, WORLD)
+            peer = rotated_peer(rank, turn, i, WORLD)
             tiles = tiles + (load_words(x, peer.to(tl.int64) * nbytes, offs, nbytes, UNIT),)
     return tiles
 
@@ -54,7 +54,7 @@ def one_shot_reduce(
     slots_at,
     slots_quads,
     SCATTER: tl.constexpr,
-    CLEARS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -64,22 +64,22 @@ def one_shot_reduce(
 ):
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = addresses_of_peers(peers, rank, worker, WORLD)
+    addresses = peer_addresses(peers, rank, worker, WORLD)
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, nbytes, offs, SCATTER, UNIT, WORLD)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
     quads = (nbytes + 15) // 16  # of one slot
-    extent = 0 if CLEARS else quads * WORLD
+    extent = 0 if CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
-        slots = slots_of(call.generation, slots_at, slots_quads)
+        slots = slots_offset(call.generation, slots_at, slots_quads)
         span = quads * 4
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
-                words = without_sentinel(tiles[i if SCATTER else 0])
+                words = escape_sentinel(tiles[i if SCATTER else 0])
                 store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
             tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SCATTER, UNIT, WORLD)
         left = leave_epoch(call, extent, True)
@@ -88,10 +88,10 @@ def one_shot_reduce(
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)
-            masks = expected(call, offs, span, 0, span, WORLD, True)
+            masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
             parts, call = await_words(call, slots, quads, offs, masks, 0, False, WORLD, WORLD)
             words = sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE)
             words = nan_unless(call.live, words, DTYPE)
             store_words(out, 0, offs, words, nbytes, UNIT)
-            if CLEARS:
+            if CLEAR_AFTER_READ:
                 clear_parts(call, slots, quads, offs, masks, WORLD)

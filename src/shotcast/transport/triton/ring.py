@@ -16,15 +16,15 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
 from shotcast.transport.triton.sync import (
-    address_of,
     await_words,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
     leave_epoch,
-    slots_of,
+    region_address,
+    slots_offset,
     store_to,
-    without_sentinel,
 )
 
 
@@ -50,7 +50,7 @@ def ring(
     PDL: tl.constexpr,
 ):
     """REDUCE and GATHER: all_reduce. REDUCE alone: reduce_scatter, out is a slice. GATHER alone: x is a slice."""
-    after = address_of(peers, (rank + 1) % WORLD)
+    after = region_address(peers, (rank + 1) % WORLD)
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (slice_nbytes + 15) // 16
     HOPS: tl.constexpr = (WORLD - 1) * (REDUCE + GATHER)
@@ -59,7 +59,7 @@ def ring(
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
-        slots = slots_of(call.generation, slots_at, slots_quads)
+        slots = slots_offset(call.generation, slots_at, slots_quads)
         span = quads * 4
         before = (rank + WORLD - 1) % WORLD
         for start in range(worker * BLOCK, span, workers * BLOCK):
@@ -70,7 +70,7 @@ def ring(
             else:
                 words = load_words(x, 0, offs, slice_nbytes, UNIT)
                 store_words(out, rank.to(tl.int64) * slice_nbytes, offs, words, slice_nbytes, UNIT)
-            store_to(call, after, slots, offs, without_sentinel(words), offs < span, False)
+            store_to(call, after, slots, offs, escape_sentinel(words), offs < span, False)
         dirty = leave_epoch(call, quads * HOPS, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
@@ -91,7 +91,7 @@ def ring(
                     left = tl.minimum(slice_nbytes, nbytes - which * slice_nbytes)
                     ready = True
                 if hop < HOPS - 1:
-                    store_to(call, after, slots + (hop + 1) * quads, offs, without_sentinel(words), offs < span, False)
+                    store_to(call, after, slots + (hop + 1) * quads, offs, escape_sentinel(words), offs < span, False)
                 if ready:
                     words = nan_unless(call.live, words, DTYPE)
                     if GATHER:

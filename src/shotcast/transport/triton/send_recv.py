@@ -16,27 +16,27 @@ from shotcast.device.triton.intrinsics import kernel, release_next_kernel, yield
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.sync import (
-    KIND_MISMATCH,
-    POLLS_PER_LOOK,
+    FAULT_MISMATCH,
+    POLLS_PER_CHECK,
     Call,
+    check_deadline,
     enter,
-    every_thread,
-    look_at_clock,
+    report_fault_if_stopped,
     stop,
-    tell_host_if_stopped,
+    thread_ids,
 )
 
 SENT = tl.constexpr(layout.SENT)
 RECEIVED = tl.constexpr(layout.RECEIVED)
 CREDITS = tl.constexpr(layout.CREDITS)
-MAIL_HEADERS = tl.constexpr(layout.MAIL_HEADERS)
-BEGUN = tl.constexpr(layout.BEGUN)
-PLACES = tl.constexpr(layout.MAIL_PLACES)
-MESSAGES = tl.constexpr(layout.MESSAGES)
-MAIL_MISMATCH = tl.constexpr(layout.MAIL_MISMATCH)
-MAIL_READERS = tl.constexpr(layout.MAIL_READERS)
-LANES = tl.constexpr(layout.MAIL_LANES)
-CHUNK = tl.constexpr(layout.MAIL_WORDS)
+MESSAGE_HEADERS = tl.constexpr(layout.MESSAGE_HEADERS)
+RECEIVES_BEGUN = tl.constexpr(layout.RECEIVES_BEGUN)
+PLACES = tl.constexpr(layout.MESSAGE_SLOTS)
+MESSAGE_COUNTS = tl.constexpr(layout.MESSAGE_COUNTS)
+MESSAGE_MISMATCH = tl.constexpr(layout.MESSAGE_MISMATCH)
+MESSAGE_READERS = tl.constexpr(layout.MESSAGE_READERS)
+LANES = tl.constexpr(layout.CHANNELS)
+CHUNK = tl.constexpr(layout.CHUNK_WORDS)
 
 
 @triton.jit
@@ -53,17 +53,17 @@ def tagged(call):
 @triton.jit
 def send_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Put the header into ``theirs``, the peer's region, once it has begun the message whose place it takes."""
-    call = await_count(call, BEGUN + peer, call.epoch - PLACES + 1, peer, WORLD, WARPS)
+    call = await_count(call, RECEIVES_BEGUN + peer, call.epoch - PLACES + 1, peer, WORLD, WARPS)
     if call.live != 0:
-        tl.store(theirs + MAIL_HEADERS + call.rank * PLACES + call.epoch % PLACES, tagged(call))
+        tl.store(theirs + MESSAGE_HEADERS + call.rank * PLACES + call.epoch % PLACES, tagged(call))
 
 
 @triton.jit
 def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait for the peer's header, which must be as mine, and tell ``theirs``, its region, that I have begun."""
-    cell = MAIL_HEADERS + peer * PLACES + call.epoch % PLACES
+    cell = MESSAGE_HEADERS + peer * PLACES + call.epoch % PLACES
     mine = tagged(call)
-    threads = every_thread(WARPS)
+    threads = thread_ids(WARPS)
     seen = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (seen != mine).to(tl.int32) & call.live
     started = call.started
@@ -75,21 +75,21 @@ def await_header(call, peer, theirs, WORLD: tl.constexpr, WARPS: tl.constexpr):
         waiting = (seen != mine).to(tl.int32)
         polls += 1
         if (waiting != 0) & (seen != 0) & ((seen >> 48) & 0xFFFF == call.epoch & 0xFFFF):
-            tl.store(call.own + MAIL_MISMATCH, seen)
-            tl.store(call.own + MAIL_MISMATCH + 1, mine)
-            stop(call, KIND_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
+            tl.store(call.own + MESSAGE_MISMATCH, seen)
+            tl.store(call.own + MESSAGE_MISMATCH + 1, mine)
+            stop(call, FAULT_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
             waiting = waiting * 0
-        elif polls % POLLS_PER_LOOK == 0:
-            started, live = look_at_clock(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
+        elif polls % POLLS_PER_CHECK == 0:
+            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
     if (seen == mine) & (call.live != 0):
-        tl.store(theirs + BEGUN + call.rank, call.epoch + 1)
+        tl.store(theirs + RECEIVES_BEGUN + call.rank, call.epoch + 1)
 
 
 @triton.jit
 def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait until the peer has counted up to ``needed`` in ``cell``."""
-    threads = every_thread(WARPS)
+    threads = thread_ids(WARPS)
     taken = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (taken < needed).to(tl.int32) & call.live
     started = call.started
@@ -100,8 +100,8 @@ def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constex
         taken = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
         waiting = (taken < needed).to(tl.int32)
         polls += 1
-        if polls % POLLS_PER_LOOK == 0:
-            started, live = look_at_clock(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
+        if polls % POLLS_PER_CHECK == 0:
+            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
     return with_state(call, live, started)
 
@@ -119,14 +119,14 @@ def await_chunk(call, box, offs, mask, flag, peer, WORLD: tl.constexpr):
         cells = tl.load(box + offs, mask=mask, other=0, volatile=True)
         waiting = tl.max((((cells >> 32).to(tl.int32) != flag) & mask).to(tl.int32), axis=0)
         polls += 1
-        if polls % POLLS_PER_LOOK == 0:
-            started, live = look_at_clock(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
+        if polls % POLLS_PER_CHECK == 0:
+            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
     return cells.to(tl.int32), with_state(call, live, started)
 
 
 @kernel
-def mail(
+def send_recv(
     data,
     own,
     peers,
@@ -134,7 +134,7 @@ def mail(
     header,
     peer,
     nbytes,
-    mail_at,
+    mailboxes_at,
     SENDING: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -145,7 +145,7 @@ def mail(
     """Send ``data`` to ``peer``, or receive it. One program a lane, and program 0 for the headers."""
     call = enter(own, peers, rank, header, WARPS, PDL)
     side: tl.constexpr = 0 if SENDING else 1
-    counter = call.own + MESSAGES + peer * 4 + side * 2
+    counter = call.own + MESSAGE_COUNTS + peer * 4 + side * 2
     message = tl.load(counter, volatile=True)
     begin = tl.load(counter + 1, volatile=True)
     span = (nbytes + 15) // 16 * 4
@@ -162,10 +162,10 @@ def mail(
         lane = (first + (begin % LANES).to(tl.int32)) % LANES
         if SENDING:
             progress = call.own + SENT + peer * LANES + lane
-            box_of = theirs + mail_at * 2 + (rank * LANES + lane) * (2 * CHUNK)
+            box_of = theirs + mailboxes_at * 2 + (rank * LANES + lane) * (2 * CHUNK)
         else:
             progress = call.own + RECEIVED + peer * LANES + lane
-            box_of = call.own + mail_at * 2 + (peer * LANES + lane) * (2 * CHUNK)
+            box_of = call.own + mailboxes_at * 2 + (peer * LANES + lane) * (2 * CHUNK)
         count = tl.load(progress, volatile=True)
         for start in range(first * CHUNK, span, lanes * CHUNK):
             offs = tl.arange(0, CHUNK)
@@ -187,10 +187,10 @@ def mail(
         tl.debug_barrier()
         tl.store(progress, count)
     tl.debug_barrier()
-    tell_host_if_stopped(call)
-    readers = tl.atomic_add(call.own + MAIL_READERS, 1, sem="relaxed", scope="gpu")
+    report_fault_if_stopped(call)
+    readers = tl.atomic_add(call.own + MESSAGE_READERS, 1, sem="relaxed", scope="gpu")
     if readers == tl.num_programs(0) - 1:
-        tl.store(call.own + MAIL_READERS, readers * 0)
+        tl.store(call.own + MESSAGE_READERS, readers * 0)
         tl.store(counter, message + 1)
         tl.store(counter + 1, begin + (span + CHUNK - 1) // CHUNK)
     release_next_kernel(PDL)

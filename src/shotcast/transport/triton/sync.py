@@ -1,6 +1,6 @@
 """The vocabulary of synchronisation; ``docs/reference/protocols.md`` says why each protocol is right.
 
-A kernel looks up :func:`addresses_of_peers`, opens a call with :func:`enter`, pushes with :func:`store_to` and
+A kernel looks up :func:`peer_addresses`, opens a call with :func:`enter`, pushes with :func:`store_to` and
 :func:`store_to_all`, lets the epoch move on with :func:`leave_epoch`, and waits with :func:`await_words`. Program 0 of
 every grid does :func:`exchange_headers` and nothing else. A call that cannot complete is stopped: ``live`` becomes 0,
 waits end, stores to peers are masked, and outputs become NaN.
@@ -45,12 +45,12 @@ CLOCK = tl.constexpr(layout.CLOCK)
 ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
-KIND_TIMEOUT = tl.constexpr(wire.TIMEOUT)
-KIND_MISMATCH = tl.constexpr(wire.MISMATCH)
+FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
+FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
 GENERATIONS = tl.constexpr(3)
 SENTINEL = tl.constexpr(-1)  # 0xFFFFFFFF
-STAND_IN = tl.constexpr(0x7FFFFFFF)
-POLLS_PER_LOOK = tl.constexpr(256)
+SENTINEL_ESCAPE = tl.constexpr(0x7FFFFFFF)
+POLLS_PER_CHECK = tl.constexpr(256)
 """Polls between two looks at the clock and the abort word: about 0.2 ms on a GPU."""
 
 
@@ -75,7 +75,7 @@ def words_at(address, quads):
 
 
 @triton.jit
-def look_at_abort(own, WARPS: tl.constexpr):
+def read_abort_word(own, WARPS: tl.constexpr):
     """The abort word, the same for all threads of the program."""
     if WARPS == 1:
         fault = tl.load(own + ABORT, volatile=True)
@@ -97,21 +97,21 @@ def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl
     peers = tl.multiple_of(peers_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     epoch = tl.load(own + EPOCH, volatile=True)
     generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
-    live = (look_at_abort(own, WARPS) == 0).to(tl.int32)
+    live = (read_abort_word(own, WARPS) == 0).to(tl.int32)
     return Call(own, peers, rank, header, epoch, generation, live, epoch * 0)
 
 
 @triton.jit
-def tell_host(own, fault):
+def report_fault(own, fault):
     status = tl.load(own + STATUS).to(tl.pointer_type(tl.int64))
     tl.store(status, fault)
 
 
 @triton.jit
-def tell_host_if_stopped(call):
+def report_fault_if_stopped(call):
     """What :func:`enter` found, by a branch: past it, every thread has the abort word and the epoch."""
     if (call.live == 0) | (call.epoch < 0):  # no epoch is negative
-        tell_host(call.own, tl.load(call.own + ABORT))
+        report_fault(call.own, tl.load(call.own + ABORT))
 
 
 @triton.jit
@@ -125,10 +125,10 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
 
     Returns the extent of the previous call with slots, for :func:`clear_previous`.
     """
-    tell_host_if_stopped(call)
+    report_fault_if_stopped(call)
     left = call.generation * 0
     if SLOTS:
-        left = tl.load(call.own + EXTENT + previous(call), volatile=True).to(tl.int32) * call.live
+        left = tl.load(call.own + EXTENT + previous_generation(call), volatile=True).to(tl.int32) * call.live
     tl.debug_barrier()
     readers = tl.atomic_add(call.own + READERS, 1, sem="relaxed", scope="gpu")
     if readers == tl.num_programs(0) - 1:
@@ -141,19 +141,19 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def previous(call):
+def previous_generation(call):
     """The generation of the previous call with slots."""
     return (call.generation + 2) % GENERATIONS
 
 
 @triton.jit
-def slots_of(generation, slots_at, slots_quads):
+def slots_offset(generation, slots_at, slots_quads):
     """Quads from a region's start to the slots of a generation."""
     return slots_at + generation * slots_quads
 
 
 @triton.jit
-def cells_of(epoch, cells_at, cells_quads):
+def cells_offset(epoch, cells_at, cells_quads):
     """Quads from a region's start to the flag cells that ``epoch`` uses."""
     return cells_at + (epoch % 2).to(tl.int32) * cells_quads
 
@@ -165,7 +165,7 @@ def clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK: tl
     No peer writes there before this rank finishes this call: a peer one call ahead uses generation g + 1, and none gets
     two calls ahead of a rank whose header it still needs. The programs of the grid share the work evenly.
     """
-    base = words_at(call.own.to(tl.int64), slots_of(previous(call), slots_at, slots_quads))
+    base = words_at(call.own.to(tl.int64), slots_offset(previous_generation(call), slots_at, slots_quads))
     offs = tl.arange(0, BLOCK)
     clean = tl.full([BLOCK], SENTINEL, tl.int32)
     for start in range(worker * BLOCK, left * 4, workers * BLOCK):
@@ -176,8 +176,8 @@ def clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK: tl
 def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
     """Put sentinels back where :func:`await_words`, called with the same arguments, has read words.
 
-    For kernels with CLEARS, which leave an extent of 0: where slots are many, they are better cleared while their lines
-    are in the cache, and not in a pass of its own, during which the wires would be idle.
+    For kernels with CLEAR_AFTER_READ, which leave an extent of 0: where slots are many, they are better cleared while
+    their lines are in the cache, and not in a pass of its own, during which the wires would be idle.
     """
     clean = tl.full([offs.shape[0]], SENTINEL, tl.int32)
     for r in tl.static_range(COUNT):
@@ -185,32 +185,32 @@ def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
 
 
 @triton.jit
-def without_sentinel(words):
+def escape_sentinel(words):
     """Words that may be sent through slots: the sentinel, a NaN, becomes another NaN."""
-    return tl.where(words == SENTINEL, STAND_IN, words)
+    return tl.where(words == SENTINEL, SENTINEL_ESCAPE, words)
 
 
 @triton.jit
-def peer_in_turn(rank, turn, i, WORLD: tl.constexpr, OTHERS: tl.constexpr = True):
-    """Which rank a program sends to as its i-th: all others, or with OTHERS false all and itself.
+def rotated_peer(rank, turn, i, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
+    """Which rank a program sends to as its i-th: all others, or with SKIP_SELF false all and itself.
 
     Programs with different ``turn`` begin with different ranks, which keeps all wires busy.
     """
-    return (rank + 1 + (turn + i) % (WORLD - OTHERS)) % WORLD
+    return (rank + 1 + (turn + i) % (WORLD - SKIP_SELF)) % WORLD
 
 
 @triton.jit
-def address_of(peers, rank):
+def region_address(peers, rank):
     """Of a rank's region, by the table of all. It never changes, so it may be read before the prior kernel's end."""
     return tl.load(peers.to(tl.int64).to(tl.pointer_type(tl.int64)) + rank)
 
 
 @triton.jit
-def addresses_of_peers(peers, rank, turn, WORLD: tl.constexpr, OTHERS: tl.constexpr = True):
-    """Addresses of the regions of :func:`peer_in_turn`, in that order."""
+def peer_addresses(peers, rank, turn, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
+    """Addresses of the regions of :func:`rotated_peer`, in that order."""
     addresses = ()
-    for i in tl.static_range(WORLD - OTHERS):
-        addresses = addresses + (address_of(peers, peer_in_turn(rank, turn, i, WORLD, OTHERS)),)
+    for i in tl.static_range(WORLD - SKIP_SELF):
+        addresses = addresses + (region_address(peers, rotated_peer(rank, turn, i, WORLD, SKIP_SELF)),)
     return addresses
 
 
@@ -255,15 +255,15 @@ def store_to_all(
 
 
 @triton.jit
-def expected(call, offs, span, step, total, COUNT: tl.constexpr, OTHERS: tl.constexpr = False):
+def arrival_masks(call, offs, span, step, total, COUNT: tl.constexpr, SKIP_SELF: tl.constexpr = False):
     """Which words of COUNT tiles come: of tile r those up to word ``min(span, total - r * step)``.
 
-    With OTHERS none of the tile of this rank, which then sends nothing to itself.
+    With SKIP_SELF none of the tile of this rank, which then sends nothing to itself.
     """
     masks = ()
     for r in tl.static_range(COUNT):
         mask = (offs < span) & (offs + r * step < total)
-        if OTHERS:
+        if SKIP_SELF:
             mask = mask & (call.rank != r)
         masks = masks + (mask,)
     return masks
@@ -289,7 +289,7 @@ def load_parts(call, quads, stride, offs, masks, CELLS: tl.constexpr, COUNT: tl.
 
 
 @triton.jit
-def absent(part, epoch, CELLS: tl.constexpr):
+def missing_words(part, epoch, CELLS: tl.constexpr):
     if CELLS:
         hit = (part >> 32).to(tl.int32) != epoch.to(tl.int32)
     else:
@@ -298,16 +298,16 @@ def absent(part, epoch, CELLS: tl.constexpr):
 
 
 @triton.jit
-def any_absent(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
+def any_missing(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
     """1 while a word of any tile has not arrived.
 
     The sentinel is the largest word, so one of many is found by their maximum: a fifth of the instructions that as many
     comparisons take, which a small call has between a word's arrival and its use.
     """
     if CELLS:
-        hit = absent(parts[0], epoch, CELLS)
+        hit = missing_words(parts[0], epoch, CELLS)
         for r in tl.static_range(1, COUNT):
-            hit = hit | absent(parts[r], epoch, CELLS)
+            hit = hit | missing_words(parts[r], epoch, CELLS)
         waiting = tl.max(hit.to(tl.int32), axis=0)
     else:
         largest = parts[0].to(tl.uint32, bitcast=True)
@@ -328,29 +328,29 @@ def await_words(
     CELLS: tl.constexpr,
     COUNT: tl.constexpr,
     WORLD: tl.constexpr,
-    PATIENT: tl.constexpr = False,
+    EXTENDED_DEADLINE: tl.constexpr = False,
 ):
     """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
 
     What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0. For
-    PATIENT see :func:`look_at_clock`.
+    EXTENDED_DEADLINE see :func:`check_deadline`.
     """
     parts = load_parts(call, quads, stride, offs, masks, CELLS, COUNT)
-    waiting = any_absent(parts, call.epoch, CELLS, COUNT) & call.live
+    waiting = any_missing(parts, call.epoch, CELLS, COUNT) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         yield_core()
         parts = load_parts(call, quads, stride, offs, masks, CELLS, COUNT)
-        waiting = any_absent(parts, call.epoch, CELLS, COUNT)
+        waiting = any_missing(parts, call.epoch, CELLS, COUNT)
         polls += 1
-        if polls % POLLS_PER_LOOK == 0:
-            silent = call.rank * 0
+        if polls % POLLS_PER_CHECK == 0:
+            late_ranks = call.rank * 0
             for r in tl.static_range(COUNT):
-                lacking = absent(parts[r], call.epoch, CELLS)
-                silent = silent | (tl.max(lacking.to(tl.int32), axis=0) << ((first + r) % WORLD))
-            started, live = look_at_clock(call, started, silent, True, WORLD, PATIENT)
+                lacking = missing_words(parts[r], call.epoch, CELLS)
+                late_ranks = late_ranks | (tl.max(lacking.to(tl.int32), axis=0) << ((first + r) % WORLD))
+            started, live = check_deadline(call, started, late_ranks, True, WORLD, EXTENDED_DEADLINE)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
     words = ()
@@ -360,36 +360,39 @@ def await_words(
 
 
 @triton.jit
-def look_at_clock(call, started, silent, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr, PATIENT: tl.constexpr = False):
+def check_deadline(
+    call, started, late_ranks, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr, EXTENDED_DEADLINE: tl.constexpr = False
+):
     """One look of a waiting program: has a peer stopped the call, or has the deadline passed? Returns (started, live).
 
     The deadline counts from the first look of the program that waits, over all waits of the call. When it passes, this
     rank stops the call everywhere. It names the ranks whose header is missing or, if all came (or without BY_HEADERS),
-    the ranks in ``silent``, whose data is. A program that waits for what peers make of others' data is PATIENT: it
-    gives a quarter more, so that whoever lacks those data names the rank that did not send them first.
+    the ranks in ``late_ranks``, whose data is. A program that waits for what peers make of others' data has
+    EXTENDED_DEADLINE: it gives a quarter more, so that whoever lacks those data names the rank that did not send them
+    first.
     """
     tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
     now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
     timeout = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys")
-    if PATIENT:
+    if EXTENDED_DEADLINE:
         timeout += timeout // 4
     fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
     live = (fault == 0).to(tl.int32)
     if started == 0:
         started = now
     if fault != 0:
-        tell_host(call.own, fault)
+        report_fault(call.own, fault)
     elif now - started > timeout:
-        missing = silent
+        missing = late_ranks
         if BY_HEADERS:
             lanes = tl.arange(0, MAX_WORLD)
             row = HEADERS + (call.epoch % 2) * MAX_WORLD
             cells = tl.load(call.own + row + lanes, mask=lanes < WORLD, other=0, volatile=True)
             late = ((cells >> 48) & 0xFFFF != call.epoch & 0xFFFF) | (cells == 0)
             late = late & (lanes < WORLD) & (lanes != call.rank)
-            absentees = tl.sum(late.to(tl.int32) << lanes, axis=0)
-            missing = tl.where(absentees == 0, silent, absentees)
-        stop(call, KIND_TIMEOUT, missing, WORLD)
+            missing_headers = tl.sum(late.to(tl.int32) << lanes, axis=0)
+            missing = tl.where(missing_headers == 0, late_ranks, missing_headers)
+        stop(call, FAULT_TIMEOUT, missing, WORLD)
         live = live * 0
     return started, live
 
@@ -402,11 +405,11 @@ def stop(call, kind, ranks, WORLD: tl.constexpr):
     lanes = tl.arange(0, MAX_WORLD)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=lanes < WORLD)
-    tell_host(call.own, fault)
+    report_fault(call.own, fault)
 
 
 @triton.jit
-def every_thread(WARPS: tl.constexpr):
+def thread_ids(WARPS: tl.constexpr):
     """Numbers of the program's threads. A reduction over these passes through all warps, so all see its result alike;
     one over a shorter range is done by each warp for itself, and a branch on it could part them."""
     return tl.arange(0, 32 * WARPS)
@@ -419,7 +422,7 @@ def raise_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
     Rank r's flag is a 64-bit word at ``quads`` past the start of each region, plus r: the epoch, which never repeats.
     """
     tl.debug_barrier()
-    threads = every_thread(WARPS)
+    threads = thread_ids(WARPS)
     bases = tl.load(call.peers + threads % MAX_WORLD, mask=threads < WORLD, other=0)
     flags = bases.to(tl.pointer_type(tl.int64)) + quads * 2 + call.rank
     store_release(flags, call.epoch + threads * 0, (threads < WORLD) & (call.live != 0))
@@ -432,7 +435,7 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
     A rank's next flag takes the place of this one, so wait only where no rank can end the call without this program.
     Each thread has seen one rank's flag; the barrier joins what they know. The stopped call returns with ``live`` 0.
     """
-    threads = every_thread(WARPS)
+    threads = thread_ids(WARPS)
     lanes = threads % MAX_WORLD
     ranks = lanes < WORLD
     flags = tl.load(call.own + quads * 2 + lanes, mask=ranks, other=0, volatile=True)
@@ -447,9 +450,9 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
         late = ranks & (flags != call.epoch)
         waiting = tl.max(late.to(tl.int32), axis=0)
         polls += 1
-        if polls % POLLS_PER_LOOK == 0:
-            silent = tl.sum((late & (threads < MAX_WORLD)).to(tl.int32) << lanes, axis=0)
-            started, live = look_at_clock(call, started, silent, True, WORLD)
+        if polls % POLLS_PER_CHECK == 0:
+            late_ranks = tl.sum((late & (threads < MAX_WORLD)).to(tl.int32) << lanes, axis=0)
+            started, live = check_deadline(call, started, late_ranks, True, WORLD)
             waiting = waiting & live
     fence_acquire()
     tl.debug_barrier()
@@ -458,14 +461,14 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def exchange_headers(
-    call, extent, SLOTS: tl.constexpr, WORLD: tl.constexpr, WARPS: tl.constexpr, RELEASES: tl.constexpr
+    call, extent, SLOTS: tl.constexpr, WORLD: tl.constexpr, WARPS: tl.constexpr, RELEASE_NEXT: tl.constexpr
 ):
     """Tell every rank what this one calls, and wait until each has told the same; :func:`leave_epoch` in between.
 
     Returns when every rank has begun this call: no call ends before that, which is what lets slots be used again. With
-    RELEASES the next kernel is let in before the wait.
+    RELEASE_NEXT the next kernel is let in before the wait.
     """
-    threads = every_thread(WARPS)
+    threads = thread_ids(WARPS)
     lanes = threads % MAX_WORLD
     ranks = lanes < WORLD
     row = HEADERS + (call.epoch % 2) * MAX_WORLD
@@ -474,7 +477,7 @@ def exchange_headers(
     once = ranks & (threads < MAX_WORLD) & (call.live != 0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank, mine, mask=once)
     leave_epoch(call, extent, SLOTS)
-    release_next_kernel(RELEASES)
+    release_next_kernel(RELEASE_NEXT)
     waiting = call.live
     started = call.started
     polls = 0
@@ -488,9 +491,9 @@ def exchange_headers(
             differ = tl.sum(odd.to(tl.int32) << lanes, axis=0)
             polls += 1
             if differ != 0:
-                stop(call, KIND_MISMATCH, differ, WORLD)
+                stop(call, FAULT_MISMATCH, differ, WORLD)
                 waiting = waiting * 0
-            elif polls % POLLS_PER_LOOK == 0:
-                started, live = look_at_clock(call, started, call.rank * 0, True, WORLD)
+            elif polls % POLLS_PER_CHECK == 0:
+                started, live = check_deadline(call, started, call.rank * 0, True, WORLD)
                 waiting = waiting & live
             yield_core()

@@ -17,19 +17,19 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
 from shotcast.transport.triton.sync import (
-    addresses_of_peers,
+    arrival_masks,
     await_words,
     clear_parts,
     clear_previous,
     enter,
+    escape_sentinel,
     exchange_headers,
-    expected,
     leave_epoch,
-    peer_in_turn,
-    slots_of,
+    peer_addresses,
+    rotated_peer,
+    slots_offset,
     store_to,
     store_to_all,
-    without_sentinel,
 )
 
 
@@ -46,10 +46,10 @@ def tiles_to_send(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Tiles of peers' slices, for the peers FIRST to END - 1 in the order of ``peer_in_turn``; zero beyond a slice."""
+    """Tiles of peers' slices, for the peers FIRST to END - 1 in the order of ``rotated_peer``; zero beyond a slice."""
     tiles = ()
     for i in tl.static_range(FIRST, END):
-        start = peer_in_turn(rank, turn, i, WORLD) * slice_quads * 16
+        start = rotated_peer(rank, turn, i, WORLD) * slice_quads * 16
         tiles = tiles + (load_words(x, start, offs, tl.minimum(nbytes - start, slice_quads * 16), UNIT),)
     return tiles
 
@@ -66,7 +66,7 @@ def two_shot_all_reduce(
     slots_at,
     slots_quads,
     MULTICAST: tl.constexpr,
-    CLEARS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -79,7 +79,7 @@ def two_shot_all_reduce(
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     slice_words = slice_quads * 4
-    addresses = addresses_of_peers(peers, rank, worker, WORLD)
+    addresses = peer_addresses(peers, rank, worker, WORLD)
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     # of a small message all that is sent is on its way before the epoch is known; of a large one, whose loads are what
@@ -88,23 +88,23 @@ def two_shot_all_reduce(
     tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
-    extent = 0 if CLEARS else slice_quads * (2 * WORLD)
+    extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
-        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * WORLD
         total = quads * 4
         for c in range(0, rounds):
             offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
-                peer = peer_in_turn(rank, worker, i, WORLD)
+                peer = rotated_peer(rank, worker, i, WORLD)
                 mask = (offs < slice_words) & (offs < total - peer * slice_words)
                 if i < EARLY:
                     words = tiles[i]
                 else:
                     (words,) = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, WORLD)
-                words = without_sentinel(words)
+                words = escape_sentinel(words)
                 store_to(call, addresses[i], first_shot + rank * slice_quads, offs, words, mask, False)
             ahead = offs + workers * BLOCK
             tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, ahead, 0, EARLY, UNIT, WORLD)
@@ -118,22 +118,22 @@ def two_shot_all_reduce(
                 offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
                 left = nbytes - rank * slice_quads * 16
                 own_words = load_words(x, rank * slice_quads * 16, offs, left, UNIT)
-                masks = expected(call, offs, mine, 0, mine, WORLD, True)
+                masks = arrival_masks(call, offs, mine, 0, mine, WORLD, True)
                 parts, call = await_words(call, first_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
-                words = without_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+                words = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
                 store_to_all(call, addresses, sums, offs, words, offs < mine, False, MULTICAST, WORLD - 1)
                 left = tl.minimum(slice_quads * 16, left)
                 store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), left, UNIT)
-                if CLEARS:
+                if CLEAR_AFTER_READ:
                     clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
             if c > 0:
                 offs = ((c - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
-                masks = expected(call, offs, slice_words, slice_words, total, WORLD, not MULTICAST)
+                masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not MULTICAST)
                 parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
                 for r in tl.static_range(WORLD):
                     words = nan_unless(call.live, parts[r], DTYPE)
                     left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                     left = tl.where(rank == r, 0, left)
                     store_words(out, r * slice_quads * 16, offs, words, left, UNIT)
-                if CLEARS:
+                if CLEAR_AFTER_READ:
                     clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)

@@ -35,17 +35,17 @@ from shotcast.transport.triton.fp8_groups import (
     to_rows,
 )
 from shotcast.transport.triton.sync import (
-    POLLS_PER_LOOK,
+    POLLS_PER_CHECK,
     SENTINEL,
     Call,
-    address_of,
+    check_deadline,
     clear_previous,
     enter,
     exchange_headers,
     leave_epoch,
-    look_at_clock,
-    peer_in_turn,
-    slots_of,
+    region_address,
+    rotated_peer,
+    slots_offset,
     store_to,
     words_at,
 )
@@ -119,7 +119,7 @@ def send(call, rank, quads, word_quads, rows, words, scales, part_quads, DTYPE: 
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     offs = places(rows, ROW, DTYPE)
-    address = address_of(call.peers, rank)
+    address = region_address(call.peers, rank)
     store_to(call, address, quads, offs, words, offs < slot_quads_of(part_quads, DTYPE) * 4, False)
     once = to_quads(tl.arange(0, ROW // 4) == 0)
     mask = to_rows(rows < groups_of(part_quads, DTYPE)) & once & (call.live != 0)
@@ -166,7 +166,7 @@ def load_slots(
 
 
 @triton.jit
-def absent(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
+def missing_words(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
     """1 for each quad of slot ``i`` that lacks a word, or a scale of its row."""
     part = scales_of(scales, i, DTYPE)
     hit = tl.max((words[i] == SENTINEL).to(tl.int32), axis=2)
@@ -176,7 +176,7 @@ def absent(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def any_absent(words, scales, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+def any_missing(words, scales, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """1 while a word or a scale of any slot has not arrived."""
     largest = tl.max(words[0].to(tl.uint32, bitcast=True), axis=2)
     for i in tl.static_range(COUNT):
@@ -205,12 +205,12 @@ def await_slots(
     """Wait until all of a tile of COUNT slots (see :func:`load_slots`) is there. Returns (words, scales, call).
 
     A stopped call returns at once, with ``live`` 0. With EACH, whose words are made of others', it is patient (see
-    :func:`shotcast.transport.triton.sync.look_at_clock`).
+    :func:`shotcast.transport.triton.sync.check_deadline`).
     """
     words, scales = load_slots(
         call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
     )
-    waiting = any_absent(words, scales, COUNT, DTYPE) & call.live
+    waiting = any_missing(words, scales, COUNT, DTYPE) & call.live
     started = call.started
     live = call.live
     polls = 0
@@ -219,13 +219,13 @@ def await_slots(
         words, scales = load_slots(
             call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
         )
-        waiting = any_absent(words, scales, COUNT, DTYPE)
+        waiting = any_missing(words, scales, COUNT, DTYPE)
         polls += 1
-        if polls % POLLS_PER_LOOK == 0:
-            silent = call.rank * 0
+        if polls % POLLS_PER_CHECK == 0:
+            late_ranks = call.rank * 0
             for i in tl.static_range(COUNT):
-                silent = silent | (tl.max(absent(words, scales, i, DTYPE)) << ((first + i) % WORLD))
-            started, live = look_at_clock(call, started, silent, True, WORLD, EACH)
+                late_ranks = late_ranks | (tl.max(missing_words(words, scales, i, DTYPE)) << ((first + i) % WORLD))
+            started, live = check_deadline(call, started, late_ranks, True, WORLD, EACH)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
     return words, scales, call
@@ -273,7 +273,7 @@ def two_shot_fp8_all_reduce(
     slots_at,
     slots_quads,
     NATIVE: tl.constexpr,
-    CLEARS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -294,16 +294,16 @@ def two_shot_fp8_all_reduce(
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     rounds = (groups + workers * ROWS - 1) // (workers * ROWS)
-    extent = 0 if CLEARS else stride * (2 * WORLD)
+    extent = 0 if CLEAR_AFTER_READ else stride * (2 * WORLD)
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     else:
-        first_shot = slots_of(call.generation, slots_at, slots_quads)
+        first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + stride * WORLD
         for c in range(0, rounds):
             rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
             for i in range(0, WORLD - 1):
-                peer = peer_in_turn(rank, worker, i, WORLD)
+                peer = rotated_peer(rank, worker, i, WORLD)
                 left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
                 values = load_group(x, peer * slice_quads * 16, rows, left, DTYPE, UNIT)
                 words, scales = quantize(values, DTYPE, NATIVE)
@@ -343,11 +343,11 @@ def two_shot_fp8_all_reduce(
                         total = plus(total, values)
                 sums, sum_scales = quantize(total, DTYPE, NATIVE)
                 for i in tl.static_range(WORLD - 1):
-                    peer = peer_in_turn(me, worker, i, WORLD)
+                    peer = rotated_peer(me, worker, i, WORLD)
                     send(call, peer, second_shot + me * stride, word_quads, rows, sums, sum_scales, mine, DTYPE)
                 values = dequantize(sums, sum_scales, DTYPE, NATIVE)
                 store_group(out, me * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
-                if CLEARS:
+                if CLEAR_AFTER_READ:
                     clear_slots(call, first_shot, stride, word_quads, rows, quads, slice_quads, False, DTYPE, WORLD)
             if c > 0:
                 me = opaque(rank)
@@ -372,5 +372,5 @@ def two_shot_fp8_all_reduce(
                         left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
                         values = dequantize(words[i], scales_of(scales, i, DTYPE), DTYPE, NATIVE)
                         store_group(out, peer * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
-                if CLEARS:
+                if CLEAR_AFTER_READ:
                     clear_slots(call, second_shot, stride, word_quads, rows, quads, slice_quads, True, DTYPE, WORLD)
