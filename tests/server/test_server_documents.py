@@ -1,4 +1,4 @@
-"""docs/guides/server.md tells of all there is."""
+"""docs/reference/server.md lists everything there is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.server.body import ChatBody, CompletionBody
 from shotcast.server.config import ServerConfig
 from shotcast.server.metrics import Metrics
 
-TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "server.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
 
 
 def test_parameters() -> None:
