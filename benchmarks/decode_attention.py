@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shotcast.device.triton.intrinsics import num_sms
-from shotcast.kernels.triton.paged_attention import Decoding
+from shotcast.kernels.triton.paged_attention import PagedDecoding
 
 BLOCK = 16
 HEAD_DIM = 128
@@ -61,7 +61,7 @@ class Step:
         self.sines = torch.zeros_like(self.cosines)  # so that the library needs no rotation
         kv_head_of = tuple(head // (heads // kv_heads) for head in range(heads))
         device = self.x.device
-        self.decoding = Decoding(heads, HEAD_DIM, kv_head_of, sequences, num_sms(device), device)
+        self.decoding = PagedDecoding(heads, HEAD_DIM, kv_head_of, sequences, num_sms(device), device)
         self.out = torch.empty(sequences, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 
     def own(self, layer: int) -> torch.Tensor:

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
-from shotcast.kernels.triton.gemv import Stream
-from shotcast.kernels.triton.skinny_gemm import Tiles
+from shotcast.kernels.triton.gemv import GemvConfig
+from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 
@@ -76,7 +76,7 @@ class Product:
         if self.fp8:
             first, self.scale = float8.quantize(first)
         self.weights = [first] + [first.clone() for _ in range(self.count - 1)]
-        self.counts = skinny_gemm.arrivals(first)
+        self.counters = skinny_gemm.new_counters(first)
 
     def contenders(self, rows: int, quick: bool) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
         yield LIBRARY, self.by_library
@@ -87,16 +87,18 @@ class Product:
             for launch in launches(rows, *self.weights[0].shape, self.fp8):
                 yield str(launch), self.by_own(rows, launch)
 
-    def by_own(self, rows: int, launch: Stream | Tiles | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    def by_own(
+        self, rows: int, launch: GemvConfig | SkinnyGemmConfig | None
+    ) -> Callable[[torch.Tensor, int], torch.Tensor]:
         if rows <= gemv.MOST_ROWS:
-            assert not isinstance(launch, Tiles)
+            assert not isinstance(launch, SkinnyGemmConfig)
             return lambda x, turn: gemv.linear(x, self.weights[turn], self.scale, None, self.gated, launch)
-        assert not isinstance(launch, Stream)
+        assert not isinstance(launch, GemvConfig)
 
         def call(x: torch.Tensor, turn: int) -> torch.Tensor:
             values, x_scale = activations.quantize(x) if self.fp8 else (x, None)
             return skinny_gemm.linear(
-                values, self.weights[turn], self.counts, x_scale, self.scale, None, self.gated, launch
+                values, self.weights[turn], self.counters, x_scale, self.scale, None, self.gated, launch
             )
 
         return call
@@ -135,7 +137,7 @@ class Product:
             yield row
 
 
-def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[Stream | Tiles]:
+def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[GemvConfig | SkinnyGemmConfig]:
     item = 1 if fp8 else 2
     if rows <= gemv.MOST_ROWS:
         return list(gemv.candidates(item))
@@ -143,19 +145,19 @@ def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[Stream | T
     return list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms(device), shared_memory_per_sm(device)))
 
 
-def compile_one(rows: int, fp8: bool, gated: bool, launch: Stream | Tiles) -> None:
+def compile_one(rows: int, fp8: bool, gated: bool, launch: GemvConfig | SkinnyGemmConfig) -> None:
     """Into Triton's cache on disk: the compiled form depends on the launch, not on the shape."""
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     weight = torch.zeros(64, 4096, device="cuda", dtype=dtype)
     scale = torch.ones(64, device="cuda") if fp8 else None
     try:
-        if isinstance(launch, Stream):
+        if isinstance(launch, GemvConfig):
             x = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
             gemv.linear(x, weight, scale, None, gated, launch)
         else:
             x = torch.zeros(rows, 4096, device="cuda", dtype=dtype)
             x_scale = torch.ones(rows, 1, device="cuda") if fp8 else None
-            skinny_gemm.linear(x, weight, skinny_gemm.arrivals(weight), x_scale, scale, None, gated, launch)
+            skinny_gemm.linear(x, weight, skinny_gemm.new_counters(weight), x_scale, scale, None, gated, launch)
         torch.cuda.synchronize()
     except Exception as error:  # it will be said where it is measured
         print(f"{launch}: {type(error).__name__}", file=sys.stderr)

@@ -11,28 +11,43 @@ from shotcast.kernels.triton.timestamps import SpanTimers
 
 
 def unpacked(
-    packed: torch.Tensor, drawn: torch.Tensor, tables: torch.Tensor, block_size: int
+    packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, ...]:
     """All that is derived, and the tables as they are afterwards."""
     count = packed.shape[0]
     tokens, positions, slots, rows = (torch.full([count], -9) for _ in range(4))
     lengths = torch.full([count], -9, dtype=torch.int32)
-    step_inputs.unpack(packed, drawn, tables, block_size, tokens, positions, slots, lengths, rows)
+    step_inputs.unpack(packed, last_tokens, tables, block_size, tokens, positions, slots, lengths, rows)
     return tokens, positions, slots, lengths, rows, tables
 
 
 def unpacked_prompts(
-    ids: torch.Tensor, drawn_rows: torch.Tensor, filled: torch.Tensor, drawn: torch.Tensor, tables: torch.Tensor
+    ids: torch.Tensor,
+    sampled_rows: torch.Tensor,
+    updates: torch.Tensor,
+    last_tokens: torch.Tensor,
+    tables: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """All that is filled, and the tables as they are afterwards. Positions are 1000 + place, slots 2000 + place."""
     count = ids.shape[0]
     tokens, positions, slots = (torch.full([count], -9) for _ in range(3))
-    rows = torch.full(drawn_rows.shape, -9)
-    places = torch.arange(count, dtype=torch.int32)
-    cells = torch.tensor([filled.shape[0]], dtype=torch.int32)
-    more = torch.cat((filled.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # of steps before
+    rows = torch.full(sampled_rows.shape, -9)
+    position_ids = torch.arange(count, dtype=torch.int32)
+    num_updates = torch.tensor([updates.shape[0]], dtype=torch.int32)
+    more = torch.cat((updates.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # of steps before
     step_inputs.unpack_prompts(
-        ids, places + 1000, places + 2000, drawn_rows, cells, more, drawn, tables, tokens, positions, slots, rows
+        ids,
+        position_ids + 1000,
+        position_ids + 2000,
+        sampled_rows,
+        num_updates,
+        more,
+        last_tokens,
+        tables,
+        tokens,
+        positions,
+        slots,
+        rows,
     )
     return tokens, positions, slots, rows, tables
 
@@ -42,7 +57,7 @@ def joined(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     starts = torch.tensor([0, *widths]).cumsum(0).int()
     values = torch.full([rows, sum(widths)], 7.0)
     best = torch.full([rows, 2], -9)
-    logits.join(torch.cat([part.reshape(-1) for part in parts]), widths, starts, values, best)
+    logits.concat_columns(torch.cat([part.reshape(-1) for part in parts]), widths, starts, values, best)
     return values, best
 
 
@@ -55,10 +70,10 @@ def stamped(spans: int, pause_s: float) -> tuple[torch.Tensor, float]:
     stamps = SpanTimers(2, torch.device("cpu"))
     started = time.monotonic()
     for _ in range(spans):
-        stamps.begin(0)
-        stamps.begin(1)
+        stamps.start(0)
+        stamps.start(1)
         time.sleep(pause_s)
-        stamps.end(1)
+        stamps.stop(1)
         time.sleep(pause_s)
-        stamps.end(0)
+        stamps.stop(0)
     return stamps.totals, time.monotonic() - started

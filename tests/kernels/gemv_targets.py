@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.kernels.triton import gemv, skinny_gemm
-from shotcast.kernels.triton.gemv import Stream
-from shotcast.kernels.triton.skinny_gemm import Tiles
+from shotcast.kernels.triton.gemv import GemvConfig
+from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
 
-Case = tuple[int, int, int, str, bool, bool, bool, Stream | None]
+Case = tuple[int, int, int, str, bool, bool, bool, GemvConfig | None]
 """rows, inputs, outputs, dtype, FP8 weights, bias, gated, launch."""
 
 
@@ -67,31 +67,31 @@ def _size(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def products(cases: list[Case]) -> list[float]:
     """:func:`excess` of each case."""
     found = []
-    for rows, inputs, outputs, dtype, fp8, biased, gated, stream in cases:
+    for rows, inputs, outputs, dtype, fp8, biased, gated, config in cases:
         given = operands(rows, inputs, outputs, getattr(torch, dtype), fp8, biased, "cpu")
-        found.append(excess(gemv.linear(*given, gated, stream), *given, gated))
+        found.append(excess(gemv.linear(*given, gated, config), *given, gated))
     return found
 
 
-SkinnyCase = tuple[int, int, int, str, bool, bool, Tiles | None]
+SkinnyGemmCase = tuple[int, int, int, str, bool, bool, SkinnyGemmConfig | None]
 """rows, inputs, outputs, dtype ("float8": of x and weights, with scales), bias, gated, launch."""
 
 
-def skinny_excess(case: SkinnyCase, device: str, summed_in: float = 2**-24) -> float:
+def skinny_gemm_excess(case: SkinnyGemmCase, device: str, summed_in: float = 2**-24) -> float:
     """:func:`excess` of two products that count by the same."""
-    rows, inputs, outputs, name, biased, gated, tiles = case
+    rows, inputs, outputs, name, biased, gated, config = case
     dtype = torch.bfloat16 if name == "float8" else getattr(torch, name)
     x, weight, scale, bias = operands(rows, inputs, outputs, dtype, name == "float8", biased, device)
     x_scale = None
     if name == "float8":
         x = x.to(torch.float8_e4m3fn)
         x_scale = (torch.rand(rows, 1, generator=torch.Generator().manual_seed(rows)) + 0.5).to(device)
-    counts = skinny_gemm.arrivals(weight)
-    made = [skinny_gemm.linear(x, weight, counts, x_scale, scale, bias, gated, tiles) for _ in range(2)]
+    counters = skinny_gemm.new_counters(weight)
+    made = [skinny_gemm.linear(x, weight, counters, x_scale, scale, bias, gated, config) for _ in range(2)]
     assert torch.equal(*made)
-    assert not counts.any()
+    assert not counters.any()
     return excess(made[0], x, weight, scale, bias, gated, x_scale, summed_in)
 
 
-def skinny_products(cases: list[SkinnyCase]) -> list[float]:
-    return [skinny_excess(case, "cpu") for case in cases]
+def skinny_gemm_results(cases: list[SkinnyGemmCase]) -> list[float]:
+    return [skinny_gemm_excess(case, "cpu") for case in cases]

@@ -75,8 +75,8 @@ def both_ways(
                 given, gains = guarded(given), None if gains is None else guarded(gains)
             rotated = tuple(tensor.clone() for tensor in mine)
             rope.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
-            decoding = paged_attention.Decoding(heads, head_dim, kv_head_of, 8, num_sms, given.device)
-            for scratch in (decoding._parts, decoding._weights):
+            decoding = paged_attention.PagedDecoding(heads, head_dim, kv_head_of, 8, num_sms, given.device)
+            for scratch in (decoding._partial_out, decoding._partial_stats):
                 scratch.fill_(float("nan"))  # what is joined must have been written, by parts without tokens too
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
             # Compilers join products and sums in float32 in one kernel and not in the other.

@@ -16,7 +16,7 @@ from shotcast.engine.draw import exponential, inverse_temperature, scramble
 from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import Sampler, row_key
 from shotcast.kernels.triton import sampling
-from shotcast.kernels.triton.sampling_scores import highest, noise, race, value_of
+from shotcast.kernels.triton.sampling_scores import key_value, noise, score_bound, score_key
 
 CLOSE = 1e-5
 """Of scores that rounding may order otherwise, what they differ by at most, relative."""
@@ -260,12 +260,12 @@ def tail(count: int) -> list[int]:
 
 
 @triton.jit
-def race_kernel(keys, made, SIZE: tl.constexpr):  # noqa: N803
+def score_kernel(keys, scores, SIZE: tl.constexpr):  # noqa: N803
     i = tl.arange(0, SIZE)
     pair = tl.load(keys + 2 * i).to(tl.uint32, bitcast=True), tl.load(keys + 2 * i + 1).to(tl.uint32, bitcast=True)
     bits, distance = noise(i * 0, pair), tl.zeros([SIZE], tl.float32)
-    tl.store(made + i, value_of(race(distance, i * 0, bits)))
-    tl.store(made + SIZE + i, highest(distance, bits))
+    tl.store(scores + i, key_value(score_key(distance, i * 0, bits)))
+    tl.store(scores + SIZE + i, score_bound(distance, bits))
 
 
 def scores(bits: list[int]) -> tuple[list[float], list[float], list[float]]:
@@ -276,7 +276,7 @@ def scores(bits: list[int]) -> tuple[list[float], list[float], list[float]]:
         keys += [0, x * pow(0xD35A2D97, -1, 2**32) % 2**32]
     made = torch.zeros(2, len(bits))
     key = torch.tensor(keys, dtype=torch.int64).int()
-    race_kernel[(1,)](key, made, len(bits))
+    score_kernel[(1,)](key, made, len(bits))
     noise = scramble(torch.zeros(len(bits), 1, dtype=torch.int32), key.view(-1, 2))
     assert noise[:, 0].tolist() == torch.tensor(bits).int().tolist()
     return made[0].tolist(), (-exponential(noise)[:, 0].log()).tolist(), made[1].tolist()

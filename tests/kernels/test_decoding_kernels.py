@@ -14,9 +14,9 @@ from triton.compiler import compile as triton_compile
 from quick_interpreter import interpret
 from shotcast.kernels.triton import embedding, step_inputs
 from shotcast.kernels.triton.embedding import embed_kernel
-from shotcast.kernels.triton.logits import TILE, best_kernel, join_kernel
+from shotcast.kernels.triton.logits import TILE, argmax_kernel, concat_kernel
 from shotcast.kernels.triton.step_inputs import FIELDS, unpack_kernel, unpack_prompts_kernel
-from shotcast.kernels.triton.timestamps import begin_kernel, end_kernel
+from shotcast.kernels.triton.timestamps import start_kernel, stop_kernel
 
 
 def test_what_begins_a_step_is_not_overtaken() -> None:
@@ -29,7 +29,7 @@ def test_what_begins_a_step_is_not_overtaken() -> None:
 
 def test_a_step_is_unpacked() -> None:
     tables = torch.tensor([[3, 9], [5, 8], [1, 0], [6, 6]], dtype=torch.int32)  # the last is nobody's
-    drawn = torch.tensor([70, 71, 72, 73])
+    last_tokens = torch.tensor([70, 71, 72, 73])
     packed = [
         (2, 4, 41, 7),  # is given block 7
         (0, 6, -1, -1),  # computes what it drew last
@@ -37,7 +37,7 @@ def test_a_step_is_unpacked() -> None:
         (3, 0, 0, -1),
         (3, 0, 0, -1),
     ]
-    (found,) = interpret(targets.unpacked, 1, torch.tensor(packed, dtype=torch.int32), drawn, tables, 4)
+    (found,) = interpret(targets.unpacked, 1, torch.tensor(packed, dtype=torch.int32), last_tokens, tables, 4)
     tokens, positions, slots, lengths, rows, after = (tensor.tolist() for tensor in found)
     assert tokens == [41, 70, 43, 0, 0]
     assert positions == [4, 6, 3, 0, 0]
@@ -47,25 +47,25 @@ def test_a_step_is_unpacked() -> None:
     assert after == [[3, 9], [5, 8], [1, 7], [6, 6]]
 
 
-@pytest.mark.parametrize(("count", "sequences", "cells"), [(300, 5, 700), (3, 200, 0), (128, 128, 1)])
-def test_a_step_with_prompts_is_unpacked(count: int, sequences: int, cells: int) -> None:
+@pytest.mark.parametrize(("count", "sequences", "num_updates"), [(300, 5, 700), (3, 200, 0), (128, 128, 1)])
+def test_a_step_with_prompts_is_unpacked(count: int, sequences: int, num_updates: int) -> None:
     """More cells than a program takes, more sequences than tokens, and none."""
     generator = torch.Generator().manual_seed(count)
-    drawn = torch.randint(0, 1000, [40], generator=generator)
+    last_tokens = torch.randint(0, 1000, [40], generator=generator)
     ids = torch.randint(-40, 60, [count], generator=generator, dtype=torch.int32)
     rows = torch.randint(0, 40, [sequences], generator=generator, dtype=torch.int32)
     tables = torch.randint(0, 99, (40, 50), generator=generator, dtype=torch.int32)
-    places = torch.randperm(tables.numel(), generator=generator)[:cells]
-    blocks = torch.randint(100, 999, [cells], generator=generator)
-    filled = torch.stack((places, blocks), dim=1).int()
-    (found,) = interpret(targets.unpacked_prompts, 1, ids, rows, filled, drawn, tables)
-    tokens, positions, slots, drawn_rows, after = found
-    assert tokens.tolist() == [token if token >= 0 else int(drawn[-1 - token]) for token in ids.tolist()]
+    offsets = torch.randperm(tables.numel(), generator=generator)[:num_updates]
+    blocks = torch.randint(100, 999, [num_updates], generator=generator)
+    updates = torch.stack((offsets, blocks), dim=1).int()
+    (found,) = interpret(targets.unpacked_prompts, 1, ids, rows, updates, last_tokens, tables)
+    tokens, positions, slots, sampled_rows, after = found
+    assert tokens.tolist() == [token if token >= 0 else int(last_tokens[-1 - token]) for token in ids.tolist()]
     assert positions.tolist() == list(range(1000, 1000 + count))
     assert slots.tolist() == list(range(2000, 2000 + count))
-    assert drawn_rows.tolist() == rows.tolist()
+    assert sampled_rows.tolist() == rows.tolist()
     wanted = tables.clone().view(-1)
-    wanted[places] = blocks.int()
+    wanted[offsets] = blocks.int()
     assert after.view(-1).equal(wanted)
 
 
@@ -120,16 +120,16 @@ def test_kernels_compile(capability: int) -> None:
         source = ASTSource(kernel, signature=signature | dict.fromkeys(constexprs, "constexpr"), constexprs=constexprs)
         return triton_compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
 
-    longs = dict.fromkeys(("drawn", "tokens", "positions", "slots", "rows"), "*i64")
+    longs = dict.fromkeys(("last_tokens", "tokens", "positions", "slots", "rows"), "*i64")
     ints = dict.fromkeys(("packed", "tables", "lengths"), "*i32") | dict.fromkeys(("count", "blocks"), "i32")
     ptx(unpack_kernel, {**longs, **ints}, FIELDS=FIELDS, BLOCK_SIZE=16, TILE=64)
-    words = dict.fromkeys(("ids", "places", "places_in_cache", "drawn_rows", "cells", "filled"), "*i32")
+    words = dict.fromkeys(("ids", "position_ids", "slot_ids", "sampled_rows", "num_updates", "updates"), "*i32")
     sizes = {"tables": "*i32", "count": "i32", "sequences": "i32"}
     ptx(unpack_prompts_kernel, {**words, **longs, **sizes}, TILE=128)
-    pointers = {"parts": "*bf16", "starts": "*i32", "values": "*fp32", "largest": "*fp32", "places": "*i32"}
-    ptx(join_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE)
-    ptx(best_kernel, {"largest": "*fp32", "places": "*i32", "best": "*i64", "count": "i32"}, COUNT=128)
+    pointers = {"parts": "*bf16", "starts": "*i32", "values": "*fp32", "largest": "*fp32", "tokens": "*i32"}
+    ptx(concat_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE)
+    ptx(argmax_kernel, {"largest": "*fp32", "tokens": "*i32", "best": "*i64", "count": "i32"}, COUNT=128)
     embeds = {"tokens": "*i64", "weight": "*bf16", "out": "*bf16", "start": "i32", "count": "i32"}
     ptx(embed_kernel, embeds, HIDDEN=4096, TILE=1024)
-    assert "globaltimer" in ptx(begin_kernel, {"marks": "*i64", "place": "i32"})
-    assert "globaltimer" in ptx(end_kernel, {"marks": "*i64", "totals": "*i64", "place": "i32"})
+    assert "globaltimer" in ptx(start_kernel, {"started_ns": "*i64", "timer": "i32"})
+    assert "globaltimer" in ptx(stop_kernel, {"started_ns": "*i64", "totals": "*i64", "timer": "i32"})

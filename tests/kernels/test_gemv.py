@@ -18,7 +18,7 @@ import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import gemv
-from shotcast.kernels.triton.gemv import Stream, stream_kernel
+from shotcast.kernels.triton.gemv import GemvConfig, gemv_kernel
 
 KINDS = (("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16", True))
 
@@ -30,10 +30,10 @@ def cases() -> list[Case]:
     for (dtype, fp8), (inputs, outputs), rows in itertools.product(KINDS, shapes, (1, 2)):
         made.append((rows, inputs, outputs, dtype, fp8, inputs == 528, outputs != 6, None))
         made.append((rows, inputs, outputs, dtype, fp8, inputs != 528, outputs == 6, None))
-    fma = Stream(8, 256, 1)
+    fma = GemvConfig(8, 256, 1)
     for rows, gated in itertools.product((1, 2), (False, True)):
         made.append((rows, 528, 70, "bfloat16", False, True, gated, fma))
-    made.append((1, 48, 7, "bfloat16", False, False, False, Stream(1, 256, 1)))
+    made.append((1, 48, 7, "bfloat16", False, False, False, GemvConfig(1, 256, 1)))
     return made
 
 
@@ -46,9 +46,9 @@ def test_as_exact_as_float32_sums() -> None:
 
 @given(st.integers(1, 40_000), st.sampled_from([16, 1024, 4096, 8192]), st.sampled_from([1, 2]), st.integers(1, 200))
 def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: int, item: int, num_sms: int) -> None:
-    stream = gemv.choose(outputs, inputs, item, num_sms)
-    assert stream.tile == 1 or -(-outputs // stream.tile) >= 2 * num_sms
-    assert stream.tile == 4 or -(-outputs // (2 * stream.tile)) < 2 * num_sms
+    config = gemv.choose_config(outputs, inputs, item, num_sms)
+    assert config.tile == 1 or -(-outputs // config.tile) >= 2 * num_sms
+    assert config.tile == 4 or -(-outputs // (2 * config.tile)) < 2 * num_sms
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: in
 )
 def test_products_of_few_outputs_have_more_on_their_way(outputs: int, inputs: int, item: int, columns: int) -> None:
     """Not where half of it would lie beyond the row."""
-    assert gemv.choose(outputs, inputs, item, 132).columns == columns
+    assert gemv.choose_config(outputs, inputs, item, 132).columns == columns
 
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -109,12 +109,12 @@ def test_what_is_not_served_is_refused() -> None:
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capability: int = 90) -> Any:
-    kernel = stream_kernel
+def compiled(config: GemvConfig, rows: int, fp8: bool, gated: bool = False, capability: int = 90) -> Any:
+    kernel = gemv_kernel
     constants: dict[str, Any] = {
         "M_TILE": rows,
-        "TILE": stream.tile,
-        "COLUMNS": stream.columns,
+        "TILE": config.tile,
+        "COLUMNS": config.columns,
         "GATED": gated,
         "NATIVE": capability >= 89,
         "PDL": capability >= 90,
@@ -132,23 +132,23 @@ def compiled(stream: Stream, rows: int, fp8: bool, gated: bool = False, capabili
         kernel,
         signature,
         constants,
-        stream.warps,
+        config.warps,
         capability,
         {"enable_fp_fusion": True},
         aligned=("x", "weight", "inputs"),
     )
 
 
-def chosen() -> list[tuple[Stream, int, bool]]:
+def chosen() -> list[tuple[GemvConfig, int, bool]]:
     return [
-        (gemv.choose(outputs, 4096, 2 - fp8, 132), rows, fp8)
+        (gemv.choose_config(outputs, 4096, 2 - fp8, 132), rows, fp8)
         for rows, fp8, outputs in itertools.product((1, 2), (False, True), (1536, 28672))
     ]
 
 
-@pytest.mark.parametrize(("stream", "rows", "fp8"), chosen(), ids=str)
-def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int, fp8: bool, tmp_path: Path) -> None:
-    kernel = compiled(stream, rows, fp8)
+@pytest.mark.parametrize(("config", "rows", "fp8"), chosen(), ids=str)
+def test_weights_come_in_16_bytes_and_before_the_wait(config: GemvConfig, rows: int, fp8: bool, tmp_path: Path) -> None:
+    kernel = compiled(config, rows, fp8)
     before = cross.instructions(kernel.asm["ptx"].partition("griddepcontrol.wait")[0])
     assert before["griddepcontrol.launch_dependents"] == 1
     used = cross.resources(kernel, tmp_path)
@@ -166,7 +166,7 @@ def test_weights_come_in_16_bytes_and_before_the_wait(stream: Stream, rows: int,
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True), (100, False), (100, True)])
 def test_gated_compiles(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows in (1, 2):
-        stream = gemv.choose(28672, 8192, 2 - fp8, 132)
-        kernel = compiled(stream, rows, fp8, gated=True, capability=capability)
+        config = gemv.choose_config(28672, 8192, 2 - fp8, 132)
+        kernel = compiled(config, rows, fp8, gated=True, capability=capability)
         assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
         assert "ex2" in kernel.asm["ptx"]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gemv_targets import SkinnyCase, excess, operands, skinny_excess
+from gemv_targets import SkinnyGemmCase, excess, operands, skinny_gemm_excess
 
 from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
@@ -32,13 +32,13 @@ def test_products(rows: int, dtype: torch.dtype, fp8: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_every_launch_that_is_measured(rows: int, fp8: bool) -> None:
     given = operands(rows, 4096, 1536, torch.bfloat16, fp8, True, "cuda")
-    for stream in gemv.candidates(1 if fp8 else 2):
-        assert excess(gemv.linear(*given, True, stream), *given, True) <= 1, stream
+    for config in gemv.candidates(1 if fp8 else 2):
+        assert excess(gemv.linear(*given, True, config), *given, True) <= 1, config
 
 
-def skinny_off(case: SkinnyCase) -> float:
+def skinny_gemm_off(case: SkinnyGemmCase) -> float:
     """Tensor cores of compute capability 9 sum products of float8 in 14 bits or so."""
-    return skinny_excess(case, "cuda", 2**-11 / case[1] if case[3] == "float8" else 2**-24)
+    return skinny_gemm_excess(case, "cuda", 2**-11 / case[1] if case[3] == "float8" else 2**-24)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8"])
@@ -46,7 +46,7 @@ def skinny_off(case: SkinnyCase) -> float:
 def test_skinny_products(rows: int, dtype: str) -> None:
     for (inputs, outputs), gated in itertools.product(SHAPES, (False, True)):
         case = rows, inputs, outputs, dtype, rows % 2 == 0, gated, None
-        assert skinny_off(case) <= 1, case
+        assert skinny_gemm_off(case) <= 1, case
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
@@ -54,8 +54,8 @@ def test_skinny_products(rows: int, dtype: str) -> None:
 def test_every_skinny_launch_that_is_measured(rows: int, dtype: str) -> None:
     device = torch.device("cuda", 0)
     of = 4096, 1 if dtype == "float8" else 2, rows, num_sms(device), shared_memory_per_sm(device)
-    for tiles in skinny_gemm.candidates(1536, *of):
-        assert skinny_off((rows, 4096, 1536, dtype, True, True, tiles)) <= 1, tiles
+    for config in skinny_gemm.candidates(1536, *of):
+        assert skinny_gemm_off((rows, 4096, 1536, dtype, True, True, config)) <= 1, config
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -99,10 +99,10 @@ def test_rows_between_products(rows: int) -> None:
 def test_fp8_layer(rows: int, biased: bool) -> None:
     """By either way, and given rows in FP8: within what rounding weights and rows may cost."""
     generator = torch.Generator("cuda").manual_seed(rows)
-    parts = [
+    split_k = [
         float8.quantize(torch.randn(size, 4096, generator=generator, device="cuda").bfloat16()) for size in (512, 48)
     ]
-    weight = Float8Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    weight = Float8Rows(*(torch.cat(tensors) for tensors in zip(*split_k, strict=True)))
     bias = torch.randn(560, generator=generator, device="cuda").bfloat16() if biased else None
     layer = Linear(weight, bias)
     x = torch.randn(rows, 4096, generator=generator, device="cuda").bfloat16()

@@ -22,10 +22,10 @@ from shotcast.kernels.triton.paged_attention import (
     WARPS,
     WIDE_STAGES,
     WIDE_TILE,
-    Decoding,
+    PagedDecoding,
     decode_kernel,
-    join_kernel,
-    tile_of,
+    merge_kernel,
+    tile_and_stages,
 )
 from shotcast.kernels.triton.rope import rotate_kernel
 
@@ -65,7 +65,7 @@ def test_kernels_compile(capability: int) -> None:
             **dict.fromkeys(("cosines", "sines"), "*fp32"),
             **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
             "rows": "*i64",
-            **dict.fromkeys(("parts", "weights"), "*fp32"),
+            **dict.fromkeys(("partial_out", "partial_stats"), "*fp32"),
             "scale": "fp32",
             "eps": "fp32",
             "blocks": "i32",
@@ -79,7 +79,7 @@ def test_kernels_compile(capability: int) -> None:
             "GROUP": 16,
             "BLOCK_SIZE": 16,
             "SPLITS": 32,
-            "FIRST": SMALL_TILE,
+            "FIRST_TILE": SMALL_TILE,
             "TILE": TILE,
             "STAGES": STAGES,
             "PDL": capability >= 90,
@@ -96,12 +96,12 @@ def test_kernels_compile(capability: int) -> None:
             **dict.fromkeys(("positions", "slots"), "*i64"),
             "eps": "fp32",
         },
-        constexprs={"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "COUNT": 16, "PDL": capability >= 90},
+        constexprs={"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "HEADS_TILE": 16, "PDL": capability >= 90},
     )
     assert "fma" in triton_compile(rotate, target=target, options={"num_warps": 1}).asm["ptx"]
     join = ASTSource(
-        join_kernel,
-        signature={"parts": "*fp32", "weights": "*fp32", "out": "*bf16"},
+        merge_kernel,
+        signature={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16"},
         constexprs={"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": capability >= 90},
     )
     assert "ex2" in triton_compile(join, target=target, options={"num_warps": 1}).asm["ptx"]
@@ -109,14 +109,14 @@ def test_kernels_compile(capability: int) -> None:
 
 KINDS = {
     **dict.fromkeys(("x", "norms", "keys", "values", "result", "out"), "*bf16"),
-    **dict.fromkeys(("cosines", "sines", "parts", "weights"), "*fp32"),
+    **dict.fromkeys(("cosines", "sines", "partial_out", "partial_stats"), "*fp32"),
     **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
     "rows": "*i64",
     **dict.fromkeys(("scale", "eps"), "fp32"),
     **dict.fromkeys(("blocks", "window"), "i32"),
 }
 SHAPE = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
-TILES = {"FIRST": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
+TILES = {"FIRST_TILE": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
 
 
 @pytest.mark.parametrize("splits", [1, 32])
@@ -124,7 +124,7 @@ def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int)
     """Nothing that this step's kernels write; but the first keys and values, of steps before."""
     constants = SHAPE | TILES | {"SPLITS": splits, "PDL": True}
     signature = {name: "constexpr" if name in constants else KINDS[name] for name in decode_kernel.arg_names}
-    vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
+    vectors = ("x", "keys", "values", "cosines", "sines", "partial_out", "partial_stats", "result")
     kernel = cross.build(decode_kernel, signature, constants, 4, 90, {}, aligned=vectors)
     early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
     accesses = cross.touched(early, signature)
@@ -138,9 +138,9 @@ def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int)
 
 def test_parts_are_joined_after_the_wait() -> None:
     constants = {"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": True}
-    signature = {name: "constexpr" if name in constants else KINDS[name] for name in join_kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else KINDS[name] for name in merge_kernel.arg_names}
     early, _, late = (
-        cross.build(join_kernel, signature, constants, 4, 90, {}).asm["ptx"].partition("griddepcontrol.wait")
+        cross.build(merge_kernel, signature, constants, 4, 90, {}).asm["ptx"].partition("griddepcontrol.wait")
     )
     assert cross.touched(early, signature) == []
     assert "griddepcontrol.wait" not in late
@@ -151,7 +151,7 @@ def test_parts_are_joined_after_the_wait() -> None:
 )
 @pytest.mark.parametrize(("capability", "kib"), [(89, 99), (90, 227)])
 def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item: int, head_dim: int) -> None:
-    tile, stages = tile_of(head_dim, item, kib << 10)
+    tile, stages = tile_and_stages(head_dim, item, kib << 10)
     kernel = tiles_compiled(kind, head_dim, tile, stages, capability)
     assert kernel.metadata.shared <= kib << 10
     assert cross.instructions(kernel.asm["ptx"])["cp.async.cg.shared.global"] > 0
@@ -159,10 +159,10 @@ def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item
 
 def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability: int, first: int = 0) -> Any:
     shape = SHAPE | {"HALF": head_dim // 2, "HALF_TILE": head_dim // 2, "SPLITS": 2, "PDL": capability >= 90}
-    constants = shape | {"FIRST": first or tile, "TILE": tile, "STAGES": stages, "norms": None}
+    constants = shape | {"FIRST_TILE": first or tile, "TILE": tile, "STAGES": stages, "norms": None}
     kinds = KINDS | dict.fromkeys(("x", "keys", "values", "result"), f"*{kind}")
     signature = {name: "constexpr" if name in constants else kinds[name] for name in decode_kernel.arg_names}
-    vectors = ("x", "keys", "values", "cosines", "sines", "parts", "weights", "result")
+    vectors = ("x", "keys", "values", "cosines", "sines", "partial_out", "partial_stats", "result")
     return cross.build(decode_kernel, signature, constants, WARPS, capability, {}, aligned=vectors)
 
 
@@ -199,23 +199,23 @@ def test_attention_of_few_sequences_leaves_the_cache_to_products(
             return lambda *args, **options: launches.append(args)
 
     monkeypatch.setattr(paged_attention, "decode_kernel", Launched())
-    monkeypatch.setattr(paged_attention, "join_kernel", Launched())
+    monkeypatch.setattr(paged_attention, "merge_kernel", Launched())
     monkeypatch.setattr(paged_attention, "shared_memory_per_sm", lambda device: 228 << 10)
     monkeypatch.setattr(paged_attention, "launch_options", lambda device, warps: {"launch_pdl": True})
     monkeypatch.setattr(paged_attention, "is_hopper", lambda device: True)
     kv_head_of = tuple(head * kv_heads // 16 for head in range(16))
     x = torch.zeros(sequences, (16 + 2 * kv_heads) * 128, dtype=dtype)
     cache, tables = torch.zeros(1, kv_heads, 128, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
-    decoding = Decoding(16, 128, kv_head_of, 200, 132, x.device)
+    decoding = PagedDecoding(16, 128, kv_head_of, 200, 132, x.device)
     decoding(x, x, x, cache, cache, tables, tables, tables, 16, 0, torch.empty(sequences, 16, 128, dtype=dtype))
     constants = dict(zip(decode_kernel.arg_names, launches[0], strict=True))
-    assert (constants["FIRST"], constants["TILE"], constants["STAGES"]) == (first, tile, stages)
+    assert (constants["FIRST_TILE"], constants["TILE"], constants["STAGES"]) == (first, tile, stages)
 
 
 def test_wide_tiles_are_for_groups_and_gpus_whose_registers_hold_them() -> None:
     memory = 227 << 10
     for group, wide, tile in ((16, True, WIDE_TILE), (16, False, TILE), (17, True, TILE)):
-        decoding = Decoding(group, 128, (0,) * group, 200, 132, torch.device("cpu"))
+        decoding = PagedDecoding(group, 128, (0,) * group, 200, 132, torch.device("cpu"))
         assert decoding.tiles(200, torch.bfloat16, memory, wide)[1] == tile
 
 
@@ -234,14 +234,14 @@ class Launches:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "parts", "count", "warps"),
+    ("heads", "kv_heads", "head_dim", "partial_out", "count", "warps"),
     [(64, 8, 128, 5, 16, 4), (8, 2, 128, 1, 16, 4), (9, 3, 64, 1, 16, 2), (3, 1, 24, 1, 8, 1), (71, 1, 64, 3, 32, 4)],
 )
 def test_heads_are_turned_together(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    parts: int,
+    partial_out: int,
     count: int,
     warps: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -255,8 +255,8 @@ def test_heads_are_turned_together(
     queries, cache = torch.zeros(5, heads, head_dim), torch.zeros(9, kv_heads, head_dim)
     rope.rotate_into_cache(x, x, x, x, x, cache, cache, queries)
     ((grid, given, options),) = launches.seen
-    assert (grid, given["COUNT"], options["num_warps"]) == ((5, parts), count, warps)
-    constants = {name: given[name] for name in ("HEADS", "KV_HEADS", "HALF", "HALF_TILE", "COUNT", "PDL")}
+    assert (grid, given["HEADS_TILE"], options["num_warps"]) == ((5, partial_out), count, warps)
+    constants = {name: given[name] for name in ("HEADS", "KV_HEADS", "HALF", "HALF_TILE", "HEADS_TILE", "PDL")}
     kinds = KINDS | dict.fromkeys(("queries",), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
     constants["norms"] = None
     signature = {name: "constexpr" if name in constants else kinds[name] for name in rotate_kernel.arg_names}

@@ -70,7 +70,7 @@ def test_zeros_of_either_sign_are_equal() -> None:
 KINDS = {
     **dict.fromkeys(("logits", "reals"), "*fp32"),
     **dict.fromkeys(("counts", "integers"), "*i32"),
-    **dict.fromkeys(("best", "state", "bins", "lists", "told", "drawn"), "*i64"),
+    **dict.fromkeys(("best", "state", "bins", "lists", "out", "last_tokens"), "*i64"),
     "top_p": "*fp64",
 }
 
@@ -92,9 +92,9 @@ def compiled(kernel: Any, vocab: int, warps: int, capability: int = 90) -> Any:
 @pytest.mark.parametrize(
     ("kernel", "warps", "registers"),
     [
-        (sampling.largest_kernel, sampling.WARPS, 64),
-        (sampling.bins_kernel, sampling.WARPS, 128),
-        (sampling.race_kernel, sampling.WARPS, 168),
+        (sampling.penalised_max_kernel, sampling.WARPS, 64),
+        (sampling.histogram_kernel, sampling.WARPS, 128),
+        (sampling.candidates_kernel, sampling.WARPS, 168),
         (sampling.finish_kernel, sampling.FINISH_WARPS, 128),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -110,12 +110,12 @@ def test_in_registers(kernel: Any, warps: int, registers: int, vocab: int, tmp_p
         assert ("ld.global.v4.b32" in found) == (vocab % 4 == 0)
     # As the CPU rounds: quotients exactly, and no product together with a sum.
     assert not [name for name in found if name.startswith("div.full")]
-    if kernel is sampling.largest_kernel:
+    if kernel is sampling.penalised_max_kernel:
         assert not [name for name in found if name.startswith("fma")]
 
 
 @pytest.mark.parametrize("capability", [80, 100])
 def test_kernels_compile(capability: int) -> None:
-    for kernel in (sampling.largest_kernel, sampling.bins_kernel, sampling.race_kernel):
+    for kernel in (sampling.penalised_max_kernel, sampling.histogram_kernel, sampling.candidates_kernel):
         compiled(kernel, 32_000, sampling.WARPS, capability)
     compiled(sampling.finish_kernel, 32_000, sampling.FINISH_WARPS, capability)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemv_targets import SkinnyCase, skinny_products
+from gemv_targets import SkinnyGemmCase, skinny_gemm_results
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,28 +17,28 @@ import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import skinny_gemm
-from shotcast.kernels.triton.skinny_gemm import Tiles, skinny_gemm_kernel
+from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, skinny_gemm_kernel
 
 DTYPES = ("bfloat16", "float16", "float8")
 MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
 """KiB of shared memory of a processor, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 
-def cases() -> list[SkinnyCase]:
+def cases() -> list[SkinnyGemmCase]:
     """Columns of part of a step, of whole steps and of both; odd outputs; uneven parts, and one without any."""
-    made: list[SkinnyCase] = []
-    launches = itertools.cycle((None, Tiles(2, 3), Tiles(3, 2), Tiles(2, 1)))
+    made: list[SkinnyGemmCase] = []
+    launches = itertools.cycle((None, SkinnyGemmConfig(2, 3), SkinnyGemmConfig(3, 2), SkinnyGemmConfig(2, 1)))
     shapes = itertools.cycle(((48, 6), (512, 130), (528, 70), (2064, 38), (1024, 64)))
     for rows, dtype in itertools.product((1, 3, 8, 16, 17, 33, 64), DTYPES):
         inputs, outputs = next(shapes)
         made.append((rows, inputs, outputs, dtype, rows % 2 == 0, outputs in (38, 70, 130), next(launches)))
-    made.append((5, 640, 66, "bfloat16", True, False, Tiles(2, 4)))
+    made.append((5, 640, 66, "bfloat16", True, False, SkinnyGemmConfig(2, 4)))
     return made
 
 
 def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
     given = cases()
-    (found,) = interpret(skinny_products, 1, given)
+    (found,) = interpret(skinny_gemm_results, 1, given)
     wrong = [(case, excess) for case, excess in zip(given, found, strict=True) if not excess <= 1]
     assert not wrong
 
@@ -54,16 +54,16 @@ def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
 def test_launches_fit_and_no_processor_is_promised_more_than_its_share(
     outputs: int, inputs: int, item: int, rows: int, num_sms: int, kib: int
 ) -> None:
-    tiles = skinny_gemm.choose(outputs, inputs, item, rows, num_sms, kib << 10)
+    config = skinny_gemm.choose_config(outputs, inputs, item, rows, num_sms, kib << 10)
     assert (
-        tiles.stages == 2
-        or tiles.stages * (skinny_gemm.TILE + skinny_gemm.row_tile(rows)) * skinny_gemm.STEP_BYTES < kib << 10
+        config.stages == 2
+        or config.stages * (skinny_gemm.TILE + skinny_gemm.row_tile(rows)) * skinny_gemm.STEP_BYTES < kib << 10
     )
-    if tiles.parts > 1:
-        assert tiles.parts * -(-outputs // skinny_gemm.TILE) <= 2 * num_sms
-        assert tiles.parts * 2 * skinny_gemm.STEP_BYTES <= inputs * item + skinny_gemm.STEP_BYTES
+    if config.split_k > 1:
+        assert config.split_k * -(-outputs // skinny_gemm.TILE) <= 2 * num_sms
+        assert config.split_k * 2 * skinny_gemm.STEP_BYTES <= inputs * item + skinny_gemm.STEP_BYTES
     known = list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms, kib << 10))
-    assert tiles in known
+    assert config in known
 
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -96,16 +96,16 @@ def test_which_products_are_ours(
 
 def test_what_is_not_served_is_refused() -> None:
     weight = torch.zeros(6, 32, dtype=torch.bfloat16)
-    counts = skinny_gemm.arrivals(weight)
+    counters = skinny_gemm.new_counters(weight)
     x = torch.zeros(3, 32, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="not 65 of"):
-        skinny_gemm.linear(x[:1].repeat(65, 1), weight, counts)
+        skinny_gemm.linear(x[:1].repeat(65, 1), weight, counters)
     with pytest.raises(UnsupportedError, match=r"not 3 of torch\.bfloat16 with torch\.float8"):
-        skinny_gemm.linear(x, weight.to(torch.float8_e4m3fn), counts)
+        skinny_gemm.linear(x, weight.to(torch.float8_e4m3fn), counters)
     with pytest.raises(ConfigError, match="equally many columns"):
-        skinny_gemm.linear(x[:, :16].contiguous(), weight, counts)
+        skinny_gemm.linear(x[:, :16].contiguous(), weight, counters)
     with pytest.raises(ConfigError, match="even number"):
-        skinny_gemm.linear(x, weight[:5], counts, gated=True)
+        skinny_gemm.linear(x, weight[:5], counters, gated=True)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_what_is_not_served_is_refused() -> None:
 def signature_of(fp8: bool) -> dict[str, str]:
     kinds = {
         **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
-        **dict.fromkeys(("scale", "x_scale", "partial"), "*fp32"),
+        **dict.fromkeys(("scale", "x_scale", "partial_sums"), "*fp32"),
         **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
-        "arrivals": "*i32",
+        "counters": "*i32",
     }
     return {name: kinds.get(name, "*bf16") for name in skinny_gemm_kernel.arg_names}
 
@@ -125,14 +125,14 @@ def compiled(
     outputs: int, inputs: int, rows: int, fp8: bool, gated: bool = False, capability: int = 90, whole: bool = True
 ) -> tuple[Any, dict[str, str]]:
     item = 1 if fp8 else 2
-    tiles = skinny_gemm.choose(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
+    config = skinny_gemm.choose_config(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
     constants: dict[str, Any] = {
         "M_TILE": skinny_gemm.row_tile(rows),
         "TILE": skinny_gemm.TILE,
         "COLUMNS": skinny_gemm.STEP_BYTES // item,
-        "STAGES": tiles.stages,
-        "PARTS": tiles.parts,
-        "WHOLE": whole,
+        "STAGES": config.stages,
+        "SPLIT_K": config.split_k,
+        "EVEN_K": whole,
         "GATED": gated,
         "PDL": capability >= 90,
         "bias": None,
@@ -140,7 +140,7 @@ def compiled(
     if not fp8:
         constants |= {"scale": None, "x_scale": None}
     signature = signature_of(fp8) | dict.fromkeys(constants, "constexpr")
-    aligned = ("x", "weight", "inputs", "out", "partial")
+    aligned = ("x", "weight", "inputs", "out", "partial_sums")
     return cross.build(skinny_gemm_kernel, signature, constants, skinny_gemm.WARPS, capability, {}, aligned), signature
 
 

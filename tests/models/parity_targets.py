@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shotcast
-from shotcast.layers.batch import Batch, Prefills
+from shotcast.layers.batch import Batch, PrefillMetadata
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
 from shotcast.models.llama import Llama
@@ -42,7 +42,7 @@ class Tables:
             queries = (0, *itertools.accumulate(len(new) for _, _, new in several))
             keys = (0, *itertools.accumulate(contexts[decodes:]))
             kept = [self.slot(part[0], position) for part in several for position in range(part[1] + len(part[2]))]
-            prefills = Prefills(queries, keys, torch.tensor(kept))
+            prefills = PrefillMetadata(queries, keys, torch.tensor(kept))
         return Batch(
             torch.tensor(tokens),
             torch.tensor(positions),

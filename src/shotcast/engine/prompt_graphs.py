@@ -19,7 +19,7 @@ from shotcast.engine.state import State
 from shotcast.engine.transfer import pinned
 from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
 from shotcast.kernels.triton.step_inputs import unpack_prompts
-from shotcast.layers.batch import Batch, Logits, Tiles
+from shotcast.layers.batch import AttentionTiles, Batch, Logits
 
 
 class StaticPrompts:
@@ -105,7 +105,7 @@ class StaticPrompts:
             )
             table = packed[layout.tiles].view(-1, TILE_FIELDS)
             nobody = self._rows[:0]
-            tiles = Tiles(table, self._most[size])
+            tiles = AttentionTiles(table, self._most[size])
             batch = Batch(tokens, positions, slots, 0, nobody, nobody.int(), None, tiles, state.tables, None)
             hidden = state.model.hidden(batch, state.caches)
             if hidden is not None:

@@ -19,7 +19,7 @@ from shotcast.engine.requests import TokenLogprob
 from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
 from shotcast.engine.state import State
 from shotcast.engine.transfer import Download, uploaded
-from shotcast.layers.batch import Batch, Logits, Prefills, Tiles
+from shotcast.layers.batch import AttentionTiles, Batch, Logits, PrefillMetadata
 from shotcast.models.llama import Llama
 
 logger = logging.getLogger(__name__)
@@ -232,15 +232,15 @@ class Runner:
             ids[pending_there] = state.drawn[owners]
         if len(cells):
             state.tables.view(-1)[places] = blocks
-        tiles = Tiles(table, most) if most else None
+        tiles = AttentionTiles(table, most) if most else None
         prefills = self._prefills(of, decodes) if several and not most else None
         wanted = None if len(of.drawn) == len(of.tokens) else drawn
         return Batch(ids, positions, slots, decodes, rows, lengths, prefills, tiles, state.tables, wanted)
 
-    def _prefills(self, of: steps.Places, decodes: int) -> Prefills:
+    def _prefills(self, of: steps.Places, decodes: int) -> PrefillMetadata:
         """Of a step on a CPU, in which the first ``decodes`` sequences have one token."""
         rows, counts, lengths = of.rows[decodes:], of.counts[decodes:], (of.starts + of.counts)[decodes:]
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = steps.slots_of(self._host_tables, np.repeat(rows, lengths), positions, self._state.block_size)
         queries, keys = ((0, *np.cumsum(each).tolist()) for each in (counts, lengths))
-        return Prefills(queries, keys, torch.from_numpy(slots.astype(np.int64)))
+        return PrefillMetadata(queries, keys, torch.from_numpy(slots.astype(np.int64)))

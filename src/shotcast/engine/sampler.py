@@ -92,7 +92,7 @@ class Sampler:
         if self._kernels and vocab > MOST_VOCAB:
             raise ConfigError(f"on a GPU, tokens are drawn from up to {MOST_VOCAB}, and this vocabulary has {vocab}")
         if self._kernels:
-            # What ``kernels.sampling.Rows`` has of each slot.
+            # What ``kernels.triton.sampling.SamplingMetadata`` has of each slot.
             self._integers = np.zeros((max_slots, 4), np.int32)
             self._reals = np.zeros((max_slots, 5), np.float32)
             self._top_p = np.ones(max_slots)
@@ -194,10 +194,10 @@ class Sampler:
         places = np.array(slots)
         integers = self._integers[places]
         integers[:, 2:] = self._noise_keys(slots)
-        asked = integers, self._reals[places], self._top_p[places], np.array([sampling.START] * len(slots))
+        asked = integers, self._reals[places], self._top_p[places], np.array([sampling.INITIAL_STATE] * len(slots))
         counts = self._counts if any(p.penalised for p in params) else None
-        rows = sampling.Rows(*uploaded(asked, self.device))
-        return sampling.draw(logits, best, rows, counts, drawn, any(p.cuts for p in params))
+        metadata = sampling.SamplingMetadata(*uploaded(asked, self.device))
+        return sampling.sample(logits, best, metadata, counts, drawn, any(p.cuts for p in params))
 
     # -- on a CPU -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
 
-from shotcast.layers.batch import Batch, Prefills, Tiles
+from shotcast.layers.batch import AttentionTiles, Batch, PrefillMetadata
 
 
 class KVCache:
@@ -61,7 +61,7 @@ class Attention:
         window: int = 0,
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
-        beside: Attention | None = None,
+        share_scratch_with: Attention | None = None,
     ):
         self.heads, self.kv_heads, self.head_dim = heads, max(kv_head_of) + 1, head_dim
         self.window = window
@@ -71,34 +71,34 @@ class Attention:
         starts = [kv_head_of.index(kv) for kv in range(self.kv_heads)] + [heads]
         self._first_heads = torch.tensor(starts, dtype=torch.int32, device=cosines.device)
         self._group = max(stop - start for start, stop in itertools.pairwise(starts))
-        self._decoding: Any = None if beside is None else beside._decoding
-        if self._decoding is None and cosines.device.type == "cuda":
-            from shotcast.kernels.triton.paged_attention import Decoding
+        self._paged_decoding: Any = None if share_scratch_with is None else share_scratch_with._paged_decoding
+        if self._paged_decoding is None and cosines.device.type == "cuda":
+            from shotcast.kernels.triton.paged_attention import PagedDecoding
 
             num_sms = torch.cuda.get_device_properties(cosines.device).multi_processor_count
-            self._decoding = Decoding(heads, head_dim, kv_head_of, sequences, num_sms, cosines.device)
-        self._even = self._group * self.kv_heads == heads
+            self._paged_decoding = PagedDecoding(heads, head_dim, kv_head_of, sequences, num_sms, cosines.device)
+        self._even_groups = self._group * self.kv_heads == heads
 
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
-        count = batch.decodes
+        count = batch.num_decodes
         out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
         if batch.tiles is not None:
             queries = self._rotate(qkv, cache, batch, slice(None))
-            self._attend_tiles(queries, cache, batch.tables, batch.tiles, out)
-        if self._decoding is not None and count:
-            turned, paged = (self._cosines, self._sines), (batch.tables, batch.rows, batch.lengths)
+            self._attend_tiles(queries, cache, batch.block_tables, batch.tiles, out)
+        if self._paged_decoding is not None and count:
+            rotation, paged = (self._cosines, self._sines), (batch.block_tables, batch.table_rows, batch.seq_lens)
             options = cache.block_size, self.window, out[:count], self._norms, self._eps
-            self._decoding(qkv[:count], *turned, cache.keys, cache.values, *paged, *options)
+            self._paged_decoding(qkv[:count], *rotation, cache.keys, cache.values, *paged, *options)
         elif count:
             self._decode(self._rotate(qkv[:count], cache, batch, slice(0, count)), cache, batch, out[:count])
-        if batch.prefills is not None:
+        if batch.prefill is not None:
             rest = slice(count, None)
-            self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefills, out[rest])
+            self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefill, out[rest])
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
-        """Tokens of a tile of :class:`~shotcast.layers.batch.Tiles`, in a step of so many.
+        """Tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of so many.
 
         Args:
             dtype: of the cache.
@@ -110,51 +110,59 @@ class Attention:
         return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, num_sms(device))
 
     def _attend_tiles(
-        self, queries: torch.Tensor, cache: KVCache, tables: torch.Tensor, tiles: Tiles, out: torch.Tensor
+        self, queries: torch.Tensor, cache: KVCache, tables: torch.Tensor, tiles: AttentionTiles, out: torch.Tensor
     ) -> None:
         """Attention of all queries, [tokens, heads, head_dim]."""
         from shotcast.kernels.triton.prompt_attention import attend
 
         shape = self._first_heads, self._group, cache.block_size, self.window
-        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.tokens, *shape, out)
+        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.max_tokens, *shape, out)
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, of: slice) -> torch.Tensor:
         """Queries [tokens, heads, head_dim]; keys and values enter the cache."""
         queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
-        turned = self._cosines, self._sines, batch.positions[of], batch.slots[of], cache.keys, cache.values, queries
-        if self._decoding is None:
+        rotation = (
+            self._cosines,
+            self._sines,
+            batch.positions[of],
+            batch.slot_mapping[of],
+            cache.keys,
+            cache.values,
+            queries,
+        )
+        if self._paged_decoding is None:
             from shotcast.kernels.cpu.attention import rotate_into_cache
 
             x = qkv if self._norms is None else norm_heads(qkv, self._norms, self._eps)
-            rotate_into_cache(x.to(cache.keys.dtype), *turned)
+            rotate_into_cache(x.to(cache.keys.dtype), *rotation)
         else:
             from shotcast.kernels.triton import rope
 
-            rope.rotate_into_cache(qkv, *turned, self._norms, self._eps)
+            rope.rotate_into_cache(qkv, *rotation, self._norms, self._eps)
         return queries
 
     def _decode(self, queries: torch.Tensor, cache: KVCache, batch: Batch, out: torch.Tensor) -> None:
         """Attention of one query a sequence, [sequences, heads, head_dim], on a CPU."""
         from shotcast.kernels.cpu.attention import decode
 
-        paged = queries, cache.keys, cache.values, batch.tables, batch.rows, batch.lengths
+        paged = queries, cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
         decode(*paged, self._kv_head_of, cache.block_size, self.window, out)
 
-    def _prefill(self, queries: torch.Tensor, cache: KVCache, prefills: Prefills, out: torch.Tensor) -> None:
+    def _prefill(self, queries: torch.Tensor, cache: KVCache, prefill: PrefillMetadata, out: torch.Tensor) -> None:
         """Attention of each sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
-        bounds = zip(itertools.pairwise(prefills.queries), itertools.pairwise(prefills.keys), strict=True)
+        bounds = zip(itertools.pairwise(prefill.cu_seqlens_q), itertools.pairwise(prefill.cu_seqlens_k), strict=True)
         for (first, stop), (first_key, stop_key) in bounds:
-            out[first:stop] = self._attend(queries[first:stop], cache, prefills.slots[first_key:stop_key])
+            out[first:stop] = self._attend(queries[first:stop], cache, prefill.slots[first_key:stop_key])
 
     def _attend(self, queries: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
         """As :meth:`_prefill`, of one sequence."""
         length, count = slots.shape[0], queries.shape[0]
         # [1, heads, tokens, head_dim], as PyTorch wants it
         keys, values = (
-            (kept[slots] if self._even else kept[slots][:, self._kv_head_of]).transpose(0, 1)[None]
-            for kept in (cache.keys, cache.values)
+            (cached[slots] if self._even_groups else cached[slots][:, self._kv_head_of]).transpose(0, 1)[None]
+            for cached in (cache.keys, cache.values)
         )
-        options: dict[str, Any] = {"enable_gqa": self._even and self.heads != self.kv_heads}
+        options: dict[str, Any] = {"enable_gqa": self._even_groups and self.heads != self.kv_heads}
         if count == length and not 0 < self.window < length:
             options["is_causal"] = True
         else:

@@ -1,4 +1,4 @@
-"""The tokens of one step, and where their keys and values lie."""
+"""The tokens of one step, and where their keys and values are in the cache."""
 
 from __future__ import annotations
 
@@ -8,76 +8,76 @@ from typing import NamedTuple
 import torch
 
 
-class Prefills(NamedTuple):
-    """Sequences with several tokens in a step, one behind the other: the last of each that are in the cache after it.
+class PrefillMetadata(NamedTuple):
+    """Sequences that have several tokens in a step, concatenated; these tokens are the last ones of each sequence.
 
     Attributes:
-        queries, keys: where each sequence begins among their tokens of this step, and among all that is kept of them;
-            and the number of these.
-        slots: [keys] int64, of the cache.
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths: where each sequence begins among the tokens of this step, and
+            among all tokens whose keys are kept; and the totals.
+        slots: [keys] int64, the cache slot of each key.
     """
 
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...]
     slots: torch.Tensor
 
 
-class Tiles(NamedTuple):
-    """All sequences of a step, one behind the other, in the pieces that ``kernels/triton/prompt_attention.py`` takes.
+class AttentionTiles(NamedTuple):
+    """All sequences of a step, divided into the tiles that ``kernels/triton/prompt_attention.py`` processes.
 
     Attributes:
         table: int32 [tiles, TILE_FIELDS].
-        tokens: of a tile, at most.
+        max_tokens: the largest number of tokens of a tile.
     """
 
     table: torch.Tensor
-    tokens: int
+    max_tokens: int
 
 
 class Logits(NamedTuple):
-    """What a step says of the next tokens.
+    """The logits of the next tokens.
 
     Attributes:
-        values: float32 [drawn, vocab].
-        best: int64 [drawn, 2]: the likeliest token (the lowest of equal ones), and 1 if all logits are numbers, else 0.
+        values: float32 [rows, vocab].
+        best: int64 [rows, 2]: the likeliest token (the lowest of equal ones), and 1 if all logits are numbers, else 0.
     """
 
     values: torch.Tensor
     best: torch.Tensor
 
-    def rows(self, of: slice | torch.Tensor) -> Logits:
-        """Of some of the next tokens: views for a slice, copies for an index."""
-        return Logits(self.values[of], self.best[of])
+    def rows(self, index: slice | torch.Tensor) -> Logits:
+        """Return some of the rows: views for a slice, copies for an index tensor."""
+        return Logits(self.values[index], self.best[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences that have one token in this step (decoding) come first, then those with more.
+    """The input of one step. Sequences with one token in this step (decoding) come first, then those with more.
 
-    Where kernels attend to all of them alike, ``tiles`` says what they are, and ``decodes`` is 0.
+    With ``tiles``, one kernel attends to all sequences alike, and ``num_decodes`` is 0.
 
     Attributes:
-        tokens: [tokens], the ids.
-        positions: [tokens], of each in its sequence, from 0.
-        slots: [tokens], where each one's key and value go: block * block size + place in the block.
-        decodes: how many sequences have one token.
-        rows: [decodes], the row of ``tables`` of each of these.
-        lengths: [decodes] int32, how many tokens of each are in the cache after this step.
-        prefills: the other sequences; None if there are none.
-        tiles: of all sequences, in steps of a GPU that not only decode.
-        tables: [rows, blocks] int32, the blocks of sequences in order.
-        drawn: [sequences that draw a token], places of the tokens whose logits are wanted; None for all tokens.
-        logits: where these go; None for new tensors.
+        tokens: [tokens], the token ids.
+        positions: [tokens], the position of each token in its sequence, from 0.
+        slot_mapping: [tokens], the cache slot of each token's key and value: block * block size + offset in the block.
+        num_decodes: the number of sequences with one token.
+        table_rows: [num_decodes], the row of ``block_tables`` of each of these.
+        seq_lens: [num_decodes] int32, the number of tokens of each that are in the cache after this step.
+        prefill: the other sequences; None if there are none.
+        tiles: all sequences, in steps of a GPU that do not only decode.
+        block_tables: [rows, blocks] int32, the blocks of each sequence in order.
+        logits_indices: [sequences that sample], the tokens whose logits are wanted; None for all tokens.
+        logits_out: where the logits are written; None for new tensors.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
-    decodes: int
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    prefills: Prefills | None
-    tiles: Tiles | None
-    tables: torch.Tensor
-    drawn: torch.Tensor | None
-    logits: Logits | None = None
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    table_rows: torch.Tensor
+    seq_lens: torch.Tensor
+    prefill: PrefillMetadata | None
+    tiles: AttentionTiles | None
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor | None
+    logits_out: Logits | None = None

@@ -23,9 +23,9 @@ class Vocabulary:
     def __init__(self, weights: Weights, name: str, vocab: int, parallel: Parallel):
         self._parallel = parallel
         parts = partition(vocab, parallel.size, VOCAB_UNIT)
-        self._mine = parts[parallel.rank]
+        self._own_rows = parts[parallel.rank]
         self._widths = [len(part) for part in parts]
-        self.weight = weights.take(name, slice(self._mine.start, self._mine.stop))
+        self.weight = weights.take(name, slice(self._own_rows.start, self._own_rows.stop))
         self._product = Linear(self.weight)
         bounds = [part.start for part in parts] + [vocab]
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
@@ -35,24 +35,24 @@ class Vocabulary:
         if self.weight.is_cuda:
             from shotcast.kernels.triton.embedding import embed
 
-            return embed(tokens, self.weight, self._mine.start)
+            return embed(tokens, self.weight, self._own_rows.start)
         if self._parallel.size == 1:
             return F.embedding(tokens, self.weight)
-        places = tokens - self._mine.start
-        other = (places < 0) | (places >= len(self._mine))
-        return F.embedding(places.masked_fill(other, 0), self.weight).masked_fill(other[:, None], 0)
+        row_indices = tokens - self._own_rows.start
+        other = (row_indices < 0) | (row_indices >= len(self._own_rows))
+        return F.embedding(row_indices.masked_fill(other, 0), self.weight).masked_fill(other[:, None], 0)
 
     def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
         """Of [rows, hidden], the same on every rank. ``out``: on CUDA, where they go."""
         parts = self._parallel.gather_parts(self._product(x), self._widths)
         rows = x.shape[0]
         if self.weight.is_cuda:
-            from shotcast.kernels.triton.logits import join
+            from shotcast.kernels.triton.logits import concat_columns
 
             if out is None:
                 values = torch.empty(rows, sum(self._widths), device=x.device)
                 out = Logits(values, torch.empty(rows, 2, dtype=torch.int64, device=x.device))
-            join(parts, self._widths, self._starts, out.values, out.best)
+            concat_columns(parts, self._widths, self._starts, out.values, out.best)
             return out
         columns = [part.view(rows, -1) for part in parts.split([rows * width for width in self._widths])]
         values = (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).float()

@@ -39,11 +39,11 @@ class Linear:
         if isinstance(weight, Float8Rows):
             weight, self._scale = weight
         self.weight, self.bias = weight, bias
-        self._counts: torch.Tensor | None = None
+        self._counters: torch.Tensor | None = None
         if weight.device.type == "cuda":
             from shotcast.kernels.triton import skinny_gemm
 
-            self._counts = skinny_gemm.arrivals(weight)
+            self._counters = skinny_gemm.new_counters(weight)
         if self._scale is not None and any(size % float8.UNIT for size in self.weight.shape):
             raise ConfigError(
                 f"FP8 takes matrices whose sides are multiples of {float8.UNIT}; a rank's part of one is "
@@ -98,8 +98,8 @@ class Linear:
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
         if gemv.serves(values, self.weight):
             return gemv.linear(values, self.weight, self._scale, self.bias, gated)
-        if self._counts is not None and skinny_gemm.serves(values, self.weight):
-            return skinny_gemm.linear(values, self.weight, self._counts, x_scale, self._scale, self.bias, gated)
+        if self._counters is not None and skinny_gemm.serves(values, self.weight):
+            return skinny_gemm.linear(values, self.weight, self._counters, x_scale, self._scale, self.bias, gated)
         return None
 
     def _by_library(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:

@@ -55,10 +55,10 @@ class DeviceStepTimer:
     def __init__(self, device: torch.device):
         from shotcast.kernels.triton.timestamps import SpanTimers
 
-        self._stamps = SpanTimers(2, device)
-        self._told = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
+        self._timers = SpanTimers(2, device)
+        self._host_totals = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
         self._arrived = torch.cuda.Event()
-        self._known = [[0, 0], [0, 0]]
+        self._latest_totals = [[0, 0], [0, 0]]
         self._cost: TimestampCost | None = None
         self.recording = False
 
@@ -77,9 +77,9 @@ class DeviceStepTimer:
         if not self.recording:
             yield
             return
-        self._stamps.begin(timer)
+        self._timers.start(timer)
         yield
-        self._stamps.end(timer)
+        self._timers.stop(timer)
 
     def calibrate(self) -> None:
         """Measure what a stamp takes. Waits for the device; outside a capture, before the first stamped step."""
@@ -90,42 +90,42 @@ class DeviceStepTimer:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._empty_spans()
         graph.replay()
-        self._stamps.totals.zero_()
+        self._timers.totals.zero_()
         graph.replay()
-        (all_ns, _), (spans_ns, _) = self._stamps.totals.tolist()
+        (all_ns, _), (spans_ns, _) = self._timers.totals.tolist()
         self._cost = TimestampCost(spans_ns / _EMPTY, all_ns / _EMPTY)
-        self._stamps.totals.zero_()
+        self._timers.totals.zero_()
 
     def _empty_spans(self) -> None:
-        self._stamps.begin(_STEP)
+        self._timers.start(_STEP)
         for _ in range(_EMPTY):
-            self._stamps.begin(_COMMUNICATION)
-            self._stamps.end(_COMMUNICATION)
-        self._stamps.end(_STEP)
+            self._timers.start(_COMMUNICATION)
+            self._timers.stop(_COMMUNICATION)
+        self._timers.stop(_STEP)
 
     def fetch(self) -> None:
         """Have the totals sent to the host, after a stamped step; unless they are on the way, as of a step before."""
-        if self._take():
-            self._told.copy_(self._stamps.totals, non_blocking=True)
+        if self._receive():
+            self._host_totals.copy_(self._timers.totals, non_blocking=True)
             self._arrived.record()
 
-    def _take(self) -> bool:
+    def _receive(self) -> bool:
         """Whether what was sent has arrived, and counts."""
         arrived = self._arrived.query()
         if arrived:
-            self._known = self._told.tolist()
+            self._latest_totals = self._host_totals.tolist()
         return arrived
 
     @property
     def step_s(self) -> float:
-        self._take()
-        (step_ns, steps), (_, calls) = self._known
+        self._receive()
+        (step_ns, steps), (_, calls) = self._latest_totals
         return 0.0 if self._cost is None else self._cost.step_s(step_ns, steps, calls)
 
     @property
     def communication_s(self) -> float:
-        self._take()
-        nanoseconds, calls = self._known[_COMMUNICATION]
+        self._receive()
+        nanoseconds, calls = self._latest_totals[_COMMUNICATION]
         return 0.0 if self._cost is None else self._cost.communication_s(nanoseconds, calls)
 
 

@@ -144,7 +144,7 @@ class Llama:
         return torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self.dtype
 
     def tile(self, tokens: int) -> int:
-        """Tokens of a tile of :class:`~shotcast.layers.batch.Tiles`, in a step of so many."""
+        """Tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of so many."""
         return self.blocks[0].attention.tile(tokens, self.cache_dtype)
 
     def caches(self, blocks: int, block_size: int) -> list[KVCache]:
@@ -162,13 +162,13 @@ class Llama:
         ]
 
     def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits | None:
-        """One step. On the last stage, logits of the tokens that ``batch.drawn`` names; None if it names none."""
+        """Run one step. On the last stage, return the logits of ``batch.logits_indices``, None if it is empty."""
         last = self.hidden(batch, caches)
         if last is None:
             return None
-        if batch.drawn is None:
-            return self.logits(last, batch.logits)
-        return self.logits(last[batch.drawn]) if batch.drawn.numel() else None
+        if batch.logits_indices is None:
+            return self.logits(last, batch.logits_out)
+        return self.logits(last[batch.logits_indices]) if batch.logits_indices.numel() else None
 
     def logits(self, last: torch.Tensor, out: Logits | None = None) -> Logits:
         """Of rows of what :meth:`hidden` gives, on the last stage. ``out``: on CUDA, where they go."""

@@ -16,9 +16,9 @@ def embed_kernel(tokens, weight, out, start, count, HIDDEN: tl.constexpr, TILE: 
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = i < HIDDEN
-    place = tl.load(tokens + token) - start
-    mine = (place >= 0) & (place < count)
-    row = tl.load(weight + tl.where(mine, place, 0) * HIDDEN + i, mask=inside & mine, other=0.0)
+    row_index = tl.load(tokens + token) - start
+    own = (row_index >= 0) & (row_index < count)
+    row = tl.load(weight + tl.where(own, row_index, 0) * HIDDEN + i, mask=inside & own, other=0.0)
     tl.store(out + token * HIDDEN + i, row, mask=inside)
 
 

@@ -71,8 +71,8 @@ def write_outputs(
     if bias is not None:
         sums = sums + tl.load(bias + rows)[None, :].to(tl.float32)
     if GATED:
-        gate, other = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
-        sums = silu(gate) * other
+        gate, up = tl.split(tl.reshape(sums, [M_TILE, TILE // 2, 2]))
+        sums = silu(gate) * up
         width = outputs // 2
         n = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
     else:
@@ -83,7 +83,7 @@ def write_outputs(
 
 
 @triton.jit
-def products(
+def multiply_words(
     x,
     words,
     start,
@@ -114,8 +114,8 @@ def products(
         first, second = tl.split(pairs)
         total = tl.zeros([M_TILE, TILE, QUADS, 2], tl.float32)
         for half in tl.static_range(2):
-            of_x = tl.reshape(lower if half == 0 else upper, [M_TILE, 1, QUADS, 2, 2])
-            left, right = tl.split(of_x)
+            x_words = tl.reshape(lower if half == 0 else upper, [M_TILE, 1, QUADS, 2, 2])
+            left, right = tl.split(x_words)
             a, b, c, d = from_words(first if half == 0 else second, NATIVE)
             low, high = unpack(left, DTYPE)
             total += low * a
@@ -125,8 +125,8 @@ def products(
             total += high * d
         sums = tl.sum(total, axis=3)
     else:
-        of_x = tl.load(row + start + i, mask=start + i < inputs // 2, other=0)
-        low, high = unpack(of_x, DTYPE)
+        x_words = tl.load(row + start + i, mask=start + i < inputs // 2, other=0)
+        low, high = unpack(x_words, DTYPE)
         weight_low, weight_high = unpack(words, DTYPE)
         total = low * weight_low + high * weight_high
         sums = tl.sum(tl.reshape(total, [M_TILE, TILE, WORDS // 4, 4]), axis=3)
@@ -134,7 +134,7 @@ def products(
 
 
 @triton.jit(do_not_specialize=["outputs", "count"])
-def stream_kernel(
+def gemv_kernel(
     x,
     weight,
     scale,
@@ -154,9 +154,9 @@ def stream_kernel(
     way. Compiled, the registers that are multiplied are those that the next words come into; what fills the time are
     the other programs of the processor, of which few registers leave room for up to ten. ``inputs`` is a multiple of
     16."""
-    EACH: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
-    WORDS: tl.constexpr = COLUMNS // EACH
-    width = inputs // EACH
+    PER_WORD: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
+    WORDS: tl.constexpr = COLUMNS // PER_WORD
+    width = inputs // PER_WORD
     rows = weight_rows(outputs, TILE, GATED)
     i = tl.arange(0, WORDS)[None, None, :]
     base = weight.to(tl.pointer_type(tl.int32)) + rows[None, :, None] * width
@@ -166,16 +166,16 @@ def stream_kernel(
     total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
     last = (width - 1) // WORDS * WORDS
     for start in range(0, last, WORDS):
-        place = start + WORDS + i
-        following = tl.load(base + place, mask=place < width, other=0, eviction_policy="evict_first")
-        total += products(x, words, start, inputs, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
-        words = following
-    total += products(x, words, last, inputs, M_TILE, TILE, WORDS, EACH == 4, NATIVE)
+        column = start + WORDS + i
+        next_words = tl.load(base + column, mask=column < width, other=0, eviction_policy="evict_first")
+        total += multiply_words(x, words, start, inputs, M_TILE, TILE, WORDS, PER_WORD == 4, NATIVE)
+        words = next_words
+    total += multiply_words(x, words, last, inputs, M_TILE, TILE, WORDS, PER_WORD == 4, NATIVE)
     write_outputs(tl.sum(total, axis=2), rows, None, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class GemvConfig:
     """How :func:`stream_kernel` is launched.
 
     Attributes:
@@ -198,25 +198,25 @@ _FEW_OUTPUTS, _MANY_INPUTS = 24, 4096
 """Outputs a processor: with fewer, it has few programs at a time, and each has more on its way, of so many columns."""
 
 
-def choose(outputs: int, inputs: int, itemsize: int, num_sms: int) -> Stream:
+def choose_config(outputs: int, inputs: int, itemsize: int, num_sms: int) -> GemvConfig:
     """The launch on a GPU of ``num_sms`` SMs; each gets two programs if it can.
 
     The fastest, nearly: 16-bit weights among the other kernels of a step
     (benchmarks/data/h200/exploration/shared_memory.txt), FP8 by itself (benchmarks/data/h200/linear.json).
     """
     few = outputs < _FEW_OUTPUTS * num_sms and inputs >= _MANY_INPUTS
-    stream = Stream(4, 2048 if few or itemsize == 1 else 1024, 4)
-    tile = stream.tile
+    config = GemvConfig(4, 2048 if few or itemsize == 1 else 1024, 4)
+    tile = config.tile
     while tile > 1 and -(-outputs // tile) < 2 * num_sms:
         tile //= 2
-    return replace(stream, tile=tile)
+    return replace(config, tile=tile)
 
 
-def candidates(itemsize: int) -> Iterator[Stream]:
+def candidates(itemsize: int) -> Iterator[GemvConfig]:
     """Launches worth measuring."""
-    wide = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
+    warp_columns = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
     for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
-        yield Stream(tile, wide * warps * steps, warps)
+        yield GemvConfig(tile, warp_columns * warps * steps, warps)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -232,7 +232,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, most_rows: int, fit: bool, accepted: str) -> None:
+def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, most_rows: int, supported: bool, accepted: str) -> None:
     """Refuse what no kernel here multiplies: dtypes that do not ``fit``, shapes, and more than ``most_rows`` rows.
 
     Raises:
@@ -240,7 +240,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, most_rows: int, fi
         ConfigError: for shapes.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if not fit or not 0 < rows <= most_rows:
+    if not supported or not 0 < rows <= most_rows:
         raise UnsupportedError(
             f"1 to {most_rows} rows of {accepted} are multiplied, not {rows} of {x.dtype} with {weight.dtype}"
         )
@@ -258,7 +258,7 @@ def linear(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     gated: bool = False,
-    stream: Stream | None = None,
+    config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
@@ -279,15 +279,15 @@ def linear(
         UnsupportedError: for other dtypes or more rows.
         ConfigError: for other shapes.
     """
-    fit = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
-    check(x, weight, gated, MOST_ROWS, fit, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
+    supported = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
+    check(x, weight, gated, MOST_ROWS, supported, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if stream is None:
-        stream = choose(outputs, inputs, weight.element_size(), num_sms(x.device))
-    tile = max(2, stream.tile) if gated else stream.tile
+    if config is None:
+        config = choose_config(outputs, inputs, weight.element_size(), num_sms(x.device))
+    tile = max(2, config.tile) if gated else config.tile
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
-    options = launch_options(x.device, stream.warps)
-    stream_kernel[(-(-outputs // tile),)](
+    options = launch_options(x.device, config.warps)
+    gemv_kernel[(-(-outputs // tile),)](
         x,
         weight,
         scale,
@@ -298,7 +298,7 @@ def linear(
         rows,
         rows,
         tile,
-        stream.columns,
+        config.columns,
         gated,
         has_float8_conversions(x.device),
         options["launch_pdl"],

@@ -17,7 +17,7 @@ TILE = 1024
 
 
 @triton.jit
-def join_kernel(parts, starts, values, largest, places, rows, vocab, TILE: tl.constexpr):
+def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, TILE: tl.constexpr):
     """Program (row, rank, tile): copies the tile, and keeps its largest value and that token.
 
     NaN counts as infinity, so that a row that holds either has an infinite largest value.
@@ -31,27 +31,27 @@ def join_kernel(parts, starts, values, largest, places, rows, vocab, TILE: tl.co
     source = parts + start.to(tl.int64) * rows + row * width
     value = tl.load(source + i, mask=inside, other=float("-inf")).to(tl.float32)
     tl.store(values + row * vocab + start + i, value, mask=inside)
-    key = tl.where(value != value, float("inf"), value)
-    most, place = tl.max(key, axis=0, return_indices=True)
+    order = tl.where(value != value, float("inf"), value)
+    value_max, column = tl.max(order, axis=0, return_indices=True)
     # tiles in the order of their tokens; one with no columns is minus infinity, and none before it is less
-    at = (row * tl.num_programs(1) + rank) * tl.num_programs(2) + tile
-    tl.store(largest + at, most)
-    tl.store(places + at, start + tile * TILE + place)
+    index = (row * tl.num_programs(1) + rank) * tl.num_programs(2) + tile
+    tl.store(largest + index, value_max)
+    tl.store(tokens + index, start + tile * TILE + column)
 
 
 @triton.jit
-def best_kernel(largest, places, best, count, COUNT: tl.constexpr):
+def argmax_kernel(largest, tokens, best, count, COUNT: tl.constexpr):
     """Program (row): the largest of its tiles, of equal ones the first."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, COUNT)
-    key = tl.load(largest + row * count + tile, mask=tile < count, other=float("-inf"))
-    most, place = tl.max(key, axis=0, return_indices=True)
-    token = tl.load(places + row * count + place)
+    order = tl.load(largest + row * count + tile, mask=tile < count, other=float("-inf"))
+    value_max, column = tl.max(order, axis=0, return_indices=True)
+    token = tl.load(tokens + row * count + column)
     tl.store(best + row * 2, token.to(tl.int64))
-    tl.store(best + row * 2 + 1, ((most < float("inf")) & (most > float("-inf"))).to(tl.int64))
+    tl.store(best + row * 2 + 1, ((value_max < float("inf")) & (value_max > float("-inf"))).to(tl.int64))
 
 
-def join(
+def concat_columns(
     parts: torch.Tensor,
     widths: Sequence[int],
     starts: torch.Tensor,
@@ -71,6 +71,6 @@ def join(
     tiles = triton.cdiv(max(widths), TILE)
     count = len(widths) * tiles
     largest = torch.empty(rows * count, dtype=torch.float32, device=values.device)
-    places = torch.empty(rows * count, dtype=torch.int32, device=values.device)
-    join_kernel[(rows, len(widths), tiles)](parts, starts, values, largest, places, rows, vocab, TILE, num_warps=4)
-    best_kernel[(rows,)](largest, places, best, count, triton.next_power_of_2(count), num_warps=4)
+    tokens = torch.empty(rows * count, dtype=torch.int32, device=values.device)
+    concat_kernel[(rows, len(widths), tiles)](parts, starts, values, largest, tokens, rows, vocab, TILE, num_warps=4)
+    argmax_kernel[(rows,)](largest, tokens, best, count, triton.next_power_of_2(count), num_warps=4)

@@ -25,7 +25,7 @@ from shotcast.device.triton.intrinsics import (
 )
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.triton import gemv
-from shotcast.kernels.triton.rope import halves, normed_and_turned
+from shotcast.kernels.triton.rope import load_halves, norm_and_rotate
 
 WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
 """Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when which."""
@@ -41,7 +41,7 @@ WIDE_STAGES, STAGES, FEW_STAGES = 4, 5, 2
 wide tiles, one of four brings as many."""
 
 
-def tile_of(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
+def tile_and_stages(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
     """Keys at a time, and stages, for which ``memory`` bytes of shared memory have room.
 
     That is of two tiles of keys and values, and of them in the form that tensor cores take.
@@ -59,14 +59,14 @@ def _tile_bytes(head_dim: int, itemsize: int) -> int:
 
 
 @triton.jit
-def slots_of(table, positions, there, BLOCK_SIZE: tl.constexpr):
+def cache_slots(table, positions, valid, BLOCK_SIZE: tl.constexpr):
     """Where in the cache positions of a sequence lie."""
-    block = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     return block * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @triton.jit
-def load_kept(
+def load_kv(
     keys,
     values,
     table,
@@ -81,29 +81,29 @@ def load_kept(
 ):
     """Halves of keys and of values at positions ``tile`` to ``tile + TILE``, 0 from ``stop`` on."""
     position = tile + tl.arange(0, TILE)
-    there = position < stop
-    row = (slots_of(table, position, there, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
+    valid = position < stop
+    row = (cache_slots(table, position, valid, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
     i = tl.arange(0, HALF_TILE)[None, :]
-    mask = there[:, None] & (i < HALF)
-    first, second = halves(keys, row, i, mask, HALF)
-    low, high = halves(values, row, i, mask, HALF)
+    mask = valid[:, None] & (i < HALF)
+    first, second = load_halves(keys, row, i, mask, HALF)
+    low, high = load_halves(values, row, i, mask, HALF)
     return first, second, low, high
 
 
 @triton.jit
-def attend(q1, q2, kept, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
+def attend(q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
     """Largest scores, sums of weights and halves of weighted values with TILE more keys and values."""
-    k1, k2, v1, v2 = kept
+    k1, k2, v1, v2 = kv_tile
     scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
     scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
-    higher = tl.maximum(largest, tl.max(scores, axis=1))
-    weight = tl.exp(scores - higher[:, None])
-    share = tl.exp(largest - higher)
-    total = total * share + tl.sum(weight, axis=1)
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    weight = tl.exp(scores - new_largest[:, None])
+    rescale = tl.exp(largest - new_largest)
+    total = total * rescale + tl.sum(weight, axis=1)
     weight = weight.to(DTYPE)
-    low = low * share[:, None] + dot(weight, v1)
-    high = high * share[:, None] + dot(weight, v2)
-    return higher, total, low, high
+    low = low * rescale[:, None] + dot(weight, v1)
+    high = high * rescale[:, None] + dot(weight, v2)
+    return new_largest, total, low, high
 
 
 @triton.jit
@@ -118,8 +118,8 @@ def decode_kernel(
     rows,
     lengths,
     first_heads,
-    parts,
-    weights,
+    partial_out,
+    partial_stats,
     result,
     scale,
     eps,
@@ -132,7 +132,7 @@ def decode_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST_TILE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -149,84 +149,94 @@ def decode_kernel(
     kv = tl.program_id(1)
     split = tl.program_id(2)
     i = tl.arange(0, HALF_TILE)[None, :]
-    wide = i < HALF
+    in_half = i < HALF
     first_head = tl.load(first_heads + kv)
     head = first_head + tl.arange(0, GROUP)[:, None]
-    mine = head < tl.load(first_heads + kv + 1)
+    own = head < tl.load(first_heads + kv + 1)
     last = tl.load(lengths + sequence) - 1
     table = tables + tl.load(rows + sequence).to(tl.int64) * blocks
     begin = tl.maximum(last + 1 - window, 0) if window > 0 else 0
-    each = ((last - begin + SPLITS - 1) // SPLITS + FIRST - 1) // FIRST * FIRST
+    each = ((last - begin + SPLITS - 1) // SPLITS + FIRST_TILE - 1) // FIRST_TILE * FIRST_TILE
     start = begin + split * each
     stop = tl.minimum(start + each, last)
-    early = load_kept(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST)
-    cosine = tl.load(cosines + last * HALF + i, mask=wide)
-    sine = tl.load(sines + last * HALF + i, mask=wide)
+    first_kv = load_kv(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST_TILE)
+    cosine = tl.load(cosines + last * HALF + i, mask=in_half)
+    sine = tl.load(sines + last * HALF + i, mask=in_half)
     await_prior_kernel(PDL)
     DTYPE: tl.constexpr = x.dtype.element_ty
     token = x + sequence * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
-    q1, q2 = halves(token, head, i, mine & wide, HALF)
-    gains = None if norms is None else halves(norms, head, i, mine & wide, HALF)
-    q1, q2 = normed_and_turned(q1, q2, gains, cosine, sine, eps, GROUP, HALF, DTYPE)
+    q1, q2 = load_halves(token, head, i, own & in_half, HALF)
+    gains = None if norms is None else load_halves(norms, head, i, own & in_half, HALF)
+    q1, q2 = norm_and_rotate(q1, q2, gains, cosine, sine, eps, GROUP, HALF, DTYPE)
     largest = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     low = tl.zeros([GROUP, HALF_TILE], tl.float32)
     high = tl.zeros([GROUP, HALF_TILE], tl.float32)
     if split == 0:
-        place = tl.zeros([1, 1], tl.int32) + HEADS + kv
-        new1, new2 = halves(token, place, i, wide, HALF)
-        new_gains = None if norms is None else halves(norms, place, i, wide, HALF)
-        new1, new2 = normed_and_turned(new1, new2, new_gains, cosine, sine, eps, 1, HALF, DTYPE)
-        new_low, new_high = halves(token, place + KV_HEADS, i, wide, HALF)
-        at = (slots_of(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv) * (2 * HALF) + i
-        tl.store(keys + at, new1, mask=wide)
-        tl.store(keys + at + HALF, new2, mask=wide)
-        tl.store(values + at, new_low, mask=wide)
-        tl.store(values + at + HALF, new_high, mask=wide)
+        index = tl.zeros([1, 1], tl.int32) + HEADS + kv
+        new1, new2 = load_halves(token, index, i, in_half, HALF)
+        new_gains = None if norms is None else load_halves(norms, index, i, in_half, HALF)
+        new1, new2 = norm_and_rotate(new1, new2, new_gains, cosine, sine, eps, 1, HALF, DTYPE)
+        new_low, new_high = load_halves(token, index + KV_HEADS, i, in_half, HALF)
+        offset = (cache_slots(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv) * (2 * HALF) + i
+        tl.store(keys + offset, new1, mask=in_half)
+        tl.store(keys + offset + HALF, new2, mask=in_half)
+        tl.store(values + offset, new_low, mask=in_half)
+        tl.store(values + offset + HALF, new_high, mask=in_half)
         products = q1.to(tl.float32) * new1.to(tl.float32) + q2.to(tl.float32) * new2.to(tl.float32)
         largest = tl.sum(products, axis=1) * scale
         total = total + 1.0
         low = low + new_low.to(tl.float32)
         high = high + new_high.to(tl.float32)
-    if start + FIRST < stop:  # else not even the loop's first loads, which would be of nothing, but waited for
-        for tile in tl.range(start + FIRST, stop, TILE, num_stages=STAGES):
-            kept = load_kept(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
-            largest, total, low, high = attend(q1, q2, kept, tile, stop, scale, largest, total, low, high, TILE, DTYPE)
+    if start + FIRST_TILE < stop:  # else not even the loop's first loads, which would be of nothing, but waited for
+        for tile in tl.range(start + FIRST_TILE, stop, TILE, num_stages=STAGES):
+            kv_tile = load_kv(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+            largest, total, low, high = attend(
+                q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE, DTYPE
+            )
     if start < stop:
-        largest, total, low, high = attend(q1, q2, early, start, stop, scale, largest, total, low, high, FIRST, DTYPE)
-    place = (sequence * HEADS + head) * SPLITS + split
-    address = place * (2 * HALF) + i
+        largest, total, low, high = attend(
+            q1, q2, first_kv, start, stop, scale, largest, total, low, high, FIRST_TILE, DTYPE
+        )
+    index = (sequence * HEADS + head) * SPLITS + split
+    address = index * (2 * HALF) + i
     if SPLITS == 1:
-        share = 1.0 / total[:, None]
-        tl.store(result + address, round_float(low * share, DTYPE), mask=mine & wide)
-        tl.store(result + address + HALF, round_float(high * share, DTYPE), mask=mine & wide)
+        rescale = 1.0 / total[:, None]
+        tl.store(result + address, round_float(low * rescale, DTYPE), mask=own & in_half)
+        tl.store(result + address + HALF, round_float(high * rescale, DTYPE), mask=own & in_half)
     else:  # zeros where the part has no tokens: they are joined too
-        tl.store(parts + address, low, mask=mine & wide)
-        tl.store(parts + address + HALF, high, mask=mine & wide)
-        tl.store(weights + place * 2, largest[:, None], mask=mine)
-        tl.store(weights + place * 2 + 1, total[:, None], mask=mine)
+        tl.store(partial_out + address, low, mask=own & in_half)
+        tl.store(partial_out + address + HALF, high, mask=own & in_half)
+        tl.store(partial_stats + index * 2, largest[:, None], mask=own)
+        tl.store(partial_stats + index * 2 + 1, total[:, None], mask=own)
 
 
 @triton.jit
-def join_kernel(
-    parts, weights, out, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+def merge_kernel(
+    partial_out,
+    partial_stats,
+    out,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (sequence * heads): the parts of one head as one."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
-    address = (place * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
-    part = tl.load(parts + address, mask=(d < HEAD_DIM)[None, :], other=0.0)
-    largest = tl.load(weights + (place * SPLITS + s) * 2)
-    total = tl.load(weights + (place * SPLITS + s) * 2 + 1)
-    share = tl.where(total > 0, tl.exp(largest - tl.max(largest, axis=0)), 0.0)
-    joined = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
-    tl.store(out + place * HEAD_DIM + d, round_float(joined, out.dtype.element_ty), mask=d < HEAD_DIM)
+    address = (index * SPLITS + s[:, None]) * HEAD_DIM + d[None, :]
+    part = tl.load(partial_out + address, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    largest = tl.load(partial_stats + (index * SPLITS + s) * 2)
+    total = tl.load(partial_stats + (index * SPLITS + s) * 2 + 1)
+    rescale = tl.where(total > 0, tl.exp(largest - tl.max(largest, axis=0)), 0.0)
+    merged = tl.sum(part * rescale[:, None], axis=0) / tl.sum(total * rescale, axis=0)
+    tl.store(out + index * HEAD_DIM + d, round_float(merged, out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-class Decoding:
+class PagedDecoding:
     """Attention of one query a sequence, for one layer shape; the scratch between its kernels is kept.
 
     Args:
@@ -252,15 +262,15 @@ class Decoding:
         self._group = max(_LEAST_GROUP, triton.next_power_of_2(largest))
         self._num_sms = num_sms
         room = max(count * self.splits(count) for count in range(1, sequences + 1)) * heads
-        self._parts = torch.empty(room * head_dim, device=device)
-        self._weights = torch.empty(room * 2, device=device)
+        self._partial_out = torch.empty(room * head_dim, device=device)
+        self._partial_stats = torch.empty(room * 2, device=device)
 
     def splits(self, sequences: int) -> int:
         """Parts of each context, so that about two programs a processor are there: a power of two."""
         wanted = max(1, 2 * self._num_sms // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
-    def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, wide: bool) -> tuple[int, int, int]:
+    def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, allow_wide: bool) -> tuple[int, int, int]:
         """Keys that a program loads first, keys at a time after them, and stages.
 
         The first are few where a context is in many parts, so that a short one is divided among more programs. The
@@ -275,13 +285,13 @@ class Decoding:
             memory_bytes: shared memory that a program can have.
             wide: whether wide tiles may be chosen.
         """
-        tile, stages = tile_of(self._head_dim, dtype.itemsize, memory_bytes)
+        tile, stages = tile_and_stages(self._head_dim, dtype.itemsize, memory_bytes)
         splits = self.splits(sequences)
         many = splits > _MANY_SPLITS
         if dtype in gemv.DTYPES and (many or sequences <= gemv.MOST_ROWS):
             tile = min(tile, SMALL_TILE)
         elif (
-            wide
+            allow_wide
             and splits <= _FEW_SPLITS
             and self._group <= _LEAST_GROUP
             and WIDE_TILE * _tile_bytes(self._head_dim, dtype.itemsize) <= memory_bytes
@@ -330,8 +340,8 @@ class Decoding:
             rows,
             lengths,
             self._first_heads,
-            self._parts,
-            self._weights,
+            self._partial_out,
+            self._partial_stats,
             out,
             self._head_dim**-0.5,
             eps,
@@ -352,6 +362,6 @@ class Decoding:
         )
         if splits > 1:
             width = triton.next_power_of_2(self._head_dim)
-            join_kernel[(sequences * self._heads,)](
-                self._parts, self._weights, out, self._head_dim, width, splits, pdl, **options
+            merge_kernel[(sequences * self._heads,)](
+                self._partial_out, self._partial_stats, out, self._head_dim, width, splits, pdl, **options
             )

@@ -31,7 +31,7 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _over_keys(
+def _attend_keys(
     query,
     position,
     largest,
@@ -52,7 +52,7 @@ def _over_keys(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
     """Softmax and sums, carried on over the keys from ``begin`` to ``end``, of which there are ``stop``. MASKED: not
@@ -63,33 +63,33 @@ def _over_keys(
     ahead = begin + tl.arange(0, KEYS)
     blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
     for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
-        place = tile + tl.arange(0, KEYS)
-        there = place < stop
+        key_position = tile + tl.arange(0, KEYS)
+        valid = key_position < stop
         block = blocks.to(tl.int64)
-        ahead = place + KEYS
+        ahead = key_position + KEYS
         blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
-        address = (((block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM)[:, None] + d[None, :]
-        inside = there[:, None]
+        address = (((block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM)[:, None] + d[None, :]
+        inside = valid[:, None]
         if WIDTH > HEAD_DIM:
             inside = inside & (d < HEAD_DIM)[None, :]
-        if MASKED or WIDTH > HEAD_DIM:
+        if CAUSAL or WIDTH > HEAD_DIM:
             key = tl.load(keys + address, mask=inside, other=0.0)
             value = tl.load(values + address, mask=inside, other=0.0)
         else:
             key = tl.load(keys + address)
             value = tl.load(values + address)
         scores = dot(query, tl.trans(key))
-        if MASKED:
-            seen = place[None, :] <= position[:, None]
+        if CAUSAL:
+            seen = key_position[None, :] <= position[:, None]
             if WINDOWED:
-                seen = seen & (place[None, :] > position[:, None] - window)
+                seen = seen & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, axis=1) * scale)
-        weight = tl.exp2(scores * scale - higher[:, None])
-        kept = tl.exp2(largest - higher)
-        total = total * kept + tl.sum(weight, axis=1)
-        out = out * kept[:, None] + dot(weight.to(value.dtype), value)
-        largest = higher
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+        weight = tl.exp2(scores * scale - new_largest[:, None])
+        rescale = tl.exp2(largest - new_largest)
+        total = total * rescale + tl.sum(weight, axis=1)
+        out = out * rescale[:, None] + dot(weight.to(value.dtype), value)
+        largest = new_largest
     return largest, total, out
 
 
@@ -122,10 +122,10 @@ def _attend_tile(
     row = tl.arange(0, ROWS)
     token = row // GROUP
     head = tl.load(first_heads + kv) + row % GROUP
-    mine = (token < count) & (head < tl.load(first_heads + kv + 1))
+    own = (token < count) & (head < tl.load(first_heads + kv + 1))
     d = tl.arange(0, WIDTH)
     address = ((first + token) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    inside = mine[:, None] & (d < HEAD_DIM)[None, :]
+    inside = own[:, None] & (d < HEAD_DIM)[None, :]
     query = tl.load(queries + address, mask=inside, other=0.0)
     position = start + token
 
@@ -140,7 +140,7 @@ def _attend_tile(
     if WINDOWED:
         begin = tl.maximum(start + 1 - window, 0) // KEYS * KEYS
         all_from = tl.maximum(tl.cdiv(stop - window, KEYS) * KEYS, begin)
-        largest, total, out = _over_keys(
+        largest, total, out = _attend_keys(
             query,
             position,
             largest,
@@ -164,7 +164,7 @@ def _attend_tile(
             True,
             WINDOWED,
         )
-    largest, total, out = _over_keys(
+    largest, total, out = _attend_keys(
         query,
         position,
         largest,
@@ -188,7 +188,7 @@ def _attend_tile(
         False,
         WINDOWED,
     )
-    largest, total, out = _over_keys(
+    largest, total, out = _attend_keys(
         query,
         position,
         largest,
@@ -327,7 +327,7 @@ def attend(
     values: torch.Tensor,
     tables: torch.Tensor,
     tiles: torch.Tensor,
-    most: int,
+    max_tile_tokens: int,
     first_heads: torch.Tensor,
     group: int,
     block_size: int,
@@ -350,7 +350,9 @@ def attend(
     """
     heads, head_dim = queries.shape[1:]
     width = max(16, triton.next_power_of_2(head_dim))
-    rows, short = (max(16, triton.next_power_of_2(tokens * group)) for tokens in (most, 1))  # tl.dot takes 16 or more
+    rows, short = (
+        max(16, triton.next_power_of_2(tokens * group)) for tokens in (max_tile_tokens, 1)
+    )  # tl.dot takes 16 or more
     wide = head_dim > _WIDE
     if queries.dtype == torch.float32:
         keys_at_once = FLOAT32_KEYS

@@ -15,7 +15,7 @@ from shotcast.device.triton.words import round_float
 
 
 @triton.jit
-def normed_and_turned(a, b, norms, cosine, sine, eps, COUNT: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
+def norm_and_rotate(a, b, norms, cosine, sine, eps, HEADS_TILE: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Halves of heads [COUNT, HALF_TILE], normed with the halves ``norms`` of their weights (or None) and rotated, as
     floats; rounded to DTYPE before and after the weight, as models are trained, and at the end."""
     a, b = a.to(tl.float32), b.to(tl.float32)
@@ -28,7 +28,7 @@ def normed_and_turned(a, b, norms, cosine, sine, eps, COUNT: tl.constexpr, HALF:
 
 
 @triton.jit
-def halves(base, rows, i, mask, HALF: tl.constexpr):
+def load_halves(base, rows, i, mask, HALF: tl.constexpr):
     """Both halves of heads that begin at ``rows`` [n, 1] heads of 2 * HALF past ``base``."""
     address = rows * (2 * HALF) + i
     return tl.load(base + address, mask=mask, other=0.0), tl.load(base + address + HALF, mask=mask, other=0.0)
@@ -50,36 +50,36 @@ def rotate_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
-    COUNT: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (token, part): COUNT heads, of the queries, then the keys, then the values. ``norms`` may be None."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    ALL_HEADS: tl.constexpr = HEADS + 2 * KV_HEADS
     DTYPE: tl.constexpr = x.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
+    head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
     i = tl.arange(0, HALF_TILE)[None, :]
-    wide = i < HALF
-    first, second = halves(x, token * ALL + head, i, wide & (head < ALL), HALF)
+    in_half = i < HALF
+    first, second = load_halves(x, token * ALL_HEADS + head, i, in_half & (head < ALL_HEADS), HALF)
     slot = tl.load(slots + token)
     position = tl.load(positions + token)
-    cosine = tl.load(cosines + position * HALF + i, mask=wide)
-    sine = tl.load(sines + position * HALF + i, mask=wide)
-    turns = head < HEADS + KV_HEADS
-    gains = None if norms is None else halves(norms, head, i, wide & turns, HALF)
-    low, high = normed_and_turned(first, second, gains, cosine, sine, eps, COUNT, HALF, DTYPE)
-    first, second = tl.where(turns, low, first), tl.where(turns, high, second)
+    cosine = tl.load(cosines + position * HALF + i, mask=in_half)
+    sine = tl.load(sines + position * HALF + i, mask=in_half)
+    rotates = head < HEADS + KV_HEADS
+    gains = None if norms is None else load_halves(norms, head, i, in_half & rotates, HALF)
+    low, high = norm_and_rotate(first, second, gains, cosine, sine, eps, HEADS_TILE, HALF, DTYPE)
+    first, second = tl.where(rotates, low, first), tl.where(rotates, high, second)
     query = queries + (token * HEADS + head) * (2 * HALF) + i
-    tl.store(query, first, mask=wide & (head < HEADS))
-    tl.store(query + HALF, second, mask=wide & (head < HEADS))
-    kept = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
-    tl.store(keys + kept, first, mask=wide & turns & (head >= HEADS))
-    tl.store(keys + kept + HALF, second, mask=wide & turns & (head >= HEADS))
-    kept -= KV_HEADS * (2 * HALF)
-    tl.store(values + kept, first, mask=wide & (head >= HEADS + KV_HEADS) & (head < ALL))
-    tl.store(values + kept + HALF, second, mask=wide & (head >= HEADS + KV_HEADS) & (head < ALL))
+    tl.store(query, first, mask=in_half & (head < HEADS))
+    tl.store(query + HALF, second, mask=in_half & (head < HEADS))
+    cache_offset = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
+    tl.store(keys + cache_offset, first, mask=in_half & rotates & (head >= HEADS))
+    tl.store(keys + cache_offset + HALF, second, mask=in_half & rotates & (head >= HEADS))
+    cache_offset -= KV_HEADS * (2 * HALF)
+    tl.store(values + cache_offset, first, mask=in_half & (head >= HEADS + KV_HEADS) & (head < ALL_HEADS))
+    tl.store(values + cache_offset + HALF, second, mask=in_half & (head >= HEADS + KV_HEADS) & (head < ALL_HEADS))
 
 
 _PAIRS = 1024
@@ -106,11 +106,11 @@ def rotate_into_cache(
     """
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    every = heads + 2 * kv_heads
+    all_heads = heads + 2 * kv_heads
     half_tile = triton.next_power_of_2(head_dim // 2)
-    count = min(triton.next_power_of_2(every), max(1, _PAIRS // half_tile))
+    count = min(triton.next_power_of_2(all_heads), max(1, _PAIRS // half_tile))
     options = launch_options(x.device, warps=max(1, count * half_tile // 256))  # 16-byte accesses of 16-bit values
-    rotate_kernel[(tokens, triton.cdiv(every, count))](
+    rotate_kernel[(tokens, triton.cdiv(all_heads, count))](
         x,
         norms,
         cosines,

@@ -1,22 +1,27 @@
-"""Tokens drawn from rows of logits, whatever each row asks for: two launches, three if a row has cuts (top_k or top_p),
-and one more if a row has penalties.
+"""Sampling of one token for each row of logits, each row with its own parameters.
+
+Two launches; three if a row has top_k or top_p, and one more if a row has penalties.
 
     distance = (largest logit - logit) * (1 / temperature)
     weight   = exp(-distance)
-    score    = -distance - log(time), the time a hash of key and token, exponentially distributed
-    token    = argmax of the scores of what top_k, top_p and min_p keep
+    score    = -distance - log(time), where the time is a hash of key and token, exponentially distributed
+    token    = argmax of the scores of the tokens that top_k, top_p and min_p keep
 
-Nothing is sorted. In the order of (distance, token), top_k and top_p keep what comes up to one element, the cut:
+This is the Gumbel-max trick. Nothing is sorted. In the order of (distance, token), top_k and top_p keep the tokens up
+to a threshold:
 
-1. :func:`largest_kernel`, with penalties: the largest logit that they leave.
-2. :func:`bins_kernel`, with cuts: how many tokens, and what weight, is in each of BINS ranges of distances.
-3. :func:`race_kernel`: the bins tell where the cut may be. Tokens before these race; tokens in these go to a list.
-4. :func:`finish_kernel`: finds the cut in the list, lets the tokens up to it race the winner, and enters who wins.
+1. :func:`penalised_max_kernel`, with penalties: the largest logit after penalties.
+2. :func:`histogram_kernel`, with top_k or top_p: the number and the weight of the tokens in each of BINS ranges of
+   distances.
+3. :func:`candidates_kernel`: the histogram tells which bins may hold the threshold. Tokens in the bins before these
+   compete by their scores; tokens in these bins go to a list.
+4. :func:`finish_kernel`: finds the threshold in the list, compares the listed tokens up to it with the best so far, and
+   writes the sampled token.
 
-Programs meet in sums and maxima of integers, which depend on no order, and so no result does. Weights are summed in
-units of 2^-44 of the largest, each rounded down: those of 2^18 tokens are off by less than 2^-26. Draws differ from the
-CPU's only by how exp and log are rounded, a few parts in 2^23: between two scores, or at a cut, that are as close as
-that. A row that holds NaN or plus infinity is given some token.
+Programs combine their results by sums and maxima of integers, which do not depend on the order, so no result does.
+Weights are summed in units of 2^-44 of the largest, each rounded down: the sum over 2^18 tokens is off by less than
+2^-26. The sampled tokens differ from the CPU's only by the rounding of exp and log, a few parts in 2^23: where two
+scores, or a threshold, are as close as that. A row that holds NaN or plus infinity gets some token.
 """
 
 from __future__ import annotations
@@ -30,60 +35,61 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import num_sms
 from shotcast.kernels.triton.sampling_scores import (
     INTEGERS,
-    NOBODY,
+    LOWEST_KEY,
     REALS,
     STATE,
+    argmax_key,
     distances,
-    entry,
     has_penalties,
-    highest,
-    keys_of,
-    largest_of,
+    key_token,
+    key_value,
+    load_largest,
+    load_row,
     noise,
-    penalised,
-    race,
-    source_of,
-    token_of,
-    value_of,
+    noise_keys,
+    penalised_logits,
+    score_bound,
+    score_key,
     weight_of,
 )
 from shotcast.kernels.triton.top_k_top_p import (
     BINS,
-    NOTHING,
+    LAST_SORT_KEY,
     bin_of,
-    bracket,
-    cuts_of,
-    element,
-    elements,
-    find_cut,
-    reach_of,
+    find_threshold,
+    load_sort_keys,
+    load_top_k_top_p,
+    sort_key,
+    threshold_bins,
+    top_p_weight,
     weight_up_to,
 )
 
 TILE = 512
-"""Tokens that a program has at once."""
+"""Tokens that a program processes at once."""
 BLOCK = 512
-"""Elements of a list that a program has at once."""
+"""List elements that a program processes at once."""
 CAPACITY = 8192
-"""Elements of a list; where there are more, the row itself is searched. Of normally distributed logits, 4% are in a bin
-at most: 5000 of 128K."""
-PROGRAMS = 8
-"""Of a processor, if rows can be divided among so many."""
+"""Elements of a list; with more, the row itself is searched. Of normally distributed logits, a bin holds at most 4%:
+5000 of 128K."""
+PROGRAMS_PER_SM = 8
+"""Programs launched for each SM, if rows can be divided among so many."""
 WARPS, FINISH_WARPS = 4, 16
-"""Of programs that have tiles, and of the one that finishes a row."""
+"""Warps of the programs that process tiles, and of the program that finishes a row."""
 OPTIONS = {"enable_fp_fusion": False}
-"""As the CPU computes: no product is added without being rounded."""
+"""Compiler options: every product is rounded before it is added to, as on the CPU."""
 
 
-class Rows(NamedTuple):
-    """What rows ask for. Of a greedy row, cuts are not looked at: its ``top_k`` is 0 and its ``top_p`` 1.
+class SamplingMetadata(NamedTuple):
+    """The sampling parameters of each row. A greedy row has ``top_k`` 0 and ``top_p`` 1.
 
     Attributes:
-        integers: int32 [rows, 4]: slot; top_k, 0 for all; two words that key the noise.
+        integers: int32 [rows, 4]: slot; top_k, 0 for all tokens; two words that key the noise.
         reals: float32 [rows, 5]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence
-            and frequency penalty; the distance beyond which top_p keeps none.
+            and frequency penalty; the distance beyond which top_p keeps no token.
         top_p: float64 [rows].
-        state: int64 [rows, 3], START in each row: entries of the largest logit and of the winner, length of the list.
+        state: int64 [rows, 3], INITIAL_STATE in each row: the :func:`argmax_key` of the largest logit and of the best
+            score so far, and the length of the list.
     """
 
     integers: torch.Tensor
@@ -92,12 +98,12 @@ class Rows(NamedTuple):
     state: torch.Tensor
 
 
-START = NOBODY.value, NOBODY.value, 0
+INITIAL_STATE = LOWEST_KEY.value, LOWEST_KEY.value, 0
 
 
 @triton.jit
-def span(VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """The first of the tokens that program (row, part) has, and the end: whole tiles."""
+def token_range(VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Return the first token of program (row, part) and the end of its tokens: whole tiles."""
     tiles: tl.constexpr = (VOCAB + TILE - 1) // TILE
     width = tl.cdiv(tiles, tl.num_programs(1)) * TILE
     first = tl.program_id(1) * width
@@ -105,53 +111,55 @@ def span(VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def largest_kernel(logits, counts, integers, reals, state, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row, part): of a row with penalties, the entry of its largest logit."""
+def penalised_max_kernel(logits, counts, integers, reals, state, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Program (row, part): find the :func:`argmax_key` of the largest logit of a row with penalties."""
     row = tl.program_id(0).to(tl.int64)
-    source = source_of(logits, counts, integers, reals, row, VOCAB)
-    if has_penalties(source):
-        first, end = span(VOCAB, TILE)
-        largest = tl.full([TILE], NOBODY, tl.int64)
+    row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+    if has_penalties(row_data):
+        first, end = token_range(VOCAB, TILE)
+        largest = tl.full([TILE], LOWEST_KEY, tl.int64)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
-            value = penalised(source, token, token < end)
+            value = penalised_logits(row_data, token, token < end)
             value = tl.where(value == 0, 0.0, value)
-            largest = tl.maximum(largest, tl.where(token < end, entry(value, token), NOBODY))
+            largest = tl.maximum(largest, tl.where(token < end, argmax_key(value, token), LOWEST_KEY))
         tl.atomic_max(state + row * STATE, tl.max(largest, axis=0), sem="relaxed")
 
 
 @triton.jit
-def bins_kernel(logits, best, counts, integers, reals, top_p, state, bins, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row, part): adds tokens of a row with cuts to its bins, [2, BINS]: their number, and their weight.
+def histogram_kernel(
+    logits, best, counts, integers, reals, top_p, state, bins, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """Program (row, part): add the tokens of a row with top_k or top_p to its bins, [2, BINS]: numbers and weights.
 
-    Weights beyond where top_p keeps none come to the last bin, together.
+    Weights beyond the distance where top_p keeps no token are added up, and go to the last bin.
     """
     row = tl.program_id(0).to(tl.int64)
-    k, p, cuts = cuts_of(integers, top_p, row)
-    if cuts:
-        source = source_of(logits, counts, integers, reals, row, VOCAB)
-        largest, _ = largest_of(source, best, state, row)
-        beyond = tl.load(reals + row * REALS + 4)
-        mine = bins + row * (2 * BINS)
+    k, p, truncates = load_top_k_top_p(integers, top_p, row)
+    if truncates:
+        row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+        largest, _ = load_largest(row_data, best, state, row)
+        top_p_distance = tl.load(reals + row * REALS + 4)
+        row_bins = bins + row * (2 * BINS)
         rest = tl.zeros([TILE], tl.int64)
-        first, end = span(VOCAB, TILE)
+        first, end = token_range(VOCAB, TILE)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
-            distance = distances(source, largest, token, token < end)
-            there = distance < float("inf")
+            distance = distances(row_data, largest, token, token < end)
+            valid = distance < float("inf")
             if k > 0:
-                tl.atomic_add(mine + bin_of(distance), tl.full([TILE], 1, tl.int64), mask=there, sem="relaxed")
+                tl.atomic_add(row_bins + bin_of(distance), tl.full([TILE], 1, tl.int64), mask=valid, sem="relaxed")
             if p < 1:
-                weight = tl.where(there, weight_of(distance), 0)
-                near = there & (distance <= beyond)
-                tl.atomic_add(mine + BINS + bin_of(distance), weight, mask=near, sem="relaxed")
+                weight = tl.where(valid, weight_of(distance), 0)
+                near = valid & (distance <= top_p_distance)
+                tl.atomic_add(row_bins + BINS + bin_of(distance), weight, mask=near, sem="relaxed")
                 rest += tl.where(near, 0, weight)
         if p < 1:
-            tl.atomic_add(mine + 2 * BINS - 1, tl.sum(rest, axis=0), sem="relaxed")
+            tl.atomic_add(row_bins + 2 * BINS - 1, tl.sum(rest, axis=0), sem="relaxed")
 
 
 @triton.jit
-def race_kernel(
+def candidates_kernel(
     logits,
     best,
     counts,
@@ -166,39 +174,39 @@ def race_kernel(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (row, part): lets tokens before the bins of the cut race, and puts those in these bins into the list."""
+    """Program (row, part): find the best score before the threshold bins, and list the tokens in these bins."""
     row = tl.program_id(0).to(tl.int64)
-    source = source_of(logits, counts, integers, reals, row, VOCAB)
-    if source[4] > 0:
-        k, p, cuts = cuts_of(integers, top_p, row)
+    row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+    if row_data[4] > 0:
+        k, p, truncates = load_top_k_top_p(integers, top_p, row)
         first_bin, last_bin = tl.full([], BINS, tl.int32), tl.full([], BINS, tl.int32)
-        if cuts:
-            first_bin, last_bin, _, _, _, _ = bracket(bins, row, k, p)
-        largest, likeliest = largest_of(source, best, state, row)
-        farthest = tl.load(reals + row * REALS + 1)
-        keys = keys_of(integers, row)
-        # Nothing cuts the likeliest, so no lower score wins.
+        if truncates:
+            first_bin, last_bin, _, _, _, _ = threshold_bins(bins, row, k, p)
+        largest, likeliest = load_largest(row_data, best, state, row)
+        min_p_distance = tl.load(reals + row * REALS + 1)
+        keys = noise_keys(integers, row)
+        # The likeliest token is always kept, so no lower score can win.
         likeliest = likeliest.to(tl.int32)
-        winner = race((likeliest * 0).to(tl.float32), likeliest, noise(likeliest, keys))
-        first, end = span(VOCAB, TILE)
+        winner = score_key((likeliest * 0).to(tl.float32), likeliest, noise(likeliest, keys))
+        first, end = token_range(VOCAB, TILE)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
-            distance = distances(source, largest, token, token < end)
-            there = distance < float("inf")
+            distance = distances(row_data, largest, token, token < end)
+            valid = distance < float("inf")
             bin = bin_of(distance)
             bits = noise(token, keys)
-            may_win = highest(distance, bits) >= value_of(winner)
-            races = there & (bin < first_bin) & (distance <= farthest) & may_win
-            if tl.max(races.to(tl.int32), axis=0) > 0:
-                entries = tl.where(races, race(distance, token, bits), NOBODY)
-                winner = tl.maximum(winner, tl.max(entries, axis=0))
-            between = (there & (bin >= first_bin) & (bin <= last_bin)).to(tl.int32)
-            amount = tl.sum(between, axis=0)
-            if amount > 0:
-                place = tl.atomic_add(state + row * STATE + 2, amount.to(tl.int64), sem="relaxed")
-                place += tl.cumsum(between, axis=0) - between
-                mask = (between > 0) & (place < CAPACITY)
-                tl.store(lists + row * CAPACITY + place, element(distance, token, BITS), mask=mask)
+            may_win = score_bound(distance, bits) >= key_value(winner)
+            competes = valid & (bin < first_bin) & (distance <= min_p_distance) & may_win
+            if tl.max(competes.to(tl.int32), axis=0) > 0:
+                score_keys = tl.where(competes, score_key(distance, token, bits), LOWEST_KEY)
+                winner = tl.maximum(winner, tl.max(score_keys, axis=0))
+            in_bins = (valid & (bin >= first_bin) & (bin <= last_bin)).to(tl.int32)
+            count = tl.sum(in_bins, axis=0)
+            if count > 0:
+                index = tl.atomic_add(state + row * STATE + 2, count.to(tl.int64), sem="relaxed")
+                index += tl.cumsum(in_bins, axis=0) - in_bins
+                mask = (in_bins > 0) & (index < CAPACITY)
+                tl.store(lists + row * CAPACITY + index, sort_key(distance, token, BITS), mask=mask)
         tl.atomic_max(state + row * STATE + 1, winner, sem="relaxed")
 
 
@@ -213,86 +221,93 @@ def finish_kernel(
     state,
     bins,
     lists,
-    told,
-    drawn,
+    out,
+    last_tokens,
     VOCAB: tl.constexpr,
     BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row): its token, to ``told`` and ``drawn``; and counts it if the row has penalties."""
+    """Program (row): write its token to ``out`` and ``last_tokens``, and count it if the row has penalties."""
     row = tl.program_id(0).to(tl.int64)
-    source = source_of(logits, counts, integers, reals, row, VOCAB)
-    largest, token = largest_of(source, best, state, row)
-    if source[4] > 0:
+    row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+    largest, token = load_largest(row_data, best, state, row)
+    if row_data[4] > 0:
         winner = tl.load(state + row * STATE + 1)
-        k, p, _ = cuts_of(integers, top_p, row)
+        k, p, _ = load_top_k_top_p(integers, top_p, row)
         length = tl.load(state + row * STATE + 2)
         if length > 0:
-            first, last, amount, weight, total, by_count = bracket(bins, row, k, p)
+            first, last, count_before, weight_before, total, by_count = threshold_bins(bins, row, k, p)
             listed = (lists + row * CAPACITY, length, first, last)
             end = tl.where(length <= CAPACITY, length, VOCAB).to(tl.int32)
-            cut = tl.full([], NOTHING - 1, tl.int64)
+            threshold = tl.full([], LAST_SORT_KEY - 1, tl.int64)
             if by_count:
-                cut = find_cut(source, largest, listed, end, k - amount, False, VOCAB, BITS, CAPACITY, BLOCK)
-                total = weight + weight_up_to(source, largest, listed, end, cut, VOCAB, BITS, CAPACITY, BLOCK)
+                threshold = find_threshold(
+                    row_data, largest, listed, end, k - count_before, False, VOCAB, BITS, CAPACITY, BLOCK
+                )
+                total = weight_before + weight_up_to(
+                    row_data, largest, listed, end, threshold, VOCAB, BITS, CAPACITY, BLOCK
+                )
             if p < 1:
-                wanted = reach_of(total, p) - weight
-                by_weight = find_cut(source, largest, listed, end, wanted, True, VOCAB, BITS, CAPACITY, BLOCK)
-                cut = tl.minimum(cut, by_weight)
-            farthest = tl.load(reals + row * REALS + 1)
-            keys = keys_of(integers, row)
+                wanted = top_p_weight(total, p) - weight_before
+                by_weight = find_threshold(row_data, largest, listed, end, wanted, True, VOCAB, BITS, CAPACITY, BLOCK)
+                threshold = tl.minimum(threshold, by_weight)
+            min_p_distance = tl.load(reals + row * REALS + 1)
+            keys = noise_keys(integers, row)
             for start in range(0, end, BLOCK):
-                made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
-                races = (made <= cut) & (distance <= farthest)
-                listed_token = (made & ((1 << BITS) - 1)).to(tl.int32)
-                one = race(distance, listed_token, noise(listed_token, keys))
-                winner = tl.maximum(winner, tl.max(tl.where(races, one, NOBODY), axis=0))
-        token = token_of(winner)
-    tl.store(told + row * 2, token)
-    tl.store(told + row * 2 + 1, tl.load(best + row * 2 + 1))
-    tl.store(drawn + tl.load(integers + row * INTEGERS), token)
-    if has_penalties(source):
-        place = source[1] + token
-        tl.store(place, tl.load(place) + 1)
+                sort_keys, distance = load_sort_keys(row_data, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+                competes = (sort_keys <= threshold) & (distance <= min_p_distance)
+                listed_token = (sort_keys & ((1 << BITS) - 1)).to(tl.int32)
+                score_keys = score_key(distance, listed_token, noise(listed_token, keys))
+                winner = tl.maximum(winner, tl.max(tl.where(competes, score_keys, LOWEST_KEY), axis=0))
+        token = key_token(winner)
+    tl.store(out + row * 2, token)
+    tl.store(out + row * 2 + 1, tl.load(best + row * 2 + 1))
+    tl.store(last_tokens + tl.load(integers + row * INTEGERS), token)
+    if has_penalties(row_data):
+        count = row_data[1] + token
+        tl.store(count, tl.load(count) + 1)
 
 
-def draw(
+def sample(
     logits: torch.Tensor,
     best: torch.Tensor,
-    rows: Rows,
+    metadata: SamplingMetadata,
     counts: torch.Tensor | None,
-    drawn: torch.Tensor,
-    cuts: bool,
+    last_tokens: torch.Tensor,
+    truncates: bool,
 ) -> torch.Tensor:
-    """Draw a token for each row, enter it into ``drawn`` at the row's slot, and count it in rows with penalties.
+    """Sample a token for each row, write it to ``last_tokens`` at the row's slot, and count it in rows with penalties.
 
     Args:
         logits: contiguous float32 [rows, vocab], vocab at most 2^18.
-        best: contiguous int64 [rows, 2], the token of the largest logit of each row, and what else is known of it.
-        rows: what they ask for, on the device; no slot comes twice.
-        counts: int32 [slots, vocab], of each token in each output; None if no row has penalties.
-        drawn: int64 [slots or more].
-        cuts: whether a row has top_k or top_p.
+        best: contiguous int64 [rows, 2]: the token of the largest logit of each row, and a second column that is copied
+            to the result.
+        metadata: the sampling parameters of the rows, on the device; no slot occurs twice.
+        counts: int32 [slots, vocab], occurrences of each token in each output; None if no row has penalties.
+        last_tokens: int64 [slots or more].
+        truncates: whether any row has top_k or top_p.
 
     Returns:
-        int64 [rows, 2]: the token drawn, and what ``best`` knows.
+        int64 [rows, 2]: the sampled token, and the second column of ``best``.
     """
-    count, vocab = logits.shape
-    told = torch.empty_like(best)
-    parts = min(triton.cdiv(vocab, TILE), triton.cdiv(PROGRAMS * num_sms(logits.device), count))
-    # Where nothing is cut or counted nothing is read; but kernels for other types would have to be compiled.
-    bins = torch.zeros((count, 2, BINS.value) if cuts else 1, dtype=torch.int64, device=logits.device)
-    lists = torch.empty((count, CAPACITY) if cuts else 1, dtype=torch.int64, device=logits.device)
-    of = (rows.integers if counts is None else counts), rows.integers, rows.reals
+    rows, vocab = logits.shape
+    out = torch.empty_like(best)
+    parts = min(triton.cdiv(vocab, TILE), triton.cdiv(PROGRAMS_PER_SM * num_sms(logits.device), rows))
+    # Without truncation or penalties nothing reads these tensors; but other types would need other compiled kernels.
+    bins = torch.zeros((rows, 2, BINS.value) if truncates else 1, dtype=torch.int64, device=logits.device)
+    lists = torch.empty((rows, CAPACITY) if truncates else 1, dtype=torch.int64, device=logits.device)
+    parameters = (metadata.integers if counts is None else counts), metadata.integers, metadata.reals
     options = OPTIONS | {"num_warps": WARPS}
     bits = (vocab - 1).bit_length()
     if counts is not None:
-        largest_kernel[(count, parts)](logits, *of, rows.state, vocab, TILE, **options)
-    if cuts:
-        bins_kernel[(count, parts)](logits, best, *of, rows.top_p, rows.state, bins, vocab, TILE, **options)
-    common = logits, best, *of, rows.top_p, rows.state, bins, lists
-    race_kernel[(count, parts)](*common, vocab, bits, CAPACITY, TILE, **options)
+        penalised_max_kernel[(rows, parts)](logits, *parameters, metadata.state, vocab, TILE, **options)
+    if truncates:
+        histogram_kernel[(rows, parts)](
+            logits, best, *parameters, metadata.top_p, metadata.state, bins, vocab, TILE, **options
+        )
+    common = logits, best, *parameters, metadata.top_p, metadata.state, bins, lists
+    candidates_kernel[(rows, parts)](*common, vocab, bits, CAPACITY, TILE, **options)
     options["num_warps"] = FINISH_WARPS
-    finish_kernel[(count,)](*common, told, drawn, vocab, bits, CAPACITY, BLOCK, **options)
-    return told
+    finish_kernel[(rows,)](*common, out, last_tokens, vocab, bits, CAPACITY, BLOCK, **options)
+    return out

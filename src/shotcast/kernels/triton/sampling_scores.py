@@ -1,6 +1,6 @@
-"""What the tokens of a row have in a draw: logits after penalties, distances, weights, noise, scores.
+"""Per-token quantities of the sampler: penalised logits, distances, weights, noise and scores.
 
-Entries and keys of elements are integers, so that programs meet in maxima and sums, which depend on no order.
+The sort keys are integers. Programs combine them by maxima and sums, whose results do not depend on the order.
 """
 
 from __future__ import annotations
@@ -10,44 +10,47 @@ import math
 import triton
 import triton.language as tl
 
-UNIT = tl.constexpr(2.0**44)
-"""Units of weight of the likeliest token."""
-STEEP = tl.constexpr(2.0**-23 * math.log(2.0))
-HIGHEST = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
-"""Of :func:`highest`; 0.01 is more than all that is rounded."""
-NOBODY = tl.constexpr(-(2**63) + 2**31 - 1)
-"""An entry below all others, of token 0."""
+WEIGHT_UNIT = tl.constexpr(2.0**44)
+"""The weight of the likeliest token, in integer units."""
+BOUND_SLOPE = tl.constexpr(2.0**-23 * math.log(2.0))
+BOUND_OFFSET = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
+"""Constants of :func:`score_bound`; 0.01 exceeds all rounding errors together."""
+LOWEST_KEY = tl.constexpr(-(2**63) + 2**31 - 1)
+"""A key below all other keys of :func:`argmax_key`; its token is 0."""
 INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(3)
-"""Columns of :class:`shotcast.kernels.triton.sampling.Rows`."""
+"""Numbers of columns of the tensors of :class:`shotcast.kernels.triton.sampling.SamplingMetadata`."""
 
 
 @triton.jit
-def entry(value, token):
-    """An int64 in the order of float32 values; of equal ones, that of the lower token is larger."""
+def argmax_key(value, token):
+    """Return an int64 that orders as the float32 values do; among equal values, the lower token has the larger key."""
     bits = value.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
-def token_of(made):
-    return 0x7FFFFFFF - (made & 0x7FFFFFFF)
+def key_token(key):
+    """Return the token of an :func:`argmax_key`."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
 @triton.jit
-def value_of(made):
-    order = (made >> 32).to(tl.int32)
+def key_value(key):
+    """Return the float32 value of an :func:`argmax_key`."""
+    order = (key >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def weight_of(distance):
-    return (tl.exp(-distance) * UNIT).to(tl.int64)
+    """Return the integer weight of a token: exp(-distance) in units of 2^-44."""
+    return (tl.exp(-distance) * WEIGHT_UNIT).to(tl.int64)
 
 
 @triton.jit
 def scramble(x, first, second):
-    """``engine.draw.scramble`` of uint32."""
+    """Hash uint32 values as the CPU sampler of the engine does."""
     x ^= first
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -59,83 +62,100 @@ def scramble(x, first, second):
 
 @triton.jit
 def noise(token, keys):
-    """31 bits, uniform."""
+    """Return 31 uniformly distributed bits for each token."""
     first, second = keys
     return (scramble(scramble(token.to(tl.uint32, bitcast=True), 0, 0), first, second) & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def uniform_of(bits):
-    """In units of 2^-31."""
+    """Return the uniform number of noise bits, in units of 2^-31."""
     return bits.to(tl.float32) + 0.5
 
 
 @triton.jit
-def highest(distance, bits):
-    """What scores are no higher than, for a third of the work: a time is not below its uniform number, nor the
-    logarithm of a number below the bits of its float read as a number."""
+def score_bound(distance, bits):
+    """Return an upper bound of the score, for a third of the work.
+
+    A time is not below its uniform number, and the logarithm of a number is not below the bits of its float read as a
+    number.
+    """
     number = uniform_of(bits).to(tl.int32, bitcast=True).to(tl.float32)
-    return -distance + HIGHEST - number * STEEP
+    return -distance + BOUND_OFFSET - number * BOUND_SLOPE
 
 
 @triton.jit
-def race(distance, token, bits):
-    """Entries of scores; the time is ``engine.draw.exponential``'s of ``bits``, which are the token's :func:`noise`."""
+def score_key(distance, token, bits):
+    """Return the :func:`argmax_key` of each token's score, given its :func:`noise` bits.
+
+    The exponentially distributed time is computed as the CPU sampler of the engine does.
+    """
     uniform = uniform_of(bits) * (2.0**-31)
     uniform = tl.minimum(uniform, 1 - 2.0**-24)
-    # log1p: by what 1 - uniform is rounded, its logarithm is off in proportion
-    left = 1.0 - uniform
-    gone = 1.0 - left
-    tiny = gone == 0
-    time = tl.where(tiny, uniform, -tl.log(left) * tl.div_rn(uniform, tl.where(tiny, 1.0, gone)))
-    return entry(-distance - tl.log(time), token)
+    # log1p: the logarithm of the rounded 1 - uniform is off in proportion to that rounding.
+    complement = 1.0 - uniform
+    rounded = 1.0 - complement
+    tiny = rounded == 0
+    time = tl.where(tiny, uniform, -tl.log(complement) * tl.div_rn(uniform, tl.where(tiny, 1.0, rounded)))
+    return argmax_key(-distance - tl.log(time), token)
 
 
 @triton.jit
-def source_of(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
-    """Where a row's logits and counts begin; its presence and frequency penalty, and 1 / its temperature."""
+def load_row(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
+    """Return pointers to a row's logits and counts, its presence and frequency penalties, and 1 / its temperature."""
     slot = tl.load(integers + row * INTEGERS).to(tl.int64)
-    mine = reals + row * REALS
-    return logits + row * VOCAB, counts + slot * VOCAB, tl.load(mine + 2), tl.load(mine + 3), tl.load(mine)
+    row_reals = reals + row * REALS
+    return (
+        logits + row * VOCAB,
+        counts + slot * VOCAB,
+        tl.load(row_reals + 2),
+        tl.load(row_reals + 3),
+        tl.load(row_reals),
+    )
 
 
 @triton.jit
-def has_penalties(source):
-    return (source[2] != 0) | (source[3] != 0)
+def has_penalties(row_data):
+    """Return whether a row has a presence or frequency penalty."""
+    return (row_data[2] != 0) | (row_data[3] != 0)
 
 
 @triton.jit
-def penalised(source, token, inside):
-    """Logits after penalties; minus infinity where not ``inside``."""
-    logits, counts, presence, frequency, _ = source
+def penalised_logits(row_data, token, inside):
+    """Return logits after penalties; minus infinity where not ``inside``."""
+    logits, counts, presence, frequency, _ = row_data
     value = tl.load(logits + token, mask=inside, other=float("-inf"))
-    if has_penalties(source):
+    if has_penalties(row_data):
         count = tl.load(counts + token, mask=inside, other=0)
         value = value - (tl.where(count > 0, presence, 0.0) + count.to(tl.float32) * frequency)
     return value
 
 
 @triton.jit
-def largest_of(source, best, state, row):
-    """The row's largest logit after penalties, and its token."""
-    if has_penalties(source):
-        made = tl.load(state + row * STATE)
-        token = token_of(made)
-        value = value_of(made)
+def load_largest(row_data, best, state, row):
+    """Return the row's largest logit after penalties, and its token."""
+    if has_penalties(row_data):
+        key = tl.load(state + row * STATE)
+        token = key_token(key)
+        value = key_value(key)
     else:
         token = tl.load(best + row * 2)
-        value = tl.load(source[0] + token)
+        value = tl.load(row_data[0] + token)
     return value, token
 
 
 @triton.jit
-def distances(source, largest, token, inside):
-    """Infinite where not ``inside``."""
-    # abs, for the sign of a zero
-    return tl.abs((largest - penalised(source, token, inside)) * source[4])
+def distances(row_data, largest, token, inside):
+    """Return the distances of tokens from the largest logit, over temperature; infinite where not ``inside``."""
+    # abs clears the sign of a zero
+    return tl.abs((largest - penalised_logits(row_data, token, inside)) * row_data[4])
 
 
 @triton.jit
-def keys_of(integers, row):
-    mine = integers + row * INTEGERS
-    return tl.load(mine + 2).to(tl.uint32, bitcast=True), tl.load(mine + 3).to(tl.uint32, bitcast=True)
+def noise_keys(integers, row):
+    """Return the two words that key a row's noise."""
+    row_integers = integers + row * INTEGERS
+    return (
+        tl.load(row_integers + 2).to(tl.uint32, bitcast=True),
+        tl.load(row_integers + 3).to(tl.uint32, bitcast=True),
+    )

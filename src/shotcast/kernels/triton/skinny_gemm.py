@@ -40,8 +40,8 @@ def skinny_gemm_kernel(
     scale,
     bias,
     out,
-    partial,
-    arrivals,
+    partial_sums,
+    counters,
     outputs,
     inputs,
     count,
@@ -49,8 +49,8 @@ def skinny_gemm_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -64,7 +64,7 @@ def skinny_gemm_kernel(
     rows = weight_rows(outputs, TILE, GATED)
     m = tl.arange(0, M_TILE)
     i = tl.arange(0, COLUMNS)
-    width = tl.cdiv(tl.cdiv(inputs, COLUMNS), PARTS) * COLUMNS
+    width = tl.cdiv(tl.cdiv(inputs, COLUMNS), SPLIT_K) * COLUMNS
     first = part * width
     end = tl.minimum(first + width, inputs)
     release_next_kernel(PDL)
@@ -72,7 +72,7 @@ def skinny_gemm_kernel(
     sums = tl.zeros([TILE, M_TILE], tl.float32)
     for start in tl.range(first, end, COLUMNS, num_stages=STAGES):
         k = start + i
-        if WHOLE:
+        if EVEN_K:
             weights = tl.load(weight + rows[:, None] * inputs + k[None, :], eviction_policy="evict_first")
             values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
         else:
@@ -87,25 +87,25 @@ def skinny_gemm_kernel(
                 x + m[None, :] * inputs + k[:, None], mask=(m[None, :] < count) & inside[:, None], other=0.0
             )
         sums = add_dot(sums, weights, values)
-    complete = True
-    if PARTS > 1:
-        place = tl.arange(0, TILE)[:, None] * M_TILE + m[None, :]
-        of_tile = partial + tile.to(tl.int64) * (PARTS * TILE * M_TILE) + place
-        tl.store(of_tile + part * (TILE * M_TILE), sums, cache_modifier=".cg")
+    is_last = True
+    if SPLIT_K > 1:
+        offset = tl.arange(0, TILE)[:, None] * M_TILE + m[None, :]
+        tile_sums = partial_sums + tile.to(tl.int64) * (SPLIT_K * TILE * M_TILE) + offset
+        tl.store(tile_sums + part * (TILE * M_TILE), sums, cache_modifier=".cg")
         tl.debug_barrier()  # all of the program's stores are before its arrival
-        complete = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == PARTS - 1
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
         tl.debug_barrier()
-        if complete:
-            sums = tl.load(of_tile, cache_modifier=".cg")
-            for other in tl.static_range(1, PARTS):
-                sums += tl.load(of_tile + other * (TILE * M_TILE), cache_modifier=".cg")
-            tl.store(arrivals + tile, 0)
-    if complete:
+        if is_last:
+            sums = tl.load(tile_sums, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT_K):
+                sums += tl.load(tile_sums + other * (TILE * M_TILE), cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+    if is_last:
         write_outputs(tl.trans(sums), rows, x_scale, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class SkinnyGemmConfig:
     """How :func:`skinny_gemm_kernel` is launched.
 
     Attributes:
@@ -114,10 +114,10 @@ class Tiles:
     """
 
     stages: int
-    parts: int
+    split_k: int
 
     def __str__(self) -> str:
-        return f"{self.stages} stages, {self.parts} parts"
+        return f"{self.stages} stages, {self.split_k} parts"
 
 
 TILE = 64
@@ -130,7 +130,7 @@ MOST_ROWS = 64
 _LEAST_ROWS = 16
 """Columns of the right operand at least; with 8 it is no faster."""
 _MOST_STAGES = 10
-_LEAST_PARTS = 3
+_LEAST_SPLIT_K = 3
 """What two parts save, meeting costs."""
 _SPARE_BYTES = 12 << 10
 """Shared memory of a processor that is left for other things than steps on their way."""
@@ -141,35 +141,42 @@ def row_tile(rows: int) -> int:
     return max(_LEAST_ROWS, triton.next_power_of_2(rows))
 
 
-def _stages(rows: int, together: int, memory: int) -> int:
+def _stages(rows: int, programs_per_sm: int, memory_bytes: int) -> int:
     """For which there is room if a processor has so many programs together; at least 2."""
-    step = (TILE + row_tile(rows)) * STEP_BYTES
-    return max(2, min(_MOST_STAGES, (memory - _SPARE_BYTES) // together // step))
+    step_bytes = (TILE + row_tile(rows)) * STEP_BYTES
+    return max(2, min(_MOST_STAGES, (memory_bytes - _SPARE_BYTES) // programs_per_sm // step_bytes))
 
 
-def _parts(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
+def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
     """Into how many the columns of tiles can be divided among so many programs."""
     steps = -(-inputs * itemsize // STEP_BYTES)
     return max(1, min(num_sms // -(-outputs // TILE), steps // 2))
 
 
-def choose(outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory: int) -> Tiles:
+def choose_config(
+    outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
+) -> SkinnyGemmConfig:
     """The launch on a GPU of ``num_sms`` SMs, each with ``memory`` bytes of shared memory.
 
     The fastest, nearly, over the shapes of benchmarks/data/h200/linear.json.
     """
-    together = 2 if itemsize == 1 or outputs > 2 * TILE * num_sms else 1
-    parts = _parts(outputs, inputs, itemsize, together * num_sms)
-    return Tiles(_stages(rows, together, memory), parts if parts >= _LEAST_PARTS else 1)
+    programs_per_sm = 2 if itemsize == 1 or outputs > 2 * TILE * num_sms else 1
+    split_k = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
+    return SkinnyGemmConfig(_stages(rows, programs_per_sm, memory_bytes), split_k if split_k >= _LEAST_SPLIT_K else 1)
 
 
-def candidates(outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory: int) -> Iterator[Tiles]:
+def candidates(
+    outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
+) -> Iterator[SkinnyGemmConfig]:
     """Launches worth measuring: for one to three programs on a processor."""
-    made = set()
-    for together in (1, 2, 3):
-        most = _parts(outputs, inputs, itemsize, together * num_sms)
-        made |= {Tiles(_stages(rows, together, memory), parts) for parts in (1, max(1, most - 1), most)}
-    yield from sorted(made, key=str)
+    configs = set()
+    for programs_per_sm in (1, 2, 3):
+        most = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
+        configs |= {
+            SkinnyGemmConfig(_stages(rows, programs_per_sm, memory_bytes), split_k)
+            for split_k in (1, max(1, most - 1), most)
+        }
+    yield from sorted(configs, key=str)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -185,7 +192,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def arrivals(weight: torch.Tensor) -> torch.Tensor:
+def new_counters(weight: torch.Tensor) -> torch.Tensor:
     """What :func:`linear` counts by: for products with ``weight`` of which none begins before the one before ended."""
     return torch.zeros(-(-weight.shape[0] // TILE), dtype=torch.int32, device=weight.device)
 
@@ -193,12 +200,12 @@ def arrivals(weight: torch.Tensor) -> torch.Tensor:
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    counts: torch.Tensor,
+    counters: torch.Tensor,
     x_scale: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     gated: bool = False,
-    tiles: Tiles | None = None,
+    config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
     """``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
 
@@ -219,17 +226,17 @@ def linear(
         UnsupportedError: for other dtypes or more rows.
         ConfigError: for other shapes.
     """
-    fit = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
-    check(x, weight, gated, MOST_ROWS, fit, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
+    supported = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
+    check(x, weight, gated, MOST_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     itemsize = weight.element_size()
-    if tiles is None:
-        tiles = choose(outputs, inputs, itemsize, rows, num_sms(x.device), shared_memory_per_sm(x.device))
+    if config is None:
+        config = choose_config(outputs, inputs, itemsize, rows, num_sms(x.device), shared_memory_per_sm(x.device))
     dtype = torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
     out = x.new_empty(rows, outputs // 2 if gated else outputs, dtype=dtype)
-    grid = (-(-outputs // TILE), tiles.parts)
+    grid = (-(-outputs // TILE), config.split_k)
     m_tile, columns = row_tile(rows), STEP_BYTES // itemsize
-    partial = x.new_empty(*grid, TILE, m_tile, dtype=torch.float32) if tiles.parts > 1 else counts
+    partial_sums = x.new_empty(*grid, TILE, m_tile, dtype=torch.float32) if config.split_k > 1 else counters
     options = launch_options(x.device, WARPS)
     skinny_gemm_kernel[grid](
         x,
@@ -238,16 +245,16 @@ def linear(
         scale,
         bias,
         out,
-        partial,
-        counts,
+        partial_sums,
+        counters,
         outputs,
         inputs,
         rows,
         m_tile,
         TILE,
         columns,
-        tiles.stages,
-        tiles.parts,
+        config.stages,
+        config.split_k,
         inputs % columns == 0,
         gated,
         options["launch_pdl"],

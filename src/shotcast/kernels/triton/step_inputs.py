@@ -22,7 +22,7 @@ _TOKENS = 128
 @triton.jit
 def unpack_kernel(
     packed,
-    drawn,
+    last_tokens,
     tables,
     tokens,
     positions,
@@ -37,26 +37,26 @@ def unpack_kernel(
 ):
     """Program: TILE sequences."""
     sequence = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    there = sequence < count
-    row = tl.load(packed + sequence * FIELDS, mask=there, other=0).to(tl.int64)
-    position = tl.load(packed + sequence * FIELDS + 1, mask=there, other=0)
-    token = tl.load(packed + sequence * FIELDS + 2, mask=there, other=0).to(tl.int64)
-    given = tl.load(packed + sequence * FIELDS + 3, mask=there, other=0)
-    token = tl.where(token < 0, tl.load(drawn + row, mask=there & (token < 0), other=0), token)
+    valid = sequence < count
+    row = tl.load(packed + sequence * FIELDS, mask=valid, other=0).to(tl.int64)
+    position = tl.load(packed + sequence * FIELDS + 1, mask=valid, other=0)
+    token = tl.load(packed + sequence * FIELDS + 2, mask=valid, other=0).to(tl.int64)
+    given = tl.load(packed + sequence * FIELDS + 3, mask=valid, other=0)
+    token = tl.where(token < 0, tl.load(last_tokens + row, mask=valid & (token < 0), other=0), token)
     place = tables + row * blocks + position // BLOCK_SIZE
-    known = tl.load(place, mask=there & (given < 0), other=0)
-    tl.store(place, given, mask=there & (given >= 0))
+    known = tl.load(place, mask=valid & (given < 0), other=0)
+    tl.store(place, given, mask=valid & (given >= 0))
     block = tl.where(given < 0, known, given).to(tl.int64)
-    tl.store(tokens + sequence, token, mask=there)
-    tl.store(positions + sequence, position.to(tl.int64), mask=there)
-    tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=there)
-    tl.store(lengths + sequence, position + 1, mask=there)
-    tl.store(rows + sequence, row, mask=there)
+    tl.store(tokens + sequence, token, mask=valid)
+    tl.store(positions + sequence, position.to(tl.int64), mask=valid)
+    tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=valid)
+    tl.store(lengths + sequence, position + 1, mask=valid)
+    tl.store(rows + sequence, row, mask=valid)
 
 
 def unpack(
     packed: torch.Tensor,
-    drawn: torch.Tensor,
+    last_tokens: torch.Tensor,
     tables: torch.Tensor,
     block_size: int,
     tokens: torch.Tensor,
@@ -78,7 +78,7 @@ def unpack(
     tile = min(128, triton.next_power_of_2(count))
     unpack_kernel[(triton.cdiv(count, tile),)](
         packed,
-        drawn,
+        last_tokens,
         tables,
         tokens,
         positions,
@@ -97,12 +97,12 @@ def unpack(
 @triton.jit
 def unpack_prompts_kernel(
     ids,
-    places,
-    places_in_cache,
-    drawn_rows,
-    cells,
-    filled,
-    drawn,
+    position_ids,
+    slot_ids,
+    sampled_rows,
+    num_updates,
+    updates,
+    last_tokens,
     tables,
     tokens,
     positions,
@@ -114,30 +114,30 @@ def unpack_prompts_kernel(
 ):
     """Program: TILE tokens, TILE sequences that draw, and its share of the cells."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    there = i < count
-    token = tl.load(ids + i, mask=there, other=0).to(tl.int64)
-    token = tl.where(token < 0, tl.load(drawn - 1 - token, mask=there & (token < 0), other=0), token)
-    tl.store(tokens + i, token, mask=there)
-    tl.store(positions + i, tl.load(places + i, mask=there, other=0).to(tl.int64), mask=there)
-    tl.store(slots + i, tl.load(places_in_cache + i, mask=there, other=0).to(tl.int64), mask=there)
-    draws = i < sequences
-    tl.store(rows + i, tl.load(drawn_rows + i, mask=draws, other=0).to(tl.int64), mask=draws)
-    number = tl.load(cells)
-    for start in range(tl.program_id(0) * TILE, number, tl.num_programs(0) * TILE):
-        cell = start + tl.arange(0, TILE)
-        inside = cell < number
-        place = tl.load(filled + cell * 2, mask=inside, other=0)
-        tl.store(tables + place, tl.load(filled + cell * 2 + 1, mask=inside, other=0), mask=inside)
+    valid = i < count
+    token = tl.load(ids + i, mask=valid, other=0).to(tl.int64)
+    token = tl.where(token < 0, tl.load(last_tokens - 1 - token, mask=valid & (token < 0), other=0), token)
+    tl.store(tokens + i, token, mask=valid)
+    tl.store(positions + i, tl.load(position_ids + i, mask=valid, other=0).to(tl.int64), mask=valid)
+    tl.store(slots + i, tl.load(slot_ids + i, mask=valid, other=0).to(tl.int64), mask=valid)
+    samples = i < sequences
+    tl.store(rows + i, tl.load(sampled_rows + i, mask=samples, other=0).to(tl.int64), mask=samples)
+    count_updates = tl.load(num_updates)
+    for start in range(tl.program_id(0) * TILE, count_updates, tl.num_programs(0) * TILE):
+        update = start + tl.arange(0, TILE)
+        inside = update < count_updates
+        place = tl.load(updates + update * 2, mask=inside, other=0)
+        tl.store(tables + place, tl.load(updates + update * 2 + 1, mask=inside, other=0), mask=inside)
 
 
 def unpack_prompts(
     ids: torch.Tensor,
-    places: torch.Tensor,
-    places_in_cache: torch.Tensor,
-    drawn_rows: torch.Tensor,
-    cells: torch.Tensor,
-    filled: torch.Tensor,
-    drawn: torch.Tensor,
+    position_ids: torch.Tensor,
+    slot_ids: torch.Tensor,
+    sampled_rows: torch.Tensor,
+    num_updates: torch.Tensor,
+    updates: torch.Tensor,
+    last_tokens: torch.Tensor,
     tables: torch.Tensor,
     tokens: torch.Tensor,
     positions: torch.Tensor,
@@ -156,15 +156,15 @@ def unpack_prompts(
         tokens, positions, slots: int64 [tokens], to fill.
         rows: int64 [sequences], to fill with ``drawn_rows``.
     """
-    count, sequences = ids.shape[0], drawn_rows.shape[0]
+    count, sequences = ids.shape[0], sampled_rows.shape[0]
     unpack_prompts_kernel[(triton.cdiv(max(count, sequences), _TOKENS),)](
         ids,
-        places,
-        places_in_cache,
-        drawn_rows,
-        cells,
-        filled,
-        drawn,
+        position_ids,
+        slot_ids,
+        sampled_rows,
+        num_updates,
+        updates,
+        last_tokens,
         tables,
         tokens,
         positions,

@@ -10,16 +10,16 @@ from shotcast.device.triton.intrinsics import now_ns
 
 
 @triton.jit
-def begin_kernel(marks, place):
-    tl.store(marks + place, now_ns())
+def start_kernel(started_ns, timer):
+    tl.store(started_ns + timer, now_ns())
 
 
 @triton.jit
-def end_kernel(marks, totals, place):
+def stop_kernel(started_ns, totals, timer):
     """``totals``: for each place nanoseconds between begins and ends, and how often that was."""
-    elapsed = now_ns() - tl.load(marks + place)
-    tl.store(totals + place * 2, tl.load(totals + place * 2) + elapsed)
-    tl.store(totals + place * 2 + 1, tl.load(totals + place * 2 + 1) + 1)
+    elapsed = now_ns() - tl.load(started_ns + timer)
+    tl.store(totals + timer * 2, tl.load(totals + timer * 2) + elapsed)
+    tl.store(totals + timer * 2 + 1, tl.load(totals + timer * 2 + 1) + 1)
 
 
 class SpanTimers:
@@ -29,14 +29,14 @@ class SpanTimers:
         totals: int64 [clocks, 2]: nanoseconds between begins and ends, and how often that was.
     """
 
-    def __init__(self, clocks: int, device: torch.device):
-        self._marks = torch.zeros(clocks, dtype=torch.int64, device=device)
-        self.totals = torch.zeros(clocks, 2, dtype=torch.int64, device=device)
+    def __init__(self, timers: int, device: torch.device):
+        self._started_ns = torch.zeros(timers, dtype=torch.int64, device=device)
+        self.totals = torch.zeros(timers, 2, dtype=torch.int64, device=device)
 
-    def begin(self, clock: int) -> None:
+    def start(self, timer: int) -> None:
         """What the stream does from here on counts."""
-        begin_kernel[(1,)](self._marks, clock, num_warps=1)
+        start_kernel[(1,)](self._started_ns, timer, num_warps=1)
 
-    def end(self, clock: int) -> None:
+    def stop(self, timer: int) -> None:
         """To here."""
-        end_kernel[(1,)](self._marks, self.totals, clock, num_warps=1)
+        stop_kernel[(1,)](self._started_ns, self.totals, timer, num_warps=1)

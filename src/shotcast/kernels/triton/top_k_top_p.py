@@ -1,6 +1,7 @@
-"""The element up to which top_k and top_p keep a row's tokens, in the order of (distance, token). Nothing is sorted.
+"""The threshold up to which top_k and top_p keep a row's tokens, in the order of (distance, token), without sorting.
 
-Bins tell between which distances it is; what is there is in a list, where the cut is found digit by digit.
+A histogram of distances tells in which bins the threshold is. The tokens of these bins are in a list, in which the
+threshold is found digit by digit, as in a radix selection.
 """
 
 from __future__ import annotations
@@ -11,149 +12,164 @@ import triton.language as tl
 from shotcast.kernels.triton.sampling_scores import INTEGERS, distances, weight_of
 
 BINS = tl.constexpr(2048)
-"""Ranges of distances: 64 from each power of two to the next, from 2^-9 (the first has less too) to 2^23."""
+"""Number of distance bins: 64 from each power of two to the next, from 2^-9 to 2^23; the first bin also holds what is
+nearer."""
 BIN_SHIFT = tl.constexpr(17)
 BIN_FIRST = tl.constexpr((127 - 9) << 6)
-FAN = tl.constexpr(16)
-"""Values of a digit of the cut."""
-NOTHING = tl.constexpr(2**63 - 1)
-"""An element after all others."""
+RADIX = tl.constexpr(16)
+"""Values of a digit of the threshold."""
+LAST_SORT_KEY = tl.constexpr(2**63 - 1)
+"""A sort key after all others."""
 
 
 @triton.jit
-def element(distance, token, BITS: tl.constexpr):
-    """An int64 in the order of distances, and then of tokens, which have BITS bits."""
+def sort_key(distance, token, BITS: tl.constexpr):
+    """Return an int64 that orders by distance, then by token; tokens have BITS bits."""
     return (distance.to(tl.int32, bitcast=True).to(tl.int64) << BITS) | token.to(tl.int64)
 
 
 @triton.jit
 def bin_of(distance):
-    place = (distance.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BIN_FIRST
-    return tl.minimum(tl.maximum(place, 0), BINS - 1)
+    """Return the histogram bin of each distance."""
+    index = (distance.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BIN_FIRST
+    return tl.minimum(tl.maximum(index, 0), BINS - 1)
 
 
 @triton.jit
-def reach_of(total, top_p):
-    """The weight with which top_p is reached."""
+def top_p_weight(total, top_p):
+    """Return the weight at which top_p is reached."""
     return tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
 
 
 @triton.jit
-def cuts_of(integers, top_p, row):
-    """top_k and top_p, and whether they may cut anything."""
+def load_top_k_top_p(integers, top_p, row):
+    """Return a row's top_k and top_p, and whether they can remove any token."""
     k = tl.load(integers + row * INTEGERS + 1)
     p = tl.load(top_p + row)
     return k, p, (k > 0) | (p < 1)
 
 
 @triton.jit
-def bracket(bins, row, k, p):
-    """Where the cut may be: in bins ``first`` to ``last``, BINS if nothing is cut.
+def threshold_bins(bins, row, k, p):
+    """Return the bins that may hold the threshold: ``first`` to ``last``, BINS if no token is removed.
 
     Returns:
-        ``first`` and ``last``; tokens and weight of the bins before; weight of the row; whether top_k cuts.
+        ``first`` and ``last``; the number and weight of the tokens in the bins before; the weight of the row; whether
+        top_k removes tokens.
     """
     bin = tl.arange(0, BINS)
-    amounts = tl.load(bins + row * (2 * BINS) + bin)
+    counts = tl.load(bins + row * (2 * BINS) + bin)
     weights = tl.load(bins + row * (2 * BINS) + BINS + bin)
-    last = tl.sum((tl.cumsum(amounts, axis=0) < k).to(tl.int32), axis=0)
+    last = tl.sum((tl.cumsum(counts, axis=0) < k).to(tl.int32), axis=0)
     by_count = (k > 0) & (last < BINS)
     first = tl.where(by_count, last, BINS)
     last = first
     if p < 1:
-        # What top_k keeps weighs no less than what is before its bin.
-        least = reach_of(tl.sum(tl.where(bin < first, weights, 0), axis=0), p)
+        # The tokens that top_k keeps weigh at least as much as the bins before its own.
+        least = top_p_weight(tl.sum(tl.where(bin < first, weights, 0), axis=0), p)
         first = tl.minimum(first, tl.sum((tl.cumsum(weights, axis=0) < least).to(tl.int32), axis=0))
         last = tl.where(by_count, last, first)
-    amount = tl.sum(tl.where(bin < first, amounts, 0), axis=0)
-    weight = tl.sum(tl.where(bin < first, weights, 0), axis=0)
-    return first, last, amount, weight, tl.sum(weights, axis=0), by_count
+    count_before = tl.sum(tl.where(bin < first, counts, 0), axis=0)
+    weight_before = tl.sum(tl.where(bin < first, weights, 0), axis=0)
+    return first, last, count_before, weight_before, tl.sum(weights, axis=0), by_count
 
 
 @triton.jit
-def elements(
-    source, largest, listed, start, VOCAB: tl.constexpr, BITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+def load_sort_keys(
+    row_data,
+    largest,
+    listed,
+    start,
+    VOCAB: tl.constexpr,
+    BITS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """BLOCK elements between bins, from ``start`` on, and their distances: of the list, or if it is full of the row."""
+    """Return BLOCK sort keys of the threshold bins from ``start`` on, and their distances.
+
+    They come from the list, or from the row itself if the list overflowed.
+    """
     list, length, first, last = listed
     i = start + tl.arange(0, BLOCK)
     if length <= CAPACITY:
-        made = tl.load(list + i, mask=i < length, other=NOTHING)
+        keys = tl.load(list + i, mask=i < length, other=LAST_SORT_KEY)
     else:
-        distance = distances(source, largest, i, i < VOCAB)
-        between = (distance < float("inf")) & (bin_of(distance) >= first) & (bin_of(distance) <= last)
-        made = tl.where(between, element(distance, i, BITS), NOTHING)
-    bits = tl.where(made == NOTHING, 0x7F800000, (made >> BITS).to(tl.int32))
-    return made, bits.to(tl.float32, bitcast=True)
+        distance = distances(row_data, largest, i, i < VOCAB)
+        in_bins = (distance < float("inf")) & (bin_of(distance) >= first) & (bin_of(distance) <= last)
+        keys = tl.where(in_bins, sort_key(distance, i, BITS), LAST_SORT_KEY)
+    bits = tl.where(keys == LAST_SORT_KEY, 0x7F800000, (keys >> BITS).to(tl.int32))
+    return keys, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def weight_up_to(
-    source,
+    row_data,
     largest,
     listed,
     end,
-    cut,
+    threshold,
     VOCAB: tl.constexpr,
     BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of the elements of the list up to ``cut``."""
+    """Return the weight of the listed tokens up to ``threshold``."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, end, BLOCK):
-        made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
-        weight += tl.where(made <= cut, weight_of(distance), 0)
+        keys, distance = load_sort_keys(row_data, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+        weight += tl.where(keys <= threshold, weight_of(distance), 0)
     return tl.sum(weight, axis=0)
 
 
 @triton.jit
-def amounts(distance, WEIGHS: tl.constexpr):
-    return weight_of(distance) if WEIGHS else tl.full(distance.shape, 1, tl.int64)
+def amounts_of(distance, BY_WEIGHT: tl.constexpr):
+    """Return each token's weight with BY_WEIGHT, else 1."""
+    return weight_of(distance) if BY_WEIGHT else tl.full(distance.shape, 1, tl.int64)
 
 
 @triton.jit
-def amount_before(made, each, bounds):
-    """What elements before each of the bounds amount to."""
-    return tl.sum(tl.where(made[:, None] < bounds[None, :], each[:, None], 0), axis=0)
+def amounts_below(keys, amounts, bounds):
+    """Return the sum of the amounts of the keys below each bound."""
+    return tl.sum(tl.where(keys[:, None] < bounds[None, :], amounts[:, None], 0), axis=0)
 
 
 @triton.jit
-def find_cut(
-    source,
+def find_threshold(
+    row_data,
     largest,
     listed,
     end,
     wanted,
-    WEIGHS: tl.constexpr,
+    BY_WEIGHT: tl.constexpr,
     VOCAB: tl.constexpr,
     BITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first element up to which the list has ``wanted`` elements, with WEIGHS that weight; at least 1."""
+    """Return the first sort key up to which the list has ``wanted`` tokens or, with BY_WEIGHT, that weight (at least
+    1)."""
     DIGITS: tl.constexpr = (31 + BITS + 3) // 4
-    IN_BIN: tl.constexpr = (BIN_SHIFT + BITS + 3) // 4
+    DIGITS_IN_BIN: tl.constexpr = (BIN_SHIFT + BITS + 3) // 4
     _, _, first, last = listed
-    # Elements of one bin, but for those at the ends, which have no bounds, begin with its bits.
-    alike = (first == last) & (first > 0) & (first < BINS - 1)
-    cut = tl.where(alike, (first + BIN_FIRST).to(tl.int64) << (BIN_SHIFT + BITS), 0)
-    digits = tl.where(alike, IN_BIN, DIGITS)
-    if end <= BLOCK:  # it stays in registers
-        made, distance = elements(source, largest, listed, 0, VOCAB, BITS, CAPACITY, BLOCK)
-        each = amounts(distance, WEIGHS)
+    # The keys of one bin begin with the bits of that bin; the bins at the ends, which have no bounds, are exceptions.
+    same_prefix = (first == last) & (first > 0) & (first < BINS - 1)
+    threshold = tl.where(same_prefix, (first + BIN_FIRST).to(tl.int64) << (BIN_SHIFT + BITS), 0)
+    digits = tl.where(same_prefix, DIGITS_IN_BIN, DIGITS)
+    if end <= BLOCK:  # the list stays in registers
+        keys, distance = load_sort_keys(row_data, largest, listed, 0, VOCAB, BITS, CAPACITY, BLOCK)
+        amounts = amounts_of(distance, BY_WEIGHT)
         for digit in range(digits):
             shift = (digits - 1 - digit) * 4
-            bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
-            before = amount_before(made, each, bounds)
-            cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
+            bounds = threshold + (tl.arange(0, RADIX).to(tl.int64) << shift)
+            below = amounts_below(keys, amounts, bounds)
+            threshold += (tl.sum((below < wanted).to(tl.int64), axis=0) - 1) << shift
     else:
         for digit in range(digits):
             shift = (digits - 1 - digit) * 4
-            bounds = cut + (tl.arange(0, FAN).to(tl.int64) << shift)
-            before = tl.zeros([FAN], tl.int64)
+            bounds = threshold + (tl.arange(0, RADIX).to(tl.int64) << shift)
+            below = tl.zeros([RADIX], tl.int64)
             for start in range(0, end, BLOCK):
-                made, distance = elements(source, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
-                before += amount_before(made, amounts(distance, WEIGHS), bounds)
-            cut += (tl.sum((before < wanted).to(tl.int64), axis=0) - 1) << shift
-    return cut
+                keys, distance = load_sort_keys(row_data, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+                below += amounts_below(keys, amounts_of(distance, BY_WEIGHT), bounds)
+            threshold += (tl.sum((below < wanted).to(tl.int64), axis=0) - 1) << shift
+    return threshold
