@@ -20,7 +20,7 @@ from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
 from shotcast.layers.weights import Weights
-from shotcast.models.llama import Llama
+from shotcast.models.causal_lm import CausalLM
 from shotcast.models.source import open_checkpoint
 
 BLOCK = 4
@@ -54,7 +54,7 @@ def answered(
             comm = stack.enter_context(job.split(job.rank // (job.world_size // stages)))
         weights = Weights(checkpoint, torch.float32, comm.device)
         timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
-        model = Llama(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
+        model = CausalLM(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
         sizes = steps.bucket_sizes(sequences) if static else ()
         runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
         assert runner.lookahead >= lookahead

@@ -11,7 +11,7 @@ import shotcast
 from shotcast.layers.batch import Batch, PrefillMetadata
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
-from shotcast.models.llama import Llama
+from shotcast.models.causal_lm import CausalLM
 from shotcast.models.source import open_checkpoint
 
 BLOCK = 4
@@ -70,7 +70,7 @@ def logits(
         ranks = job.world_size // stages
         comm = job.split(job.rank // ranks) if stages > 1 else job
         parallel = Parallel(comm, job, stages, **options)
-        model = Llama(
+        model = CausalLM(
             checkpoint.config, Weights(checkpoint, torch.float32, torch.device("cpu")), parallel, 128, len(prompts)
         )
         tables = Tables(len(prompts), -(-max(map(len, prompts)) // BLOCK))

@@ -309,7 +309,7 @@ def test_other_files_are_named(tmp_path: Path) -> None:
 
 def assert_as_the_package_reads(path: Path) -> None:
     """Metadata but for lists of strings, and where each tensor is, as by the reader that takes seconds."""
-    header, theirs = GgufHeader.of(path), gguf.GGUFReader(path)
+    header, theirs = GgufHeader.read(path), gguf.GGUFReader(path)
     known = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     vocabularies = {name for name, field in known.items() if gguf.GGUFValueType.STRING in field.types[1:]}
     assert vocabularies
@@ -367,7 +367,7 @@ def test_any_damage_before_the_weights_is_refused_or_can_be_read(
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     write(path)
     content = bytearray(path.read_bytes())
-    before = min(place.offset for place in GgufHeader.of(path).tensors.values())
+    before = min(place.offset for place in GgufHeader.read(path).tensors.values())
     for place in data.draw(st.lists(st.integers(0, before - 1), min_size=1, max_size=4)):
         content[place] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
@@ -433,16 +433,16 @@ def try_to_read(path: Path) -> None:
         ("llama.rope.freq_base", "large", "freq_base = 'large', which is no number"),
         ("llama.rope.freq_base", 0.0, "theta of rotary embedding is from 1e-18"),
         ("llama.attention.layer_norm_rms_epsilon", math.nan, "norm_eps"),
-        ("llama.block_count", 1000, "layers of a model is from 1 to 999"),
+        ("llama.block_count", 1000, "layers of a model must be from 1 to 999"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any, message: str
 ) -> None:
     write(tmp_path / "model.gguf")
-    header = GgufHeader.of(tmp_path / "model.gguf")
+    header = GgufHeader.read(tmp_path / "model.gguf")
     damaged = GgufHeader({**header.metadata, key: value}, header.tensors)
-    monkeypatch.setattr(GgufHeader, "of", lambda _: damaged)
+    monkeypatch.setattr(GgufHeader, "read", lambda _: damaged)
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         open_checkpoint(str(tmp_path / "model.gguf"))
 

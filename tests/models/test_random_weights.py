@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
 from shotcast.layers.rope import Rope
-from shotcast.models.checkpoint import verify
 from shotcast.models.config import ModelConfig
 from shotcast.models.presets import preset
 from shotcast.models.random_weights import RandomWeights
@@ -57,7 +56,7 @@ def test_any_part_is_that_part(data: st.DataObject) -> None:
 
 
 def test_values_are_of_the_size_of_real_ones() -> None:
-    verify(WEIGHTS)
+    WEIGHTS.verify()
     assert WEIGHTS.nbytes == 4 * TINY.parameters
     matrix = WEIGHTS.read("lm_head.weight")
     assert matrix.std().item() == pytest.approx(0.02, rel=0.05)

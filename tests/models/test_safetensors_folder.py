@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.models.checkpoint import require
 from shotcast.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from shotcast.models.source import open_checkpoint
 
@@ -124,7 +123,7 @@ def test_a_missing_tensor_is_named_with_close_ones(saved: tuple[Path, Path, Tens
     with pytest.raises(ConfigError, match=r"no tensor 'model.layers.1.self_attn.qproj.weight'.*self_attn.q_proj"):
         checkpoint.read("model.layers.1.self_attn.qproj.weight")
     with pytest.raises(ConfigError, match=r"\[64, 32\] in the checkpoint; by its configuration it is \[1, 2\]"):
-        require(checkpoint, "lm_head.weight", (1, 2))
+        checkpoint.require("lm_head.weight", (1, 2))
 
 
 def rewrite(folder: Path, change: Tensors | None = None, leave_out: str = "") -> None:
@@ -220,5 +219,5 @@ def test_what_is_looked_for_is_said(one: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.json cannot be read as JSON"):
         SafetensorsFolder(one)
     (one / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"no checkpoint: it has no config.json"):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint: it has no config.json"):
         SafetensorsFolder(one)

@@ -61,7 +61,7 @@ def test_anything_else_is_answered_with_what_is_accepted(
 def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_model("~") == tmp_path
-    with pytest.raises(ConfigError, match=r"no checkpoint: it has no config.json"):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint: it has no config.json"):
         open_checkpoint(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="name the folder"):

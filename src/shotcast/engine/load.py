@@ -21,8 +21,8 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Weights
+from shotcast.models.causal_lm import CausalLM
 from shotcast.models.config import ModelConfig
-from shotcast.models.llama import Llama
 from shotcast.models.memory_estimate import available_bytes, weight_bytes
 from shotcast.models.source import open_checkpoint
 from shotcast.units import about_size
@@ -81,7 +81,7 @@ def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Rea
     timer = DeviceStepTimer(job.device) if device == "cuda" else HostStepTimer()
     parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
     with _progress(config.progress and job.rank == 0, budget.weights) as on_read:
-        part = Llama(
+        part = CausalLM(
             model,
             Weights(checkpoint, dtype, job.device, on_read, config.quantization),
             parallel,
@@ -203,7 +203,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     return _Memory(available, weights)
 
 
-def _cache_blocks(config: EngineConfig, part: Llama, budget: _Memory, max_model_len: int, job: Communicator) -> int:
+def _cache_blocks(config: EngineConfig, part: CausalLM, budget: _Memory, max_model_len: int, job: Communicator) -> int:
     """Blocks of the paged cache that every rank has room for, at most what all sequences at full length need.
 
     Raises:

@@ -20,7 +20,7 @@ from shotcast.engine.sampler import Sampled, Sampler, logprobs_of
 from shotcast.engine.state import State
 from shotcast.engine.transfer import Download, uploaded
 from shotcast.layers.batch import AttentionTiles, Batch, Logits, PrefillMetadata
-from shotcast.models.llama import Llama
+from shotcast.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Llama,
+        model: CausalLM,
         blocks: int,
         block_size: int,
         max_sequences: int,

@@ -8,7 +8,7 @@ import torch
 
 from shotcast.layers.attention import KVCache
 from shotcast.layers.batch import Logits
-from shotcast.models.llama import Llama
+from shotcast.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class State:
         logits: of as many rows as slots, where steps on static memory put theirs; None if these are new tensors.
     """
 
-    model: Llama
+    model: CausalLM
     caches: list[KVCache]
     tables: torch.Tensor
     drawn: torch.Tensor

@@ -209,7 +209,7 @@ class IncrementalDecoder:
 
 def _fit_to_gguf(tokenizer: Any, path: Path) -> None:
     """Set what transformers, or some versions of it, do not take from a GGUF file."""
-    metadata = GgufHeader.of(path).metadata
+    metadata = GgufHeader.read(path).metadata
     special = {}
     for name, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")

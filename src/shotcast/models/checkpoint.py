@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,98 +15,109 @@ from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
 
 
-class Checkpoint(Protocol):
-    """A model's parameters, named as Hugging Face names them ("model.layers.0.self_attn.q_proj.weight")."""
+class Checkpoint(ABC):
+    """The parameters of a model, named as in Hugging Face checkpoints ("model.layers.0.self_attn.q_proj.weight").
 
-    @property
-    def config(self) -> ModelConfig: ...
+    Args:
+        config: the model.
+        shapes: the shape of each tensor, matrices as [outputs, inputs].
+        nbytes: the size of all tensors as they are stored.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors, as they are stored."""
-        ...
+    def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], nbytes: int):
+        self.config, self._shapes, self.nbytes = config, shapes, nbytes
+        self._closed = False
 
-    def names(self) -> Collection[str]: ...
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
+        return self._shapes.keys()
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """A tensor or a part of it, in memory of its own, contiguous; no more of the file is read than it takes.
-
-        Args:
-            rows, columns: of the first and the second dimension, in steps of one; None for all.
-
-        Returns:
-            It is of the type that is stored; float32 for one that is quantised.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor.
 
         Raises:
-            ConfigError: there is no such tensor, or not so much of it.
+            ConfigError: there is no such tensor.
         """
-        ...
+        self.require(name)
+        return self._shapes[name]
 
-    def close(self) -> None: ...
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """Read a tensor or a part of it into new contiguous memory. No more of the file is read than the part needs.
+
+        Args:
+            rows, columns: slices of the first and the second dimension, in steps of one; None for all.
+
+        Returns:
+            A tensor of the stored type; float32 if it is stored quantised.
+
+        Raises:
+            ConfigError: there is no such tensor, the part is not within it, or the checkpoint is closed.
+        """
+        shape = self.shape(name)
+        if self._closed:
+            raise ConfigError("the checkpoint is closed")
+        if len(shape) < 2 and columns is not None:
+            raise ConfigError(f"{name!r} is a vector, which has no columns")
+        row_part = _within(rows, shape[0], f"rows of {name!r}")
+        column_part = _within(columns, shape[1] if len(shape) > 1 else 1, f"columns of {name!r}")
+        return self._read(name, row_part, column_part)
+
+    @abstractmethod
+    def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """Read the part ``rows`` and ``columns``, which are within the tensor; a vector is one column."""
+
+    def close(self) -> None:
+        """Release the memory and the files of the checkpoint."""
+        self._closed = True
+
+    def require(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+        """Raise ConfigError unless there is a tensor ``name``, with this shape if one is given."""
+        if name not in self._shapes:
+            similar = difflib.get_close_matches(name, self._shapes, 3, 0.8)
+            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            raise ConfigError(f"the checkpoint has no tensor {name!r}{hint}")
+        if shape is not None and (found := self._shapes[name]) != shape:
+            raise ConfigError(
+                f"tensor {name!r} is {list(found)} in the checkpoint; by its configuration it is {list(shape)}"
+            )
+
+    def verify(self) -> None:
+        """Raise ConfigError unless the checkpoint holds exactly the parameters that its configuration asks for."""
+        expected = self.config.tensors()
+        for name, shape in expected.items():
+            self.require(name, shape)
+        # A tied head may be stored a second time, and older checkpoints hold the angles of rotary embedding.
+        head = f"{self.config.names.head}.weight"
+        others = [
+            name
+            for name in self.names()
+            if name not in expected and name != head and not name.endswith("rotary_emb.inv_freq")
+        ]
+        if others:
+            shown = ", ".join(sorted(others)[:3])
+            raise ConfigError(
+                f"the checkpoint holds {len(others)} tensors that its configuration does not ask for, such as {shown}; "
+                "without them the model would compute something else"
+            )
 
 
-def require(checkpoint: Checkpoint, name: str, shape: tuple[int, ...] | None = None) -> None:
-    """Raises ConfigError unless ``name`` is there, with this shape if one is given."""
-    if name not in checkpoint.names():
-        close = difflib.get_close_matches(name, checkpoint.names(), 3, 0.8)
-        also = f"; there are {', '.join(close)}" if close else ""
-        raise ConfigError(f"the checkpoint has no tensor {name!r}{also}")
-    if shape is not None and (found := checkpoint.shape(name)) != shape:
-        raise ConfigError(
-            f"tensor {name!r} is {list(found)} in the checkpoint; by its configuration it is {list(shape)}"
-        )
-
-
-def verify(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError unless the checkpoint holds the parameters that its configuration asks for, and no others."""
-    expected = checkpoint.config.tensors()
-    for name, shape in expected.items():
-        require(checkpoint, name, shape)
-    # A tied head may be stored a second time, and older checkpoints hold the angles of rotary embedding.
-    others = [
-        name
-        for name in checkpoint.names()
-        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
-    ]
-    if others:
-        shown = ", ".join(sorted(others)[:3])
-        raise ConfigError(
-            f"the checkpoint holds {len(others)} tensors that its configuration does not ask for, such as {shown}; "
-            "without them the model would compute something else"
-        )
-
-
-def bounds(part: slice | None, size: int, what: str) -> tuple[int, int]:
-    """First and last + 1 of a part of a dimension. Raises ConfigError if it is not within it."""
+def _within(part: slice | None, size: int, description: str) -> slice:
+    """Return a part of a dimension with both bounds. Raise ConfigError if it is not within the dimension."""
     if part is None:
-        return 0, size
+        return slice(0, size)
     first = 0 if part.start is None else part.start
     last = size if part.stop is None else part.stop
     if part.step not in (None, 1) or not 0 <= first <= last <= size:
-        raise ConfigError(f"{what} are a slice within 0:{size} in steps of one, not {part}")
-    return first, last
-
-
-def part_of(
-    shape: tuple[int, ...], rows: slice | None, columns: slice | None, name: str
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bounds of the rows and columns of a part; a vector is one column."""
-    if len(shape) < 2 and columns is not None:
-        raise ConfigError(f"{name!r} is a vector; it has no columns to take")
-    return (
-        bounds(rows, shape[0], f"rows of {name!r}"),
-        bounds(columns, shape[1] if len(shape) > 1 else 1, f"columns of {name!r}"),
-    )
+        raise ConfigError(f"{description} must be a slice within 0:{size} in steps of one, not {part}")
+    return slice(first, last)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file. Raises ConfigError naming the file."""
+    """Read an object from a file. Raise ConfigError, which names the file, if that fails."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object")
-    return found
+    return content

@@ -27,7 +27,7 @@ _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorLocation:
     """Where a tensor is.
 
     Args:
@@ -46,10 +46,10 @@ class GgufHeader:
     """Metadata by name, without lists of strings, which are vocabularies; tensors by name, in the order of the file."""
 
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorPlace]
+    tensors: Mapping[str, TensorLocation]
 
     @classmethod
-    def of(cls, path: Path) -> GgufHeader:
+    def read(cls, path: Path) -> GgufHeader:
         """Read it from a file.
 
         Raises:
@@ -69,15 +69,15 @@ class GgufHeader:
 
 
 class _Cursor:
-    """A place in the file, which moves as values are read."""
+    """An offset in the file, which advances as values are read."""
 
     def __init__(self, content: mmap.mmap):
         self._content = content
-        self.place = 0
+        self.offset = 0
 
     def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"<{count}{code}", self._content, self.place)
-        self.place += struct.calcsize(f"<{count}{code}")
+        values = struct.unpack_from(f"<{count}{code}", self._content, self.offset)
+        self.offset += struct.calcsize(f"<{count}{code}")
         return values
 
     def number(self, code: str) -> Any:
@@ -99,7 +99,7 @@ class _Cursor:
             return list(self.numbers(_code(kind), count))
         for _ in range(count):
             length = self.number("Q")
-            self.place += length
+            self.offset += length
         return None
 
 
@@ -124,18 +124,21 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
         if name in metadata:
             raise ValueError(f"it says {name} twice")
         metadata[name] = cursor.value()
-    places: dict[str, TensorPlace] = {}
+    locations: dict[str, TensorLocation] = {}
     for _ in range(tensor_count):
         name = cursor.text()
-        if name in places:
+        if name in locations:
             raise ValueError(f"it has tensor {name!r} twice")
         shape = cursor.numbers("Q", cursor.number("I"))[::-1]
-        places[name] = TensorPlace(shape, cursor.number("I"), cursor.number("Q"))
+        locations[name] = TensorLocation(shape, cursor.number("I"), cursor.number("Q"))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {alignment!r}, no power of two")
-    start = align_up(cursor.place, alignment)
+    start = align_up(cursor.offset, alignment)
     return GgufHeader(
         {name: value for name, value in metadata.items() if value is not None},
-        {name: TensorPlace(place.shape, place.type_number, start + place.offset) for name, place in places.items()},
+        {
+            name: TensorLocation(found.shape, found.type_number, start + found.offset)
+            for name, found in locations.items()
+        },
     )

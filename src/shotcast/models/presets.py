@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shotcast.errors import ConfigError
 from shotcast.layers.rope import Rope
-from shotcast.models.config import MOST_LAYERS, ModelConfig
+from shotcast.models.config import MAX_LAYERS, ModelConfig
 
 
 def _llama3(
@@ -161,8 +161,8 @@ def preset(name: str) -> ModelConfig:
         raise ConfigError(f"there is no preset {found!r}; {accepted}")
     if not colon:
         return PRESETS[found]
-    if not re.fullmatch("[0-9]{1,9}", layers) or not 1 <= int(layers) <= MOST_LAYERS:
+    if not re.fullmatch("[0-9]{1,9}", layers) or not 1 <= int(layers) <= MAX_LAYERS:
         raise ConfigError(
-            f"after the preset {found} and a colon comes a number of layers, 1 to {MOST_LAYERS}, not {layers!r}"
+            f"after the preset {found} and a colon comes a number of layers, 1 to {MAX_LAYERS}, not {layers!r}"
         )
     return replace(PRESETS[found], layers=int(layers))

@@ -1,76 +1,60 @@
-"""Random weights in the shape of a model, for measurements that do not look at the text."""
+"""Random weights in the shape of a model, for measurements that do not depend on the text."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 
 import numpy as np
 import torch
 
-from shotcast.models.checkpoint import part_of, require
+from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
 
 _STANDARD_DEVIATION = 0.02
-"""Of matrices, as models of this family are initialised."""
-_TABLE = 1 << 20
+"""The standard deviation of matrices, with which models of this kind are initialised."""
+_TABLE_SIZE = 1 << 20
 
 
-class RandomWeights:
-    """A checkpoint whose tensors depend on their names and on ``seed`` alone, whichever part of them is read.
+class RandomWeights(Checkpoint):
+    """A checkpoint whose tensors depend only on their names and on ``seed``, whichever part of them is read.
 
-    Every row is a window, at a place that its name and number give, into one table of normally distributed numbers. So
-    a read is little more than a copy, and only of the part that is asked for.
+    Every row is a window into one table of normally distributed numbers, at an offset derived from the tensor's name
+    and the row's number. A read is therefore little more than a copy of the requested part.
 
     Args:
-        config: of the model.
+        config: the model.
         device: where tensors are made.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"):
-        self._config, self._seed = config, seed
-        self._shapes = config.tensors()
-        self._dtype: torch.dtype = getattr(torch, config.dtype)
-        longest = max(shape[-1] for shape in self._shapes.values())
-        # made on the CPU, for a GPU's generator draws other numbers
-        table = torch.randn(_TABLE + longest, generator=torch.Generator().manual_seed(seed)) * _STANDARD_DEVIATION
-        self._table = table.to(device, self._dtype)
+        shapes = config.tensors()
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        super().__init__(config, shapes, config.parameters * dtype.itemsize)
+        self._seed = seed
+        longest = max(shape[-1] for shape in shapes.values())
+        # made on the CPU, since the generator of a GPU gives other numbers
+        table = torch.randn(_TABLE_SIZE + longest, generator=torch.Generator().manual_seed(seed)) * _STANDARD_DEVIATION
+        self._table = table.to(device, dtype)
 
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    @property
-    def nbytes(self) -> int:
-        return self._config.parameters * self._dtype.itemsize
-
-    def names(self) -> Collection[str]:
-        return self._shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        require(self, name)
-        return self._shapes[name]
-
-    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        shape = self.shape(name)
-        (first, last), (left, right) = part_of(shape, rows, columns, name)
-        if len(shape) == 1:
-            start = int(self._places(name, 0, 1)[0])
-            vector = self._table[start + first : start + last]
+    def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        if len(self._shapes[name]) == 1:
+            start = int(self._offsets(name, 0, 1)[0])
+            vector = self._table[start + rows.start : start + rows.stop]
             # norms scale by about one, biases add about nothing
-            return vector + 1 if name.endswith("norm.weight") else vector.clone()
-        if left == right:
-            return self._table.new_empty(last - first, 0)
-        places = torch.from_numpy(self._places(name, first, last) + left).to(self._table.device)
-        return self._table.unfold(0, right - left, 1)[places]
+            return vector + 1 if name.endswith(".weight") else vector.clone()
+        if columns.start == columns.stop:
+            return self._table.new_empty(rows.stop - rows.start, 0)
+        offsets = torch.from_numpy(self._offsets(name, rows.start, rows.stop) + columns.start).to(self._table.device)
+        return self._table.unfold(0, columns.stop - columns.start, 1)[offsets]
 
     def close(self) -> None:
+        super().close()
         self._table = self._table.new_empty(0)
 
-    def _places(self, name: str, first: int, last: int) -> np.ndarray:
-        """Where in the table rows begin: the top bits of a hash of name, seed and row (splitmix64)."""
+    def _offsets(self, name: str, first: int, last: int) -> np.ndarray:
+        """Return the offsets of rows in the table: a hash of name, seed and row (splitmix64)."""
         key = int.from_bytes(hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), "little")
         mixed = np.arange(first, last, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(_TABLE)).astype(np.int64)
+        return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(_TABLE_SIZE)).astype(np.int64)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from shotcast.errors import ConfigError
-from shotcast.models.checkpoint import Checkpoint, verify
+from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.presets import PRESETS, preset
 
 RANDOM = "random:"
@@ -70,7 +70,7 @@ def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoin
 
         checkpoint = GgufFile(path)
     try:
-        verify(checkpoint)
+        checkpoint.verify()
     except ConfigError as error:
         checkpoint.close()
         raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,102 @@
+"""One layer of a decoder of the Llama kind (Touvron et al., arXiv 2302.13971)."""
+
+from __future__ import annotations
+
+import torch
+
+from shotcast.layers.attention import Attention, KVCache
+from shotcast.layers.batch import Batch
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.partition import FFN_UNIT, partition, partition_heads
+from shotcast.layers.weights import Weights
+from shotcast.models.config import ModelConfig
+
+
+class Block:
+    """One layer: attention, then the feed-forward network, each behind a norm and added to the residual.
+
+    The norm *before* either follows the sum of partial results before it, in one operation; so a block is given its
+    input normed, and returns partial sums for the next norm.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        weights: Weights,
+        parallel: Parallel,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        sequences: int,
+        share_scratch_with: Block | None,
+    ):
+        names, head_dim = config.names, config.head_dim
+        rank, ranks = parallel.rank, parallel.size
+        heads, kv_heads, kv_head_of = partition_heads(config.heads, config.kv_heads, rank, ranks)
+        columns = partition(config.intermediate, ranks, FFN_UNIT)[rank]
+
+        def weight_name(name: str) -> str:
+            return names.of_layer(number, name)
+
+        def head_rows(name: str, heads: range) -> Rows:
+            return Rows(weight_name(name), range(heads.start * head_dim, heads.stop * head_dim))
+
+        self._parallel, self._eps = parallel, config.norm_eps
+        self.attention_norm = weights.take(f"{weight_name(names.attention_norm)}.weight")
+        self.qkv = column_parallel(
+            weights,
+            (head_rows(names.query, heads), head_rows(names.key, kv_heads), head_rows(names.value, kv_heads)),
+            config.attention_bias,
+        )
+        head_norms = None
+        if config.qk_norm:
+            norms = [weights.take(f"{weight_name(name)}.weight") for name in (names.query_norm, names.key_norm)]
+            head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
+        window = config.sliding_window or 0
+        self.attention: Attention = Attention(
+            len(heads),
+            head_dim,
+            kv_head_of,
+            cosines,
+            sines,
+            sequences,
+            window,
+            head_norms,
+            config.norm_eps,
+            None if share_scratch_with is None else share_scratch_with.attention,
+        )
+        self.output = row_parallel(
+            weights,
+            weight_name(names.output),
+            range(heads.start * head_dim, heads.stop * head_dim),
+            config.output_bias,
+            rank,
+        )
+        self.mlp_norm = weights.take(f"{weight_name(names.mlp_norm)}.weight")
+        self.gate_up = column_parallel(
+            weights,
+            [Rows(weight_name(name), columns) for name in (names.gate, names.up)],
+            config.mlp_bias,
+        )
+        self.down = row_parallel(weights, weight_name(names.down), columns, config.mlp_bias, rank)
+
+    def __call__(
+        self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to."""
+        partial = self.output(self.attention(self.qkv(normed), cache, batch))
+        normed, residual = self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
+        return self.down(self.gate_up.gated(normed)), residual
+
+    def enter(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        """The block's normed input and the residual, from the partial sums before it; as the block is to be called."""
+        return self._reduce_norm(partial, residual, self.attention_norm, self.qkv)
+
+    def _reduce_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, following: Linear
+    ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        if following.takes_float8(partial.shape[0]):
+            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps)
+        return self._parallel.reduce_norm(partial, residual, weight, self._eps)

@@ -1,0 +1,115 @@
+"""Language models: embeddings, the layers of a stage, and the head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shotcast.layers.attention import KVCache
+from shotcast.layers.batch import Batch, Logits
+from shotcast.layers.embedding import Vocabulary
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.partition import partition
+from shotcast.layers.weights import Weights
+from shotcast.models.block import Block
+from shotcast.models.config import ModelConfig
+from shotcast.models.registry import find_family
+
+
+class CausalLM:
+    """This rank's part of a model: some layers (its stage), and of these its share.
+
+    Args:
+        config: of the model.
+        weights: where parameters come from.
+        parallel: the ranks.
+        positions: tokens that a sequence may have.
+        sequences: that decode together, at most.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, parallel: Parallel, positions: int, sequences: int):
+        self.config, self.parallel, self._eps = config, parallel, config.norm_eps
+        cosines, sines = config.rope.tables(config.head_dim, positions, weights.device)
+        self.layers = partition(config.layers, parallel.stages)[parallel.stage]
+        self.embeddings = self.head = None
+        if parallel.first:
+            self.embeddings = Vocabulary(weights, f"{config.names.embeddings}.weight", config.vocab, parallel)
+        block = find_family(config.family).block
+        self.blocks: list[Block] = []
+        for number in self.layers:
+            first = self.blocks[0] if self.blocks else None
+            self.blocks.append(block(config, number, weights, parallel, cosines, sines, sequences, first))
+        if parallel.last:
+            self.final_norm = weights.take(f"{config.names.final_norm}.weight")
+            if config.tied and self.embeddings is not None:
+                self.head = self.embeddings
+            else:
+                name = config.names.embeddings if config.tied else config.names.head
+                self.head = Vocabulary(weights, f"{name}.weight", config.vocab, parallel)
+        self.dtype = weights.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self.dtype
+
+    def tile(self, tokens: int) -> int:
+        """Tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of so many."""
+        return self.blocks[0].attention.tile(tokens, self.cache_dtype)
+
+    def caches(self, blocks: int, block_size: int) -> list[KVCache]:
+        """Empty caches for this rank's layers and heads, of so many blocks of ``block_size`` tokens each."""
+        return [
+            KVCache(
+                blocks,
+                block_size,
+                block.attention.kv_heads,
+                block.attention.head_dim,
+                self.cache_dtype,
+                block.mlp_norm.device,
+            )
+            for block in self.blocks
+        ]
+
+    def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits | None:
+        """Run one step. On the last stage, return the logits of ``batch.logits_indices``, None if it is empty."""
+        last = self.hidden(batch, caches)
+        if last is None:
+            return None
+        if batch.logits_indices is None:
+            return self.logits(last, batch.logits_out)
+        return self.logits(last[batch.logits_indices]) if batch.logits_indices.numel() else None
+
+    def logits(self, last: torch.Tensor, out: Logits | None = None) -> Logits:
+        """Of rows of what :meth:`hidden` gives, on the last stage. ``out``: on CUDA, where they go."""
+        assert self.head is not None
+        return self.head.logits(last, out)
+
+    def hidden(self, batch: Batch, caches: list[KVCache]) -> torch.Tensor | None:
+        """A step without the head: on the last stage the normed output of the last block, [tokens, hidden]."""
+        parallel = self.parallel
+        tokens = batch.tokens.shape[0]
+        normed: torch.Tensor | Float8Rows
+        if self.embeddings is not None:
+            partial = self.embeddings.embed(batch.tokens)
+            residual = torch.zeros_like(partial[parallel.part(tokens)])
+            normed, residual = self.blocks[0].enter(partial, residual)
+        else:
+            hidden = torch.empty(tokens, self.config.hidden, dtype=self.dtype, device=batch.tokens.device)
+            parallel.receive(hidden)
+            weight = self.blocks[0].attention_norm
+            normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self.dtype)
+            residual = hidden[parallel.part(tokens)].contiguous()
+        for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            partial, residual = block(normed, residual, cache, batch)
+            if index + 1 < len(self.blocks):
+                normed, residual = self.blocks[index + 1].enter(partial, residual)
+        if self.head is None:
+            hidden = parallel.all_reduce(partial)
+            if parallel.divides_residual(tokens):
+                residual = parallel.gather_rows(residual)
+            parallel.send(hidden + residual)
+            return None
+        last, _ = parallel.reduce_norm(partial, residual, self.final_norm, self._eps)
+        return last

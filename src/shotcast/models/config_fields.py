@@ -1,0 +1,83 @@
+"""Checked values of the fields of a ``config.json``."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from shotcast.errors import ConfigError
+
+Fields = Mapping[str, Any]
+"""The object of a ``config.json``, or one within it."""
+
+MAX_COUNT = (1 << 31) - 1
+"""The largest number of anything in a model."""
+
+
+def count(config: Fields, key: str, default: int | None = None, least: int = 1) -> int:
+    """Return a whole number of at least ``least``.
+
+    Raises:
+        ConfigError: the value is something else, or is missing and there is no default.
+    """
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise ConfigError(f"config.json has no {key}")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
+        raise ConfigError(
+            f"{key} in config.json must be a whole number from {least} to {MAX_COUNT}, not {shorten(value)}"
+        )
+    return value
+
+
+def number(config: Fields, key: str, default: float | None = None) -> float:
+    """Return a finite number above 0.
+
+    Raises:
+        ConfigError: the value is something else, or is missing and there is no default.
+    """
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise ConfigError(f"config.json has no {key}")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{key} in config.json must be a number above 0, not {shorten(value)}")
+    return float(value)
+
+
+def strings(config: Fields, key: str) -> list[str]:
+    """Return a list of strings; the empty list if the field is missing.
+
+    Raises:
+        ConfigError: the value is something else.
+    """
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{key} in config.json must be a list of names, not {shorten(value)}")
+    return value
+
+
+def token_ids(config: Fields, key: str) -> tuple[int, ...]:
+    """Return token ids, of which a config gives none, one or a list.
+
+    Raises:
+        ConfigError: the value is something else.
+    """
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]:
+        raise ConfigError(f"{key} in config.json must be a token id or a list of them, not {wrong[0]!r}")
+    # some checkpoints write -1 for "none"
+    return tuple(token for token in ids if token >= 0)
+
+
+def shorten(value: object) -> str:
+    """Return a representation of any value that fits on a line."""
+    if isinstance(value, int) and value.bit_length() > 1 << 10:
+        return f"one of {value.bit_length()} bits"  # Python refuses to write out very long integers
+    return reprlib.repr(value)

@@ -1,0 +1,54 @@
+"""The description of a model family: everything in which families of the Llama kind differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from shotcast.models.block import Block
+from shotcast.models.config_fields import Fields
+from shotcast.models.weight_names import GGUF_LLAMA, HF_LLAMA, WeightNames
+
+
+def no_sliding_window(config: Fields, layers: int) -> int | None:
+    """Return None: every token sees all tokens before it."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A family of models whose decoders differ from Llama's in no more than what is said here.
+
+    Attributes:
+        name: the ``model_type`` of its ``config.json``.
+        architecture: the class of Hugging Face Transformers whose checkpoints can be read.
+        gguf_architectures: the values of ``general.architecture`` of its GGUF files.
+        attention_bias: whether the query, key and value projections have biases; "config": as ``attention_bias`` in
+            config.json says.
+        output_bias: whether the projection after attention has a bias where they have.
+        mlp_bias: whether ``mlp_bias`` in config.json is read; otherwise there are no such biases.
+        qk_norm: whether each head of queries and keys is normalised.
+        kv_heads_default_to_heads: whether a config.json that lacks ``num_key_value_heads`` has as many as heads.
+        default_head_dim: the size of a head where config.json gives none; None: the hidden size divided by the heads.
+        sliding_window: reads the attention window from config.json and the number of layers; None for no window.
+        gguf_interleaved_rope: whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of
+            neighbours needs them.
+        names, gguf_names: the names of the weights in Hugging Face checkpoints and in GGUF files.
+        block: the class of a layer.
+    """
+
+    name: str
+    architecture: str
+    gguf_architectures: tuple[str, ...] = ()
+    attention_bias: bool | Literal["config"] = "config"
+    output_bias: bool = True
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    kv_heads_default_to_heads: bool = False
+    default_head_dim: int | None = None
+    sliding_window: Callable[[Fields, int], int | None] = no_sliding_window
+    gguf_interleaved_rope: bool = False
+    names: WeightNames = HF_LLAMA
+    gguf_names: WeightNames = GGUF_LLAMA
+    block: type[Block] = Block

@@ -1,0 +1,129 @@
+"""Reading the ``config.json`` of Hugging Face Transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.layers.rope import Rope
+from shotcast.models.config import ModelConfig
+from shotcast.models.config_fields import Fields, count, number, strings, token_ids
+from shotcast.models.registry import by_hf_name
+
+
+def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
+    """Read ``config.json`` of Transformers (version 4 or 5), and ``generation_config.json`` if there is one.
+
+    Fields that the classes of Transformers do not read are ignored, as there. Fields that they read and that are not
+    implemented here are refused.
+
+    Raises:
+        ConfigError: a field is missing or makes no sense.
+        UnsupportedError: the model computes something that is not implemented.
+    """
+    family = by_hf_name(strings(config, "architectures"), config.get("model_type"))
+    _refuse_unsupported(config)
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    is_optional = family.kv_heads_default_to_heads or "num_key_value_heads" in config
+    default_head_dim = hidden // heads if family.default_head_dim is None else family.default_head_dim
+    if config.get("head_dim") is None and family.default_head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"config.json gives no head_dim, and hidden_size {hidden} does not divide by num_attention_heads {heads}"
+        )
+    bias = bool(config.get("attention_bias")) if family.attention_bias == "config" else family.attention_bias
+    max_position = count(config, "max_position_embeddings")
+    layers = count(config, "num_hidden_layers")
+    bos = token_ids(config, "bos_token_id")
+    eos = token_ids(config, "eos_token_id") + token_ids(generation or {}, "eos_token_id")
+    return ModelConfig(
+        hidden=hidden,
+        intermediate=count(config, "intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=count(config, "num_key_value_heads", heads if is_optional else None),
+        head_dim=count(config, "head_dim", default_head_dim),
+        vocab=count(config, "vocab_size"),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config, max_position),
+        max_position=max_position,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bias,
+        output_bias=bias and family.output_bias,
+        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        sliding_window=family.sliding_window(config, layers),
+        family=family.name,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        bos=bos[0] if bos else None,
+        eos=tuple(dict.fromkeys(eos)),
+        names=family.names,
+    )
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedError(f"hidden_act {activation!r} is not supported; accepted: silu")
+    if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
+        raise UnsupportedError(
+            f"the checkpoint is quantised (quantization_config: {method}), which is not supported in this format; "
+            "accepted: weights that are not quantised, or a GGUF file"
+        )
+    if config.get("rope_interleaved"):
+        raise UnsupportedError("rope_interleaved is not supported; accepted: rotation of the two halves of a head")
+
+
+def _rope(config: Fields, max_position: int) -> Rope:
+    """Read ``rope_parameters`` of Transformers 5, or ``rope_theta`` and ``rope_scaling`` of Transformers 4."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(f"rope_parameters in config.json must be an object, not {parameters!r}")
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedError("rope_parameters that differ between layers are not supported")
+    theta = number(parameters if parameters.get("rope_theta") is not None else config, "rope_theta", 10000.0)
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise UnsupportedError(f"partial_rotary_factor {partial} is not supported; accepted: 1")
+    if parameters.get("mrope_section"):
+        raise UnsupportedError("mrope_section (positions of several dimensions) is not supported")
+    if rope_type == "default":
+        return Rope(theta)
+    if rope_type == "linear":
+        return Rope(theta, "linear", number(parameters, "factor"))
+    # A config may give the original length outside the other parameters; Transformers prefers that one.
+    original = config if config.get("original_max_position_embeddings") is not None else parameters
+    original_max_position = count(original, "original_max_position_embeddings", max_position)
+    if rope_type == "llama3":
+        low, high = number(parameters, "low_freq_factor"), number(parameters, "high_freq_factor")
+        if low >= high:
+            raise ConfigError(f"low_freq_factor ({low:g}) of rope_parameters must be below high_freq_factor ({high:g})")
+        return Rope(theta, "llama3", number(parameters, "factor"), low, high, original_max_position)
+    if rope_type == "yarn":
+        return _yarn(parameters, theta, original_max_position, max_position)
+    raise UnsupportedError(f"rope_type {rope_type!r} is not supported; accepted: default, linear, llama3, yarn")
+
+
+def _yarn(parameters: Fields, theta: float, original_max_position: int, max_position: int) -> Rope:
+    if parameters.get("truncate", True) is not True:
+        raise UnsupportedError("truncate=false of yarn is not supported; accepted: true")
+    factor = number(parameters, "factor", max_position / original_max_position)
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = None
+    if parameters.get("attention_factor") is not None:
+        attention_factor = number(parameters, "attention_factor")
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        attention_factor = magnitude(number(parameters, "mscale")) / magnitude(number(parameters, "mscale_all_dim"))
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original_max_position,
+        attention_factor=attention_factor,
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+    )
