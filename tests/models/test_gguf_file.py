@@ -346,7 +346,7 @@ def altered(path: Path, old: bytes, new: bytes) -> Path:
     ("old", "new", "error", "message"),
     [
         (b"GGUF\3\0\0\0", b"GGUF\1\0\0\0", UnsupportedError, "version 1 of GGUF; accepted: 2 and 3"),
-        (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", UnsupportedError, "the other order"),
+        (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", UnsupportedError, "the other byte order"),
         (b"blk.0.ffn_gate.weight", b"blk.0.ffn_down.weight", ConfigError, "'blk.0.ffn_down.weight' twice"),
         (b"llama.block_count\4", b"llama.block_count\x0d", ConfigError, "metadata is of type 13"),
         (b"block_count", b"block\xffcount", ConfigError, "utf-8"),

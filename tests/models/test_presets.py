@@ -40,7 +40,7 @@ def test_parameters_are_those_published() -> None:
 
 
 def test_an_unknown_name_is_answered_with_close_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'llama-3-8b'; close ones: .*llama-3.1-8b"):
+    with pytest.raises(ConfigError, match=r"'llama-3-8b'; similar names: .*llama-3.1-8b"):
         preset("llama-3-8b")
     with pytest.raises(ConfigError, match=r"accepted: llama-2-7b, .*smollm2-1.7b"):
         preset("?")
@@ -51,7 +51,9 @@ def test_a_preset_with_another_number_of_layers() -> None:
     assert preset("llama-3.1-70b:40") == replace(whole, layers=40)
     assert len(preset("llama-3.1-70b:90").tensors()) > len(whole.tensors())
     for wrong in ("", "0", "-1", "4.5", "٣", "1000", "40 ", "40:40"):
-        with pytest.raises(ConfigError, match=r"preset llama-3.1-70b and a colon comes a number of layers, 1 to 999"):
+        with pytest.raises(
+            ConfigError, match=r"the preset llama-3.1-70b and a colon must be followed by a number of layers, 1 to 999"
+        ):
             preset(f"llama-3.1-70b:{wrong}")
-    with pytest.raises(ConfigError, match=r"no preset 'llama-70b'; close ones: .*llama-3.1-70b"):
+    with pytest.raises(ConfigError, match=r"no preset 'llama-70b'; similar names: .*llama-3.1-70b"):
         preset("llama-70b:40")

@@ -38,14 +38,17 @@ def test_random_weights_of_a_preset() -> None:
     checkpoint = open_checkpoint("random:qwen3-0.6b")
     assert isinstance(checkpoint, RandomWeights)
     assert checkpoint.config == preset("qwen3-0.6b")
-    with pytest.raises(ConfigError, match=r"close ones: qwen3-0\.6b"):
+    with pytest.raises(ConfigError, match=r"similar names: qwen3-0\.6b"):
         open_checkpoint("random:qwen3-0.7b")
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("meta-llama/Llama-3.1-8B", r"accepted: a folder .* \.gguf file, smollm2 .*close presets: random:llama-3.1-8b"),
+        (
+            "meta-llama/Llama-3.1-8B",
+            r"accepted: a folder .* \.gguf file, smollm2 .*similar presets: random:llama-3.1-8b",
+        ),
         ("", "accepted: a folder"),
         ("/nowhere", "accepted: a folder"),
     ],

@@ -1,1 +1,1 @@
-"""What models are made of: each layer owns how it is divided between ranks."""
+"""The layers of models. Each layer owns how it is divided between ranks."""

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812 (the customary name)
 
 from shotcast.layers.batch import AttentionTiles, Batch, PrefillMetadata
 
@@ -29,7 +29,7 @@ class KVCache:
 
 
 def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each head of queries and keys, by its row of ``weight`` [heads + kv heads, head_dim]."""
+    """Apply RMSNorm to each head of queries and keys, with its row of ``weight`` [heads + kv heads, head_dim]."""
     count, head_dim = weight.shape
     queries_and_keys = qkv[:, : count * head_dim].view(-1, count, head_dim)
     normed = F.rms_norm(queries_and_keys.float(), (head_dim,), None, eps).to(qkv.dtype) * weight
@@ -37,17 +37,17 @@ def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 
 class Attention:
-    """Causal attention of a rank's heads: norms and rotates queries and keys, keeps keys and values, and attends.
+    """Causal attention of a rank's heads: normalises and rotates queries and keys, caches keys and values, and attends.
 
     Args:
-        heads, head_dim: of this rank's queries.
-        kv_head_of: for each query head the place of its key-value head.
+        heads, head_dim: the number and the size of this rank's query heads.
+        kv_head_of: for each query head the index of its key-value head.
         cosines, sines: float32 [positions, head_dim / 2].
-        sequences: that decode together, at most.
-        window: tokens back that a query sees, itself included; 0 for all.
+        sequences: the largest number of sequences that decode together.
+        window: the number of tokens that a query sees, its own included; 0 for all.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
-        eps: of these norms.
-        beside: another layer of the same shape, whose scratch memory this one uses too: they take turns.
+        eps: the epsilon of these norms.
+        share_scratch_with: another layer of the same shape, whose scratch memory this one uses too; they run in turn.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Attention:
         self._even_groups = self._group * self.kv_heads == heads
 
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-        """[tokens, (heads + 2 kv heads) * head_dim], queries, keys and values, to [tokens, heads * head_dim]."""
+        """Attend: queries, keys and values [tokens, (heads + 2 kv heads) * head_dim] to [tokens, heads * head_dim]."""
         count = batch.num_decodes
         out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
         if batch.tiles is not None:
@@ -98,10 +98,11 @@ class Attention:
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
-        """Tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of so many.
+        """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`.
 
         Args:
-            dtype: of the cache.
+            tokens: the tokens of the step.
+            dtype: the type of the cache.
         """
         from shotcast.device.triton.intrinsics import num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
@@ -112,20 +113,20 @@ class Attention:
     def _attend_tiles(
         self, queries: torch.Tensor, cache: KVCache, tables: torch.Tensor, tiles: AttentionTiles, out: torch.Tensor
     ) -> None:
-        """Attention of all queries, [tokens, heads, head_dim]."""
+        """Attend for all queries, [tokens, heads, head_dim]."""
         from shotcast.kernels.triton.prompt_attention import attend
 
         shape = self._first_heads, self._group, cache.block_size, self.window
         attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.max_tokens, *shape, out)
 
-    def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, of: slice) -> torch.Tensor:
-        """Queries [tokens, heads, head_dim]; keys and values enter the cache."""
+    def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
+        """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""
         queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
         rotation = (
             self._cosines,
             self._sines,
-            batch.positions[of],
-            batch.slot_mapping[of],
+            batch.positions[part],
+            batch.slot_mapping[part],
             cache.keys,
             cache.values,
             queries,
@@ -142,22 +143,23 @@ class Attention:
         return queries
 
     def _decode(self, queries: torch.Tensor, cache: KVCache, batch: Batch, out: torch.Tensor) -> None:
-        """Attention of one query a sequence, [sequences, heads, head_dim], on a CPU."""
+        """Attend on a CPU with one query a sequence, [sequences, heads, head_dim]."""
         from shotcast.kernels.cpu.attention import decode
 
         paged = queries, cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
         decode(*paged, self._kv_head_of, cache.block_size, self.window, out)
 
     def _prefill(self, queries: torch.Tensor, cache: KVCache, prefill: PrefillMetadata, out: torch.Tensor) -> None:
-        """Attention of each sequence's last tokens, [tokens, heads, head_dim], to all before them and themselves."""
+        """Attend with the last tokens of each sequence, [tokens, heads, head_dim], to themselves and all before
+        them."""
         bounds = zip(itertools.pairwise(prefill.cu_seqlens_q), itertools.pairwise(prefill.cu_seqlens_k), strict=True)
         for (first, stop), (first_key, stop_key) in bounds:
             out[first:stop] = self._attend(queries[first:stop], cache, prefill.slots[first_key:stop_key])
 
     def _attend(self, queries: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
-        """As :meth:`_prefill`, of one sequence."""
+        """Do the work of :meth:`_prefill` for one sequence."""
         length, count = slots.shape[0], queries.shape[0]
-        # [1, heads, tokens, head_dim], as PyTorch wants it
+        # [1, heads, tokens, head_dim], as scaled_dot_product_attention takes it
         keys, values = (
             (cached[slots] if self._even_groups else cached[slots][:, self._kv_head_of]).transpose(0, 1)[None]
             for cached in (cache.keys, cache.values)

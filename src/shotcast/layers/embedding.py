@@ -13,11 +13,11 @@ from shotcast.layers.weights import Weights
 
 
 class Vocabulary:
-    """This rank's rows of an embedding matrix [vocab, hidden], to look tokens up in, or to get logits from.
+    """This rank's rows of an embedding matrix [vocab, hidden], for looking tokens up or computing logits.
 
     Args:
-        name: of the tensor in the checkpoint.
-        vocab: its rows.
+        name: the name of the tensor in the checkpoint.
+        vocab: the number of its rows.
     """
 
     def __init__(self, weights: Weights, name: str, vocab: int, parallel: Parallel):
@@ -31,7 +31,8 @@ class Vocabulary:
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[tokens] to [tokens, hidden]: rows of tokens that are this rank's, zero for the others. To be summed."""
+        """Look up [tokens] to [tokens, hidden]: this rank's rows, and zeros for tokens of other ranks. To be summed
+        over ranks."""
         if self.weight.is_cuda:
             from shotcast.kernels.triton.embedding import embed
 
@@ -43,7 +44,8 @@ class Vocabulary:
         return F.embedding(row_indices.masked_fill(other, 0), self.weight).masked_fill(other[:, None], 0)
 
     def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
-        """Of [rows, hidden], the same on every rank. ``out``: on CUDA, where they go."""
+        """Compute the logits of [rows, hidden], the same on every rank. On CUDA they are written to ``out``, if
+        given."""
         parts = self._parallel.gather_parts(self._product(x), self._widths)
         rows = x.shape[0]
         if self.weight.is_cuda:
@@ -56,5 +58,5 @@ class Vocabulary:
             return out
         columns = [part.view(rows, -1) for part in parts.split([rows * width for width in self._widths])]
         values = (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).float()
-        token = values.argmax(1, keepdim=True)  # of a row that holds NaN, one of those
+        token = values.argmax(1, keepdim=True)  # in a row that holds NaN, the position of a NaN
         return Logits(values, torch.cat((token, values.gather(1, token).isfinite().long()), dim=1))

@@ -1,9 +1,9 @@
-"""Products in FP8 (e4m3), with a scale for each output of the weights, and for each row that they are multiplied with.
+"""Matrix products in FP8 (e4m3), with one scale for each output of the weights and for each row of the other operand.
 
     row   ~ values * scale,   scale = max |row| / 448, at least 2^-126,   values = e4m3(row / scale)
     out   = round((x.values @ weight.values.T) * x.scale * weight.scale.T + bias)
 
-The only file that knows PyTorch's private ``_scaled_mm``.
+This is the only file that uses PyTorch's private ``_scaled_mm``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 E4M3_MAX = 448.0
 UNIT = 16
-"""Inputs and outputs of a product are multiples of this."""
+"""The numbers of inputs and outputs of a product must be multiples of this."""
 _SMALLEST_SCALE = 2.0**-126
 _AT_ONCE = 1 << 26
-"""Values that are quantised at once, which bounds the float32 copies."""
+"""The number of values that are quantised at once, which bounds the float32 copies."""
 
 
 class Float8Rows(NamedTuple):
-    """Rows in FP8, about ``values * scale``.
+    """Rows in FP8, approximately ``values * scale``.
 
     Attributes:
         values: float8_e4m3fn [rows, columns].
@@ -33,27 +33,27 @@ class Float8Rows(NamedTuple):
 
 
 def quantize(matrix: torch.Tensor) -> Float8Rows:
-    """Rows of [rows, columns] in FP8, a slice at a time; where ``matrix`` is."""
+    """Quantise [rows, columns] to FP8 row by row, a slice at a time, on the device of ``matrix``."""
     rows, columns = matrix.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=matrix.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=matrix.device)
     step = max(1, _AT_ONCE // columns)
     for first in range(0, rows, step):
         part = matrix[first : first + step].float()
-        mine = scale[first : first + step]
-        torch.amax(part.abs(), 1, keepdim=True, out=mine)
-        mine.div_(E4M3_MAX).clamp_(min=_SMALLEST_SCALE)
-        # a quotient may be rounded to above 448, which the conversion would make NaN
-        values[first : first + step] = (part / mine).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        row_scale = scale[first : first + step]
+        torch.amax(part.abs(), 1, keepdim=True, out=row_scale)
+        row_scale.div_(E4M3_MAX).clamp_(min=_SMALLEST_SCALE)
+        # a quotient may be rounded to above 448, which the conversion would turn into NaN
+        values[first : first + step] = (part / row_scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return Float8Rows(values, scale)
 
 
 def product(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` in bfloat16, summed in float32.
+    """Return ``x @ weight.T + bias`` in bfloat16, summed in float32.
 
     Args:
         x: [rows, inputs].
-        weight: [outputs, inputs]; both are multiples of 16.
+        weight: [outputs, inputs]; both numbers are multiples of 16.
         bias: bfloat16 [outputs].
     """
     return torch._scaled_mm(

@@ -13,21 +13,21 @@ from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.weights import Weights
 
-_TURNED_FROM = 16
-"""Rows of x from which, on a CPU in float32, ``weight @ x.T`` takes less time than ``x @ weight.T`` (MKL)."""
+_TRANSPOSED_FROM = 16
+"""The number of rows of x from which ``weight @ x.T`` is faster than ``x @ weight.T``, on a CPU in float32 (MKL)."""
 
 
 class Rows(NamedTuple):
-    """A rank's rows of one of the matrices that a layer joins, whose ``name`` is without ".weight"."""
+    """A rank's rows of one of the matrices that a layer joins. ``name`` is without ".weight"."""
 
     name: str
     rows: range
 
 
 class Linear:
-    """``x @ weight.T + bias``.
+    """A linear layer: ``x @ weight.T + bias``.
 
-    FP8 weights (on CUDA) are multiplied with x as it is while there are few rows, else with x in FP8.
+    With FP8 weights (on CUDA), x is multiplied as it is while it has few rows, and in FP8 otherwise.
 
     Args:
         weight: [outputs, inputs], or in FP8.
@@ -46,12 +46,12 @@ class Linear:
             self._counters = skinny_gemm.new_counters(weight)
         if self._scale is not None and any(size % float8.UNIT for size in self.weight.shape):
             raise ConfigError(
-                f"FP8 takes matrices whose sides are multiples of {float8.UNIT}; a rank's part of one is "
+                f"FP8 needs matrices whose sides are multiples of {float8.UNIT}; a rank's part of this one is "
                 f"{list(self.weight.shape)}"
             )
 
     def takes_float8(self, rows: int) -> bool:
-        """Whether so many rows are multiplied in FP8: given so, they need not be quantised here."""
+        """Return whether an x of ``rows`` rows is multiplied in FP8; a caller may pass it quantised."""
         if self._scale is None:
             return False
         from shotcast.kernels.triton import gemv
@@ -59,7 +59,7 @@ class Linear:
         return rows > gemv.MOST_ROWS
 
     def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
-        """[rows, inputs] to [rows, outputs]."""
+        """Multiply [rows, inputs] to [rows, outputs]."""
         if isinstance(x, torch.Tensor) and x.device.type == "cpu":
             return self._on_cpu(x)
         x = self._as_taken(x)
@@ -67,7 +67,7 @@ class Linear:
         return self._by_library(x) if out is None else out
 
     def gated(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
-        """``silu(first half of the outputs) * second half``, in FP8 where a layer like this takes it so."""
+        """Return ``silu(first half of the outputs) * second half``, in FP8 where a layer like this one takes it so."""
         if self.weight.device.type == "cpu":
             gate, up = self(x).chunk(2, dim=-1)
             return F.silu(gate) * up
@@ -92,7 +92,7 @@ class Linear:
         return Float8Rows(*activations.quantize(x.contiguous()))
 
     def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
-        """None where the library is faster."""
+        """Multiply by a kernel of this package; return None where the library is faster."""
         from shotcast.kernels.triton import gemv, skinny_gemm
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
@@ -116,28 +116,28 @@ class Linear:
         if gemv.serves(x, self.weight):
             out = gemv.linear(x, self.weight)
             return (out if self.bias is None else out + self.bias).to(x.dtype)
-        if x.shape[0] >= _TURNED_FROM and x.dtype == torch.float32:
+        if x.shape[0] >= _TRANSPOSED_FROM and x.dtype == torch.float32:
             out = torch.mm(self.weight, x.t().contiguous()).t().contiguous()
             return out if self.bias is None else out.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
 def column_parallel(weights: Weights, parts: Sequence[Rows], bias: bool = False) -> Linear:
-    """Several matrices as one, of which this rank has some rows each: every rank computes other outputs."""
-    cuts = [slice(part.rows.start, part.rows.stop) for part in parts]
-    matrices = [weights.take_matrix(f"{part.name}.weight", cut) for part, cut in zip(parts, cuts, strict=True)]
-    biases = [weights.take(f"{part.name}.bias", cut) for part, cut in zip(parts, cuts, strict=True)] if bias else []
+    """Join several matrices, of which this rank has some rows each: every rank computes other outputs."""
+    slices = [slice(part.rows.start, part.rows.stop) for part in parts]
+    matrices = [weights.take_matrix(f"{part.name}.weight", rows) for part, rows in zip(parts, slices, strict=True)]
+    biases = [weights.take(f"{part.name}.bias", rows) for part, rows in zip(parts, slices, strict=True)] if bias else []
     return Linear(_joined(matrices), torch.cat(biases) if bias else None)
 
 
 def row_parallel(weights: Weights, name: str, columns: range, bias: bool = False, rank: int = 0) -> Linear:
-    """This rank's columns: every rank computes a part of each output's sum. Rank 0 adds the bias."""
+    """Take this rank's columns: every rank computes a part of each output's sum. Rank 0 adds the bias."""
     matrix = weights.take_matrix(f"{name}.weight", None, slice(columns.start, columns.stop))
     return Linear(matrix, weights.take(f"{name}.bias") if bias and rank == 0 else None)
 
 
 def _joined(matrices: list[torch.Tensor | Float8Rows]) -> torch.Tensor | Float8Rows:
-    """One below the other."""
+    """Concatenate the rows of several matrices."""
     quantized = [matrix for matrix in matrices if isinstance(matrix, Float8Rows)]
     if quantized:
         values, scales = zip(*quantized, strict=True)

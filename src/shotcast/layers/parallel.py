@@ -14,20 +14,20 @@ from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
 
 class Parallel:
-    """Tensor parallelism within a stage, and the stages before and after.
+    """Tensor parallelism within a stage, and communication with the stages before and after.
 
     Layers divide their weights between the ``size`` ranks of ``comm``, and leave partial sums that this class adds up.
-    ``timer`` is told of every call.
+    ``timer`` times every call.
 
     Args:
         comm: the ranks of this stage.
-        job: all ranks, stage by stage, for what passes from stage to stage.
-        stages: how many stages there are.
-        algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it; ``auto`` where it cannot serve a
-            step, which may be too long for it, and where a stage is one rank.
-        sequence_parallel: the residual is divided between the ranks of a stage where a step has as many tokens as
-            ``sequence_parallel``; 0 for never.
-        timer: of this rank.
+        job: all ranks, stage by stage, for messages between stages.
+        stages: the number of stages.
+        algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`; ``auto`` is used where it
+            cannot serve a step, which may be too long for it, and where a stage is one rank.
+        sequence_parallel: the number of tokens from which a step divides the residual between the ranks of a stage; 0
+            for never.
+        timer: the timer of this rank.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Parallel:
         self._algorithms: dict[tuple[str, int], str] = {}
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
-        """That of an all-reduce of ``x``, which differs in its number of rows alone."""
+        """Return the algorithm of an all-reduce of ``x``; calls differ only in their number of rows."""
         if self.algorithm in ("auto", "vendor"):
             return self.algorithm
         key = op, x.shape[0]
@@ -58,25 +58,26 @@ class Parallel:
         return self._algorithms[key]
 
     def _timed(self) -> contextlib.AbstractContextManager[None]:
-        """Of an operation of the ranks of a stage, which is no communication if there is one."""
+        """Return the timer's context for an operation of the ranks of a stage; with one rank there is no
+        communication."""
         return self.timer.communication() if self.size > 1 else contextlib.nullcontext()
 
     @property
     def first(self) -> bool:
-        """Whether tokens enter here."""
+        """Whether this is the first stage, where tokens enter."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether logits leave here."""
+        """Whether this is the last stage, which computes logits."""
         return self.stage == self.stages - 1
 
     def divides_residual(self, tokens: int) -> bool:
-        """Whether a step of so many tokens keeps the residual in parts, a part on each rank."""
+        """Return whether a step of ``tokens`` tokens divides the residual between the ranks."""
         return 0 < self._sequence_parallel <= tokens and tokens % self.size == 0
 
     def part(self, tokens: int) -> slice:
-        """Of the tokens of a step, those whose residual this rank keeps."""
+        """Return the tokens of a step whose residual this rank keeps."""
         if not self.divides_residual(tokens):
             return slice(0, tokens)
         each = tokens // self.size
@@ -85,7 +86,7 @@ class Parallel:
     def reduce_norm_float8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """As :meth:`reduce_norm`, with the norm in FP8 where that takes no kernel more; ``x`` is left as it is."""
+        """Do :meth:`reduce_norm` with the norm in FP8, where that needs no further kernel; ``x`` is not modified."""
         if self.algorithm == "ring":
             return self.reduce_norm(x, residual, weight, eps)
         with self._timed():
@@ -101,12 +102,15 @@ class Parallel:
     def reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum ``x`` over the ranks, add the residual, norm: ``(normed, new residual)``, the latter in ``residual``.
+        """Sum ``x`` over the ranks, add the residual and normalise.
 
         Args:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
-            residual: [tokens, hidden], or this rank's :meth:`part` of them.
+            residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
             weight: [hidden].
+
+        Returns:
+            The norm, and the new residual.
         """
         with self._timed():
             if residual.shape[0] == x.shape[0] and self.algorithm == "ring":  # there is no fused form of it
@@ -126,41 +130,41 @@ class Parallel:
         return x
 
     def gather_parts(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        """``[rows, widths[rank]]`` of every rank of the stage, one behind the other: [rows * sum(widths)]."""
+        """Gather ``[rows, widths[rank]]`` of every rank of the stage, concatenated: [rows * sum(widths)]."""
         if self.size == 1:
             return x.reshape(-1)
         with self.timer.communication():
             return self.comm.all_gather(x.reshape(-1), sizes=[x.shape[0] * width for width in widths])
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, ...]`` of every rank of the stage, one below the other."""
+        """Gather ``[rows, ...]`` of every rank of the stage, concatenated along the rows."""
         with self.timer.communication():
             x = self.comm.all_gather(x)
         return x
 
     def comes_back(self, x: torch.Tensor) -> bool:
-        """Whether the last stage, if it gives the first one such an ``x`` after each step (:meth:`send_back`), need not
-        wait until it is received, with one step more under way than there are stages."""
+        """Return whether the last stage can send such an ``x`` to the first one after each step (:meth:`send_back`)
+        without waiting for its receipt, with one step more under way than there are stages."""
         return self.stages == 1 or (self.job is not None and self.job.waiting_messages(x) > self.stages)
 
     def send_back(self, x: torch.Tensor) -> None:
-        """From the last stage: give ``x`` to the rank of the first one that has this rank's place."""
+        """Send ``x`` from the last stage to this rank's counterpart in the first one."""
         assert self.job is not None
         self.job.send(x, self.job.rank - (self.stages - 1) * self.size)
 
     def receive_back(self, x: torch.Tensor) -> None:
-        """In the first stage: fill ``x`` with what the last one has sent."""
+        """Fill ``x``, in the first stage, with what this rank's counterpart in the last one has sent."""
         assert self.job is not None
         self.job.recv(x, self.job.rank + (self.stages - 1) * self.size)
 
     def send(self, x: torch.Tensor) -> None:
-        """Give ``x`` to the rank of the next stage that has this rank's place."""
+        """Send ``x`` to this rank's counterpart in the next stage."""
         assert self.job is not None
         with self.timer.communication():
             self.job.send(x, self.job.rank + self.size)
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """Fill ``x`` with what the stage before has sent."""
+        """Fill ``x`` with what this rank's counterpart in the previous stage has sent."""
         assert self.job is not None
         with self.timer.communication():
             self.job.recv(x, self.job.rank - self.size)

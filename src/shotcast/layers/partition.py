@@ -1,4 +1,4 @@
-"""How a dimension is divided between ranks: contiguous parts, as equal as they can be."""
+"""Division of a dimension between ranks: contiguous parts, as equal as possible."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FFN_UNIT = VOCAB_UNIT = 64
 
 
 def partition(total: int, parts: int, unit: int = 1) -> list[range]:
-    """``total`` elements in ``parts`` contiguous ranges; the first ones are longer by at most one ``unit``, and
-    the last one has what is no whole unit.
+    """Divide ``total`` elements into ``parts`` contiguous ranges.
 
-    Boundaries are multiples of ``unit``, where ``total`` has as many units as parts.
+    The first ranges are longer by at most one ``unit``. Boundaries are multiples of ``unit`` if there are at least as
+    many units as parts; the last range also gets the incomplete unit.
 
     Raises:
         ConfigError: there are fewer elements than parts.
@@ -33,17 +33,18 @@ def partition(total: int, parts: int, unit: int = 1) -> list[range]:
 
 
 def partition_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[range, range, tuple[int, ...]]:
-    """The attention heads of a rank: its query heads, the key-value heads that these read, and which each reads.
+    """Return the attention heads of a rank: its query heads, the key-value heads that they read, and which one each
+    reads.
 
-    Query heads are divided evenly, whatever groups they form: a key-value head whose queries are on two ranks is kept
-    by both. So more ranks than key-value heads, and nine heads on two ranks, need nothing special.
+    Query heads are divided evenly, regardless of their groups: a key-value head whose queries are on two ranks is kept
+    by both. More ranks than key-value heads, and nine heads on two ranks, are therefore no special cases.
 
     Returns:
-        (query heads, key-value heads, for each query head the place of its own among these).
+        Query heads; key-value heads; for each query head the index of its own among these.
     """
     if heads % kv_heads:
         raise ConfigError(f"{heads} heads do not divide into groups for {kv_heads} key-value heads")
     group = heads // kv_heads
-    mine = partition(heads, ranks)[rank]
-    kept = range(mine.start // group, (mine.stop - 1) // group + 1)
-    return mine, kept, tuple(head // group - kept.start for head in mine)
+    own = partition(heads, ranks)[rank]
+    kv_own = range(own.start // group, (own.stop - 1) // group + 1)
+    return own, kv_own, tuple(head // group - kv_own.start for head in own)

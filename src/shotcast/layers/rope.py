@@ -1,4 +1,4 @@
-"""Rope position embedding (Su et al., arXiv 2104.09864), and the ways to stretch it over longer contexts."""
+"""Rotary position embedding (RoPE; Su et al., arXiv 2104.09864), and the ways to stretch it over longer contexts."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _NUMBERS = (
     "beta_slow",
 )
 _LEAST = 1e-18
-"""Its square and the inverse of that are numbers of float32 still."""
+"""The smallest number whose square, and the inverse of that, are float32 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Angles of a model: ``position * frequency``, and a factor on both sine and cosine.
+    """The rotary embedding of a model: angles ``position * frequency``, and a factor of both sine and cosine.
 
-    The frequency of pair i of a head is ``theta ** (-2 i / head_dim)``, changed as ``kind`` says:
+    The frequency of pair i of a head is ``theta ** (-2 i / head_dim)``, changed according to ``rope_type``:
 
     - ``default``: not at all;
     - ``linear``: divided by ``factor``;
     - ``llama3``: divided by ``factor`` where the wavelength is above ``original_max_position / low_freq_factor``, not
-      at all below ``original_max_position / high_freq_factor``, and blended between (Llama 3.1's model card);
+      at all below ``original_max_position / high_freq_factor``, and blended between (model card of Llama 3.1);
     - ``yarn``: blended between the two by how often a pair turns within ``original_max_position``, from ``beta_fast``
-      turns (kept) to ``beta_slow`` (divided); sine and cosine times ``attention_factor``
-      (Peng et al., arXiv 2309.00071).
+      turns (kept) to ``beta_slow`` (divided); sine and cosine are multiplied by ``attention_factor`` (Peng et al.,
+      arXiv 2309.00071).
 
-    ``divisors``, if given, replace all this: a number for each pair to divide its frequency by.
+    ``divisors``, if given, replace all this: each pair's frequency is divided by its number.
 
     Raises:
-        ConfigError: a number so small or large that no model has it, or that float32 might not hold what follows;
-            a theta of 1 with ``yarn``, which divides by its logarithm.
+        ConfigError: a number is so small or large that no model has it, or that float32 might not hold the results; or
+            theta is 1 with ``yarn``, which divides by its logarithm.
     """
 
     theta: float
-    kind: RopeType = "default"
+    rope_type: RopeType = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -63,22 +63,22 @@ class Rope:
         for name, value in numbers + [("a divisor", divisor) for divisor in self.divisors or ()]:
             if value is not None and not _LEAST <= value <= 1 / _LEAST:
                 raise ConfigError(f"{name} of rotary embedding is from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}")
-        if self.kind == "yarn" and self.theta == 1:
+        if self.rope_type == "yarn" and self.theta == 1:
             raise ConfigError("theta of rotary embedding by yarn is not 1")
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """[head_dim / 2], float32, radians a position."""
+        """Return float32 [head_dim / 2], radians per position."""
         plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         if self.divisors is not None:
             return plain / torch.tensor(self.divisors)
-        if self.kind == "linear":
+        if self.rope_type == "linear":
             return plain / self.factor
-        if self.kind == "llama3":
+        if self.rope_type == "llama3":
             turns = self.original_max_position * plain / (2 * math.pi)
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             kept = kept.clamp(0, 1)
             return kept * plain + (1 - kept) * plain / self.factor
-        if self.kind == "yarn":
+        if self.rope_type == "yarn":
 
             def pair_of(turns: float) -> float:
                 span = math.log(self.original_max_position / (turns * 2 * math.pi))
@@ -92,15 +92,15 @@ class Rope:
         return plain
 
     def magnitude(self) -> float:
-        """What sines and cosines are multiplied by."""
+        """Return the factor of sines and cosines."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" and self.factor > 1 else 1.0
+        return 0.1 * math.log(self.factor) + 1.0 if self.rope_type == "yarn" and self.factor > 1 else 1.0
 
     def tables(self, head_dim: int, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions from 0: two of [positions, head_dim / 2], float32.
+        """Return the cosines and sines of positions from 0: two float32 tensors [positions, head_dim / 2].
 
-        In float32 throughout, as models are trained and as their other implementations do it.
+        They are computed in float32 throughout, as in training and in other implementations.
         """
         angles = torch.arange(positions).float()[:, None] * self.frequencies(head_dim)
         magnitude = self.magnitude()

@@ -1,4 +1,4 @@
-"""How long a rank's steps take, and how much of that its communication."""
+"""The time that a rank's steps take, and how much of it is communication."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 _STEP, _COMMUNICATION = 0, 1
 _EMPTY = 64
-"""Spans that are timed with nothing in them, to know what a stamp takes."""
+"""The number of empty spans that are timed to measure what a timestamp costs."""
 
 
 class StepTimer(Protocol):
-    """Seconds since the start."""
+    """The seconds of steps and of their communication since the start."""
 
     @property
     def step_s(self) -> float: ...
@@ -26,7 +26,7 @@ class StepTimer(Protocol):
 
 
 class HostStepTimer:
-    """On CPU ranks, where a call returns when it is done: all of it, waiting included."""
+    """The timer of CPU ranks, where a call returns when it is done. Communication includes the time spent waiting."""
 
     def __init__(self) -> None:
         self.step_s = self.communication_s = 0.0
@@ -45,11 +45,11 @@ class HostStepTimer:
 
 
 class DeviceStepTimer:
-    """On a GPU: stamps by kernels of their own, in the steps for which :attr:`recording` is on, and of these alone.
+    """The timer of a GPU. Kernels take timestamps, only in steps for which :attr:`recording` is on.
 
-    A stamp takes as long as a kernel with nothing to do, about a microsecond. That is measured once, between stamps
-    that follow each other, and taken off what is told; what is left of a call is how much later the next kernel starts
-    for it, at most: without stamps, that kernel loads weights meanwhile.
+    A timestamp takes as long as a kernel with nothing to do, about a microsecond. This cost is measured once, between
+    timestamps that follow each other, and subtracted from the results. What remains of a call is at most how much later
+    the next kernel starts because of it; without timestamps, that kernel loads weights meanwhile.
     """
 
     def __init__(self, device: torch.device):
@@ -82,7 +82,8 @@ class DeviceStepTimer:
         self._timers.stop(timer)
 
     def calibrate(self) -> None:
-        """Measure what a stamp takes. Waits for the device; outside a capture, before the first stamped step."""
+        """Measure what a timestamp costs. Waits for the device; to be called outside a capture, before the first
+        recorded step."""
         if self._cost is not None:
             return
         graph = torch.cuda.CUDAGraph()
@@ -104,13 +105,13 @@ class DeviceStepTimer:
         self._timers.stop(_STEP)
 
     def fetch(self) -> None:
-        """Have the totals sent to the host, after a stamped step; unless they are on the way, as of a step before."""
+        """Start copying the totals to the host, after a recorded step, unless an earlier copy is still under way."""
         if self._receive():
             self._host_totals.copy_(self._timers.totals, non_blocking=True)
             self._arrived.record()
 
     def _receive(self) -> bool:
-        """Whether what was sent has arrived, and counts."""
+        """Return whether the last copy has arrived; if so, take its totals."""
         arrived = self._arrived.query()
         if arrived:
             self._latest_totals = self._host_totals.tolist()
@@ -130,15 +131,16 @@ class DeviceStepTimer:
 
 
 class TimestampCost(NamedTuple):
-    """Nanoseconds between the stamps of a span with nothing in it, and by which such a span delays what follows."""
+    """The cost of timestamps, in nanoseconds: the length of an empty span, and how long it delays what follows."""
 
     span_ns: float
     delay_ns: float
 
     def communication_s(self, nanoseconds: float, calls: int) -> float:
-        """Seconds of so many calls, with spans of ``nanoseconds`` in all."""
+        """Return the seconds of ``calls`` calls whose spans take ``nanoseconds`` in all."""
         return max(0.0, nanoseconds - calls * self.span_ns) / 1e9
 
     def step_s(self, nanoseconds: float, steps: int, calls: int) -> float:
-        """Seconds of so many steps, with spans of ``nanoseconds`` in all, had their calls no spans of their own."""
+        """Return the seconds of ``steps`` steps whose spans take ``nanoseconds`` in all, without the timestamps of
+        their calls."""
         return max(0.0, nanoseconds - steps * self.span_ns - calls * self.delay_ns) / 1e9

@@ -11,19 +11,19 @@ from shotcast.layers.float8 import Float8Rows, quantize
 
 
 class TensorSource(Protocol):
-    """Tensors by name, of which parts can be read."""
+    """Named tensors, of which parts can be read."""
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor: ...
 
 
 class Weights:
-    """What layers take their parameters from: cut, converted and on the device.
+    """The source of the layers' parameters: reads parts of tensors, converts them and moves them to the device.
 
     Args:
-        source: a checkpoint that has all that its configuration asks for.
-        dtype, device: of the parameters.
+        source: a checkpoint that has everything its configuration asks for.
+        dtype, device: the type and the device of the parameters.
         on_read: called with the bytes of each parameter that is kept, for a progress bar.
-        quantization: of the matrices of linear layers: "" for none, or "fp8".
+        quantization: how matrices of linear layers are quantised: "" for not at all, or "fp8".
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Weights:
         self._quantization = quantization
 
     def take(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """The tensor ``name``, or the part of it that is asked for."""
+        """Return the tensor ``name``, or a part of it."""
         part = self._read(name, rows, columns)
         self._on_read(part.nbytes)
         return part
@@ -46,7 +46,8 @@ class Weights:
     def take_matrix(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> torch.Tensor | Float8Rows:
-        """As :meth:`take`, of a linear layer's matrix, which may be quantised; no other is held in full meanwhile."""
+        """Return a linear layer's matrix, or a part of it, quantised if that was asked for; no other one is held in
+        full meanwhile."""
         if not self._quantization:
             return self.take(name, rows, columns)
         quantized = quantize(self._read(name, rows, columns))

@@ -1,1 +1,1 @@
-"""Models of the Llama family, and the checkpoints they are read from."""
+"""Language models of the Llama kind, and the checkpoints that they are read from."""

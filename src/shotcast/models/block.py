@@ -15,10 +15,19 @@ from shotcast.models.config import ModelConfig
 
 
 class Block:
-    """One layer: attention, then the feed-forward network, each behind a norm and added to the residual.
+    """One layer: attention, then the feed-forward network, each after a norm and added to the residual.
 
-    The norm *before* either follows the sum of partial results before it, in one operation; so a block is given its
-    input normed, and returns partial sums for the next norm.
+    The norm *before* either one follows the sum of partial results before it, in one fused operation. A block is
+    therefore given its normed input, and returns partial sums for the next norm.
+
+    Args:
+        config: the model.
+        number: the number of the layer.
+        weights: the source of the parameters.
+        parallel: the ranks.
+        cosines, sines: float32 [positions, head_dim / 2].
+        sequences: the largest number of sequences that decode together.
+        share_scratch_with: another block whose scratch memory this one uses too; None for memory of its own.
     """
 
     def __init__(
@@ -85,13 +94,18 @@ class Block:
     def __call__(
         self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``normed`` [tokens, hidden] to partial sums of the block's output, and the residual to add them to."""
+        """Compute partial sums of the block's output from ``normed`` [tokens, hidden].
+
+        Returns:
+            The partial sums, and the residual to add them to.
+        """
         partial = self.output(self.attention(self.qkv(normed), cache, batch))
         normed, residual = self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
         return self.down(self.gate_up.gated(normed)), residual
 
     def enter(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """The block's normed input and the residual, from the partial sums before it; as the block is to be called."""
+        """Sum the partial results of the operation before, and return this block's normed input and the new
+        residual."""
         return self._reduce_norm(partial, residual, self.attention_norm, self.qkv)
 
     def _reduce_norm(

@@ -18,14 +18,14 @@ from shotcast.models.registry import find_family
 
 
 class CausalLM:
-    """This rank's part of a model: some layers (its stage), and of these its share.
+    """This rank's part of a model: the layers of its stage, and its shard of each.
 
     Args:
-        config: of the model.
-        weights: where parameters come from.
+        config: the model.
+        weights: the source of the parameters.
         parallel: the ranks.
-        positions: tokens that a sequence may have.
-        sequences: that decode together, at most.
+        positions: the largest number of tokens of a sequence.
+        sequences: the largest number of sequences that decode together.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, parallel: Parallel, positions: int, sequences: int):
@@ -51,15 +51,16 @@ class CausalLM:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The type of cached keys and values."""
         return torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self.dtype
 
     def tile(self, tokens: int) -> int:
-        """Tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of so many."""
+        """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
+        ``tokens``."""
         return self.blocks[0].attention.tile(tokens, self.cache_dtype)
 
     def caches(self, blocks: int, block_size: int) -> list[KVCache]:
-        """Empty caches for this rank's layers and heads, of so many blocks of ``block_size`` tokens each."""
+        """Allocate caches for this rank's layers and heads: ``blocks`` blocks of ``block_size`` tokens each."""
         return [
             KVCache(
                 blocks,
@@ -82,12 +83,14 @@ class CausalLM:
         return self.logits(last[batch.logits_indices]) if batch.logits_indices.numel() else None
 
     def logits(self, last: torch.Tensor, out: Logits | None = None) -> Logits:
-        """Of rows of what :meth:`hidden` gives, on the last stage. ``out``: on CUDA, where they go."""
+        """Compute the logits of rows of :meth:`hidden`'s result, on the last stage. On CUDA they are written to
+        ``out``, if given."""
         assert self.head is not None
         return self.head.logits(last, out)
 
     def hidden(self, batch: Batch, caches: list[KVCache]) -> torch.Tensor | None:
-        """A step without the head: on the last stage the normed output of the last block, [tokens, hidden]."""
+        """Run a step without the head. On the last stage, return the normed output of the last block, [tokens,
+        hidden]."""
         parallel = self.parallel
         tokens = batch.tokens.shape[0]
         normed: torch.Tensor | Float8Rows

@@ -50,7 +50,7 @@ _NEUTRAL = {
     "rope.dimension_sections": (),
     "attention.sliding_window_pattern": (),
 }
-"""Metadata that changes what is computed, with the values that leave it as it is here."""
+"""Metadata that changes the computation, with the values that leave it as it is implemented here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""What stands before the weights of a GGUF file: metadata, and where each tensor lies.
+"""The header of a GGUF file: metadata, and where each tensor is.
 
-The gguf package has a reader too, which makes objects of every word of the vocabulary: seconds, in every process that
-opens the file. Here those are passed over.
+The gguf package has a reader too, which makes objects of every word of the vocabulary; that takes seconds in every
+process that opens the file. This reader skips lists of strings.
 
 Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -23,17 +23,17 @@ VERSIONS = (2, 3)
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-"""Types of metadata: of numbers, as the struct module calls them, and others."""
+"""Types of metadata: the struct codes of numbers, and two others."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a tensor is.
+    """Where a tensor is in the file.
 
-    Args:
-        shape: rows first.
-        type_number: of the elements: ggml's.
-        offset: in the file, bytes.
+    Attributes:
+        shape: the shape of its values, rows first.
+        type_number: ggml's number of the type of its elements.
+        offset: the offset in the file, in bytes.
     """
 
     shape: tuple[int, ...]
@@ -43,25 +43,25 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by name, without lists of strings, which are vocabularies; tensors by name, in the order of the file."""
+    """Metadata by name, without lists of strings (vocabularies); tensors by name, in the order of the file."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorLocation]
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
-        """Read it from a file.
+        """Read the header of a file.
 
         Raises:
-            ConfigError: the file cannot be read, is truncated or not what it should be.
-            UnsupportedError: it is of another version, or made for machines of the other byte order.
+            ConfigError: the file cannot be read, is truncated or not in its format.
+            UnsupportedError: the file has another version or the other byte order.
         """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _read(path, _Cursor(content))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        # struct.error, OverflowError: it ends early. ValueError: no text, or an empty file, which cannot be mapped
+        # struct.error, OverflowError: the file ends early. ValueError: invalid text, or an empty file (not mappable)
         except (struct.error, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"{path} ({about_size(path.stat().st_size)}) is truncated or no GGUF file: {error}"
@@ -88,7 +88,7 @@ class _Cursor:
         return str(self.numbers("s", length)[0], "utf-8")
 
     def value(self) -> Any:
-        """A value after its type; None for a list of strings."""
+        """Read a type and a value; None for a list of strings."""
         kind = self.number("I")
         if kind == _STRING:
             return self.text()
@@ -105,7 +105,7 @@ class _Cursor:
 
 def _code(kind: int) -> str:
     if kind not in _NUMBERS:
-        raise ValueError(f"metadata is of type {kind}, which is none")
+        raise ValueError(f"metadata is of type {kind}, which does not exist")
     return _NUMBERS[kind]
 
 
@@ -114,7 +114,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
         raise ValueError(f"it begins with {magic!r}")
     if (version := cursor.number("I")) not in VERSIONS:
         if version & 0xFFFF == 0:
-            raise UnsupportedError(f"{path} has the bytes of its numbers in the other order than this machine")
+            raise UnsupportedError(f"{path} has the other byte order than this machine")
         accepted = " and ".join(map(str, VERSIONS))
         raise UnsupportedError(f"{path} is of version {version} of GGUF; accepted: {accepted}")
     tensor_count, metadata_count = cursor.numbers("Q", 2)
@@ -133,7 +133,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
         locations[name] = TensorLocation(shape, cursor.number("I"), cursor.number("Q"))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {alignment!r}, no power of two")
+        raise ValueError(f"general.alignment is {alignment!r}, which is not a power of two")
     start = align_up(cursor.offset, alignment)
     return GgufHeader(
         {name: value for name, value in metadata.items() if value is not None},

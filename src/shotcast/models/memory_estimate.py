@@ -1,4 +1,4 @@
-"""What a model takes of a rank's memory, and what there is."""
+"""The memory that a model needs on a rank, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shotcast.models.config import ModelConfig
 
 
 def require_division(config: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raises ConfigError unless each rank of each stage has a part of the model."""
+    """Raise ConfigError unless each rank of each stage gets a part of the model."""
     if tensor_parallel > config.heads or pipeline_parallel > config.layers:
         raise ConfigError(
             f"{config.heads} heads and {config.layers} layers cannot be divided between {tensor_parallel} ranks "
             f"and {pipeline_parallel} stages"
         )
-    for what, size in (("columns of feed-forward networks", config.intermediate), ("words", config.vocab)):
+    for dimension, size in (("columns of feed-forward networks", config.intermediate), ("words", config.vocab)):
         if size < tensor_parallel:
-            raise ConfigError(f"{size} {what} cannot be divided between {tensor_parallel} ranks")
+            raise ConfigError(f"{size} {dimension} cannot be divided between {tensor_parallel} ranks")
 
 
 def weight_bytes(
@@ -31,21 +31,22 @@ def weight_bytes(
     pipeline_parallel: int = 1,
     quantization: str = "",
 ) -> int:
-    """Bytes of weights on the rank that has most.
+    """Return the bytes of weights on the rank that has most.
 
-    Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided as evenly as they
-    can be, the first ranks having more; norms are on every rank, and so is a key-value head whose queries are divided.
-    A tied head is one with the embeddings, except with several stages, of which the last has its own copy.
+    Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided as evenly as
+    possible, with the larger parts on the first ranks. Norms are on every rank, and a key-value head is on every rank
+    that has one of its queries. A tied head shares the memory of the embeddings, except with several stages, of which
+    the last has its own copy.
 
     Args:
         dtype_bytes: bytes of a weight.
-        tensor_parallel: ranks that share each layer.
-        pipeline_parallel: stages that the layers are divided between.
-        quantization: ``fp8`` for layers' matrices of a byte a weight, and a float32 for each output.
+        tensor_parallel: the number of ranks that share each layer.
+        pipeline_parallel: the number of stages that the layers are divided between.
+        quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output.
     """
     require_division(config, tensor_parallel, pipeline_parallel)
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
-    heads, kv_heads = (max(len(part[which]) for part in parts) for which in (0, 1))
+    heads, kv_heads = (max(len(part[index]) for part in parts) for index in (0, 1))
     columns = max(map(len, partition(config.intermediate, tensor_parallel, FFN_UNIT)))
     words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
@@ -65,15 +66,16 @@ def weight_bytes(
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: int, layers_of_rank: int) -> int:
-    """Bytes of keys and values that a rank keeps for each token."""
+    """Return the bytes of keys and values that a rank keeps for each token."""
     return 2 * layers_of_rank * kv_heads_of_rank * config.head_dim * dtype_bytes
 
 
 def available_bytes(device: torch.device | str, root: Path = Path("/")) -> int:
-    """Memory that is free: of a GPU; of the machine for the CPU, or of this process's control group if that is less.
+    """Return the free memory of a GPU or, for the CPU, of the machine or this process's control group, whichever is
+    less.
 
     Args:
-        root: where the file systems of the kernel are mounted.
+        root: the directory where the kernel's file systems are mounted.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -91,18 +93,19 @@ def _free_on_machine(root: Path) -> float:
 
 
 def _groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """Folders of the control groups that this process is in, with the names of limit and use (versions 2 and 1)."""
+    """Return the directories of this process's control groups, with the file names of limit and usage (versions 2 and
+    1)."""
     found = []
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, place = line.split(":", 2)
+        _, controllers, group_path = line.split(":", 2)
         if controllers == "":
             base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # limits hold for all below; inside a container the place may be that of the host, and only the base is there
-        folder = base / place.strip("/")
+        # limits hold for all groups below; inside a container the path may be the host's, and only the base exists
+        folder = base / group_path.strip("/")
         found += [(group, names) for group in (folder, *folder.parents) if group.is_relative_to(base)]
     return found
 
@@ -111,7 +114,7 @@ def _free_in_group(folder: Path, limit_name: str, use_name: str) -> float:
     limit, use = _lines(folder / limit_name), _lines(folder / use_name)
     if not limit or not use or limit[0] == "max":
         return math.inf
-    # the cache of files is given back on demand
+    # the kernel frees cached files on demand
     cache = [line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith(("inactive_file ",))]
     return max(0, int(limit[0]) - int(use[0]) + int(cache[0] if cache else 0))
 

