@@ -26,7 +26,7 @@ from shotcast.engine.llm import LLM
 from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, UnsupportedError
-from shotcast.launcher.spawn import Ranks
+from shotcast.launcher.spawn import RankGroup
 from shotcast.models.source import find_model
 
 PROMPTS = [
@@ -457,7 +457,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, options: dic
     def start(*_: object) -> None:
         pytest.fail("processes were started for it")
 
-    monkeypatch.setattr(Ranks, "start", start)
+    monkeypatch.setattr(RankGroup, "start", start)
     with pytest.raises(ConfigError, match=said):
         LLM(**{"model": "smollm2", **options})
 

@@ -352,10 +352,10 @@ class TestParent:
                 from pathlib import Path
                 sys.path.insert(0, {str(Path(__file__).parent)!r})
                 import shotcast, spawn_targets
-                from shotcast.launcher.spawn import Ranks
+                from shotcast.launcher.spawn import RankGroup
 
                 if __name__ == "__main__":
-                    job = Ranks.start(spawn_targets.waits_for, 1, {str(marker)!r})
+                    job = RankGroup.start(spawn_targets.waits_for, 1, {str(marker)!r})
                     child = os.fork()
                     if child == 0:
                         started = len(shotcast.spawn(spawn_targets.threads, 2))
@@ -386,7 +386,7 @@ class TestMisuse:
 
     @pytest.mark.parametrize("timeout_s", [-1, float("nan"), "1"])
     def test_timeout(self, timeout_s: Any) -> None:
-        with pytest.raises(ConfigError, match=f"seconds from 0 up, or None, not {timeout_s!r}"):
+        with pytest.raises(ConfigError, match=rf"seconds \(0 or more\) or None, not {timeout_s!r}"):
             shotcast.spawn(targets.threads, 1, timeout_s=timeout_s)
 
     def test_no_timeout_may_be_infinity(self) -> None:
@@ -395,9 +395,9 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("env", "text"),
         [
-            ({"X": 1}, "environment variables are strings, and X is 1"),
-            ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS is a positive number of threads, not '0'"),
-            ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS is a positive number of threads, not 'many'"),
+            ({"X": 1}, "environment variables must be strings; X is 1"),
+            ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS must be a positive number of threads, not '0'"),
+            ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS must be a positive number of threads, not 'many'"),
         ],
     )
     def test_environment(self, env: Any, text: str) -> None:
@@ -410,7 +410,7 @@ class TestMisuse:
         code = "import shotcast\ndef f(): return 1\nif __name__ == '__main__': shotcast.spawn(f, 2)\n"
         (tmp_path / "package" / "__main__.py").write_text(code)
         result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-        assert "ConfigError: f stands in a __main__.py, which ranks do not import" in result.stderr
+        assert "ConfigError: f is defined in a __main__.py, which ranks do not import" in result.stderr
 
     def test_unguarded_script_is_told_so(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
@@ -423,4 +423,4 @@ class TestMisuse:
     def test_function_typed_into_an_interpreter(self) -> None:
         code = "import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n"
         result = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60)
-        assert "ranks import their function from a file" in result.stderr
+        assert "ranks must import their function from a file" in result.stderr

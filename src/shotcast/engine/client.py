@@ -27,7 +27,7 @@ from shotcast.engine.device import resolved
 from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams, output_room, token_ids
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
-from shotcast.launcher.spawn import Ranks
+from shotcast.launcher.spawn import RankGroup
 from shotcast.models.memory_estimate import require_division
 from shotcast.models.source import RANDOM, open_checkpoint
 
@@ -89,9 +89,9 @@ class EngineClient:
         try:
             self._listener = Listener(address, authkey=key)
             if job is None:
-                self._ranks = Ranks.start(rank.serve, config.ranks, config, address, key)
+                self._ranks = RankGroup.start(rank.serve, config.ranks, config, address, key)
             else:
-                self._ranks = Ranks.start_in_place(rank.serve, config, address, key)
+                self._ranks = RankGroup.start_in_place(rank.serve, config, address, key)
         except BaseException as error:
             if hasattr(self, "_listener"):
                 self._listener.close()

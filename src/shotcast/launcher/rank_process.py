@@ -1,4 +1,4 @@
-"""The process of a rank: how it is started, and what it does before and after the caller's function."""
+"""The process of a rank: how it starts, and what it does before and after the caller's function."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ import torch.distributed as dist
 from shotcast.env import socket_dir
 
 running_main = False
-"""True in a rank while the caller's script is imported there."""
+"""True in a rank while it imports the caller's script."""
 
 
 class _Popen(multiprocessing.popen_forkserver.Popen):
-    """The forkserver's launch, except that the caller's script is not imported before the environment is set.
+    """The launch of a forkserver process, except that the environment is set before the caller's script is imported.
 
-    multiprocessing runs ``__main__`` in the child first of all. What that script imports reads environment variables
-    (triton.jit does, when a kernel is defined), so :func:`run_rank` does it, later.
+    multiprocessing imports ``__main__`` in the child before anything else. That script may import modules that read
+    environment variables (triton.jit does so when a kernel is defined), so :func:`run_rank` imports it later.
     """
 
     _fds: list[int]
@@ -55,15 +55,15 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         socket_dir()
-        # Until it ignores Ctrl-C, which is after its imports, the server must not see one: it inherits what is blocked.
-        multiprocessing.resource_tracker.ensure_running()  # the server starts it otherwise, and that unblocks
+        # The server ignores Ctrl-C only after its imports. Until then it must not see one: it inherits SIGINT blocked.
+        multiprocessing.resource_tracker.ensure_running()  # otherwise the server starts it, which unblocks SIGINT
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             _server.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
-        # multiprocessing.parent_process() of the child watches this end.
+        # multiprocessing.parent_process() in the child watches this end.
         parent_fd = os.dup(write_fd)
         self.finalizer = multiprocessing.util.Finalize(self, _close_fds, (parent_fd, self.sentinel))
         with open(write_fd, "wb", closefd=True) as file:
@@ -92,7 +92,7 @@ _PRELOAD = [
 
 
 def _new_server() -> None:
-    """A server of our own: the one of multiprocessing is the caller's, with the caller's choice of modules."""
+    """Create a forkserver for our ranks alone: multiprocessing's own belongs to the caller, with its preloads."""
     global _server
     _server = multiprocessing.forkserver.ForkServer()
     _server.set_forkserver_preload(_PRELOAD)
@@ -100,13 +100,13 @@ def _new_server() -> None:
 
 _server: multiprocessing.forkserver.ForkServer
 _new_server()
-os.register_at_fork(after_in_child=_new_server)  # a server answers to the process that started it
+os.register_at_fork(after_in_child=_new_server)  # a server serves only the process that started it
 
 _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 
 
 def main_of_caller() -> dict[str, Any]:
-    """How a rank imports the caller's script; empty where there is none (an interpreter, a notebook, a pipe)."""
+    """Return how a rank imports the caller's script; empty if there is none (an interpreter, a notebook, a pipe)."""
     preparation = multiprocessing.spawn.get_preparation_data("")
     if not os.path.isfile(preparation.get("init_main_from_path", __file__)):
         return {}
@@ -114,27 +114,27 @@ def main_of_caller() -> dict[str, Any]:
 
 
 class _Descriptor:
-    """An open file of the caller, given to the rank; its number there, once it has arrived."""
+    """An open file of the caller that is passed to the rank; ``number`` is its descriptor in the process it is in."""
 
     def __init__(self, number: int):
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Descriptor._arrived, (reduction.DupFd(self.number),)
+        return _Descriptor._receive, (reduction.DupFd(self.number),)
 
     @staticmethod
-    def _arrived(duplicate: Any) -> _Descriptor:
+    def _receive(duplicate: Any) -> _Descriptor:
         return _Descriptor(duplicate.detach())
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a rank has of its caller, as it is at the time of the call, though the server was started before.
+class CallerContext:
+    """The caller's process state at the time of the call, which a rank takes over although the server started earlier.
 
     Attributes:
-        env: all environment variables.
-        main: how the caller's script is imported.
-        streams: standard output and error by number, those that are open.
+        env: all environment variables of the rank.
+        main: how the rank imports the caller's script.
+        streams: standard output and error, by descriptor, if open.
     """
 
     env: dict[str, str]
@@ -145,7 +145,7 @@ class Surroundings:
     niceness: int
 
     @classmethod
-    def here(cls, env: dict[str, str]) -> Surroundings:
+    def current(cls, env: dict[str, str]) -> CallerContext:
         streams = {}
         for number in (1, 2):
             with contextlib.suppress(OSError):
@@ -153,14 +153,14 @@ class Surroundings:
                 streams[number] = _Descriptor(number)
         return cls(env, main_of_caller(), streams, _umask(), os.sched_getaffinity(0), os.nice(0))
 
-    def enter(self) -> None:
+    def apply(self) -> None:
         for number, stream in self.streams.items():
             os.dup2(stream.number, number)
-            if stream.number != number:  # the server may have been started without it
+            if stream.number != number:  # the server may have started without this descriptor
                 os.close(stream.number)
         if self.umask is not None:
             os.umask(self.umask)
-        with contextlib.suppress(OSError):  # of cores that were taken from us meanwhile
+        with contextlib.suppress(OSError):  # the cores may have been taken away meanwhile
             os.sched_setaffinity(0, self.cores)
         os.nice(max(0, self.niceness - os.nice(0)))
         os.environ.clear()
@@ -168,7 +168,7 @@ class Surroundings:
 
 
 def _umask() -> int | None:
-    """Without changing it, as asking the usual way does."""
+    """Read the umask without changing it, as ``os.umask`` would."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         if found := re.search(r"^Umask:\s*([0-7]+)$", status.read(), re.MULTILINE):
             return int(found[1], 8)
@@ -176,7 +176,7 @@ def _umask() -> int | None:
 
 
 def run_rank(
-    surroundings: Surroundings,
+    caller: CallerContext,
     payload: bytes,
     results: Connection,
     stacks: Connection,
@@ -185,21 +185,21 @@ def run_rank(
     _die_with(alive.fileno())
     for pipe in (results, stacks, alive):
         os.set_inheritable(pipe.fileno(), False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C too and ends the ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
     try:
-        surroundings.enter()
+        caller.apply()
         _apply_env()
         with _importing_main():
-            multiprocessing.spawn.prepare(surroundings.main)
+            multiprocessing.spawn.prepare(caller.main)
         fn, args = pickle.loads(payload)
         value = fn(*args)
     except BaseException as error:
         results.send_bytes(_error_report(error))
         sys.stdout.flush()
         sys.stderr.flush()
-        # Threads of a half-dead job may block an orderly exit, and nobody needs one.
+        # Threads of a broken job may block an orderly exit, and none is needed.
         os._exit(1)
     results.send_bytes(_value_report(value))
     if dist.is_available() and dist.is_initialized():
@@ -207,9 +207,9 @@ def run_rank(
 
 
 def _die_with(pipe: int) -> None:
-    """Have the kernel kill this process when the other end of ``pipe``, which nobody writes to, is closed.
+    """Ask the kernel to kill this process when the other end of ``pipe``, which nobody writes to, is closed.
 
-    A watching thread would not do: it needs the interpreter lock, which a rank stuck in compiled code may hold.
+    A thread that watches the pipe would not do: it needs the GIL, which a rank stuck in compiled code may hold.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -219,9 +219,9 @@ def _die_with(pipe: int) -> None:
 
 
 def _apply_env() -> None:
-    """Make libraries that the server imported under its own environment follow this one."""
+    """Apply the rank's environment to libraries that the server imported under its own."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-    np.random.seed()  # forked ranks would all draw the server's numbers
+    np.random.seed()  # otherwise all forked ranks would draw the same numbers
     if "numba" in sys.modules:
         sys.modules["numba"].config.reload_config()
 
