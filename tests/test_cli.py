@@ -110,7 +110,7 @@ class TestBench:
             op="all_reduce", device="cpu", world_size=2, dtype="float32", algorithm="ring", nbytes=64,
             medians_us=[], p99s_us=[], errors=3,
         )  # fmt: skip
-        monkeypatch.setattr(harness, "run", lambda plan, world_size: [point])
+        monkeypatch.setattr(harness, "run", lambda config, world_size: [point])
         result = CliRunner().invoke(app, ["bench", "all-reduce", "--device", "cpu", "--world-size", "2"])
         assert result.exit_code == 1
         assert "some results were wrong" in result.stderr
@@ -149,11 +149,11 @@ class TestBench:
             return [point]
 
         command = ["bench", "all-reduce", "--device", "cpu", "--world-size", "2", "--host"]
-        monkeypatch.setattr(harness, "run", lambda plan, world_size: rows("two_shot"))
+        monkeypatch.setattr(harness, "run", lambda config, world_size: rows("two_shot"))
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1
         assert "calls with out given allocated GPU memory: two_shot" in result.stderr
-        monkeypatch.setattr(harness, "run", lambda plan, world_size: rows("nccl"))
+        monkeypatch.setattr(harness, "run", lambda config, world_size: rows("nccl"))
         assert CliRunner().invoke(app, command).exit_code == 0
 
 
@@ -260,7 +260,7 @@ class TestTune:
         from shotcast.bench import tune
 
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(tune, "run", lambda plan, world_size: ("Some CPU", []))
+        monkeypatch.setattr(tune, "run", lambda config, world_size: ("Some CPU", []))
         result = CliRunner().invoke(app, ["tune", *self.QUICK])
         assert result.exit_code == 0, result.output
         (file,) = tmp_path.iterdir()
@@ -276,20 +276,20 @@ class TestTune:
         point = tune.Point(
             "eager", "all_reduce", "float32", 64, tune.Choice(best, (), (Candidate("ring", LaunchShape()),))
         )
-        monkeypatch.setattr(tune, "run", lambda plan, world_size: ("Some CPU", [point]))
+        monkeypatch.setattr(tune, "run", lambda config, world_size: ("Some CPU", [point]))
         result = CliRunner().invoke(app, ["tune", *self.QUICK, "-o", str(tmp_path / "t.json")])
         assert result.exit_code == 1
-        assert "all_reduce of float32, 64 B, eager: ring as LaunchShape" in result.stderr
-        assert "is wrong" in result.stderr
+        assert "all_reduce of float32, 64 B, eager: ring with LaunchShape" in result.stderr
+        assert "gives wrong results" in result.stderr
 
     @pytest.mark.parametrize(
         ("args", "text"),
         [
-            (["--op", "broadcast"], "tuning takes as op some of all_reduce, reduce_scatter, all_gather, not broadcast"),
-            (["--dtype", "int8"], "tuning takes as dtype some of float32, float16, bfloat16, not int8"),
-            (["--mode", "graph"], "CPU ranks have no graphs; their mode is eager"),
-            (["--world-size", "2,4"], "a table is for one number of ranks; tune each by itself"),
-            (["-b", "2K", "-e", "1K"], "the least first"),
+            (["--op", "broadcast"], "op to tune must be among all_reduce, reduce_scatter, all_gather, not broadcast"),
+            (["--dtype", "int8"], "dtype to tune must be among float32, float16, bfloat16, not int8"),
+            (["--mode", "graph"], "CPU ranks have no graphs; their only mode is eager"),
+            (["--world-size", "2,4"], "a table is for one number of ranks; tune each number separately"),
+            (["-b", "2K", "-e", "1K"], "the smallest first"),
         ],
     )
     def test_errors_are_one_line(self, args: list[str], text: str) -> None:
@@ -301,7 +301,7 @@ class TestTune:
     ) -> None:
         from shotcast.bench import tune
 
-        monkeypatch.setattr(tune, "run", lambda plan, world_size: pytest.fail("measured"))
+        monkeypatch.setattr(tune, "run", lambda config, world_size: pytest.fail("measured"))
         (tmp_path / "file").touch()
         assert f"cannot write {tmp_path / name}: " in refused("tune", *self.QUICK, "-o", str(tmp_path / name))
 
@@ -310,7 +310,7 @@ class TestTune:
     ) -> None:
         from shotcast.bench import tune
 
-        monkeypatch.setattr(tune, "run", lambda plan, world_size: pytest.fail("measured"))
+        monkeypatch.setattr(tune, "run", lambda config, world_size: pytest.fail("measured"))
         path = tmp_path / "t.json"
         path.write_text('{"format": 1}')
         assert "has format 1; this version reads format 2" in refused("tune", *self.QUICK, "--merge", "-o", str(path))
@@ -321,16 +321,16 @@ class TestErrors:
         ("args", "text"),
         [
             (["-b", "64X"], "not a size: '64X'"),
-            (["-b", "2K", "-e", "1K"], "the least first"),
-            (["-b", "0"], "from 1 byte up"),
+            (["-b", "2K", "-e", "1K"], "the smallest first"),
+            (["-b", "0"], "at least 1 byte"),
             (["--world-size", "two"], "whole numbers"),
             (["--world-size", "1"], "at least 2 ranks"),
             (["--algorithms", "bring"], "unknown algorithms for all_reduce on cpu: bring; known: ring,"),
             (["--dtype", "int32"], "choose from float32"),
             (["--iters", "1"], "at least 5"),
-            (["--between", "sleep"], "no work 'sleep' between calls; there is gemm"),
+            (["--between", "sleep"], "no work 'sleep' between calls; choose from gemm"),
             (["--between", "gemm", "--host"], "host time is measured without work between"),
-            (["--host", "--eager"], "eager calls already"),
+            (["--host", "--eager"], "already measures eager calls"),
             (["--plot-kind", "pie"], "no picture 'pie'"),
             (["--plot", "picture.docx"], "matplotlib does not write .docx: picture.docx"),
             (["--json", "/"], "cannot write /: Is a directory"),
@@ -339,7 +339,7 @@ class TestErrors:
     )
     def test_is_one_line(self, args: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """And comes before anything is measured."""
-        monkeypatch.setattr("shotcast.bench.harness.run", lambda plan, world_size: pytest.fail("measured"))
+        monkeypatch.setattr("shotcast.bench.harness.run", lambda config, world_size: pytest.fail("measured"))
         assert text in refused("bench", "all-reduce", "--device", "cpu", *args)
 
     @pytest.mark.parametrize("tokens", ["", "0", "1,x", "-1"])
@@ -396,7 +396,7 @@ class TestEngine:
 
     def test_interrupt_before_an_answer_takes_the_question_back(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Later, what there is of the answer is kept."""
-        from shotcast.cli.engine import _converse
+        from shotcast.cli.generate import _answer
         from shotcast.engine.requests import RequestOutput, SamplingParams
 
         class Interrupted:
@@ -412,10 +412,10 @@ class TestEngine:
                 raise KeyboardInterrupt
 
         asked = [{"role": "user", "content": "why?"}]
-        _converse(Interrupted("because"), asked, SamplingParams())  # type: ignore[arg-type]
+        _answer(Interrupted("because"), asked, SamplingParams())  # type: ignore[arg-type]
         assert asked[1:] == [{"role": "assistant", "content": "because"}]
         asked.append({"role": "user", "content": "why that?"})
-        _converse(Interrupted(), asked, SamplingParams())  # type: ignore[arg-type]
+        _answer(Interrupted(), asked, SamplingParams())  # type: ignore[arg-type]
         assert len(asked) == 2
         assert capsys.readouterr().out == "because\n\n"
 
@@ -430,7 +430,7 @@ class TestEngine:
             (["serve", "--kv-cache", "lots"], "lots"),
             (["serve", "-m", "random:smollm2-135m"], "random:smollm2-135m has no tokenizer"),
             (["serve", "--max-queue", "0"], "max_queue is a whole number from 1 up"),
-            (["bench", "engine", "--layouts", "2"], "a layout is TxP"),
+            (["bench", "engine", "--layouts", "2"], "a layout must be TxP"),
         ],
     )
     def test_refused(self, args: list[str], said: str) -> None:

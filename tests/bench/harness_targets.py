@@ -1,4 +1,4 @@
-"""Contenders that misbehave, run by ranks of tests/bench/test_harness.py."""
+"""Implementations that misbehave, run by ranks of tests/bench/test_harness.py."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from shotcast.bench import baselines, harness
-from shotcast.bench.plan import BenchPlan
+from shotcast.bench.config import BenchConfig
 from shotcast.bench.report import Row
 
 
-def _with(contender: Any, plan: BenchPlan) -> list[Row]:
-    """Measure Gloo with ``contender(call)`` in its place; this process belongs to one test."""
-    library = baselines.library
-    baselines.library = lambda *args: contender(library(*args))  # type: ignore[assignment]
-    return harness.measure(plan, ("gloo",))
+def _with(implementation: Any, config: BenchConfig) -> list[Row]:
+    """Measure Gloo with ``implementation(call)`` in its place; this process belongs to one test."""
+    library = baselines.library_call
+    baselines.library_call = lambda *args: implementation(library(*args))  # type: ignore[assignment]
+    return harness.measure(config, ("gloo",))
 
 
-def one_element_off(plan: BenchPlan, by: float, rank: int) -> list[Row]:
-    def contender(call: baselines.Call) -> baselines.Call:
+def one_element_off(config: BenchConfig, by: float, rank: int) -> list[Row]:
+    def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         def run() -> None:
             call.run()
             if torch.distributed.get_rank() == rank:
@@ -29,11 +29,11 @@ def one_element_off(plan: BenchPlan, by: float, rank: int) -> list[Row]:
 
         return dataclasses.replace(call, run=run)
 
-    return _with(contender, plan)
+    return _with(implementation, config)
 
 
-def wrong_after_a_while(plan: BenchPlan) -> list[Row]:
-    def contender(call: baselines.Call) -> baselines.Call:
+def wrong_after_a_while(config: BenchConfig) -> list[Row]:
+    def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         calls = 0
 
         def run() -> None:
@@ -44,10 +44,10 @@ def wrong_after_a_while(plan: BenchPlan) -> list[Row]:
 
         return dataclasses.replace(call, run=run)
 
-    return _with(contender, plan)
+    return _with(implementation, config)
 
 
-def first_product_is_slow(plan: BenchPlan, seconds: float) -> int:
+def first_product_is_slow(config: BenchConfig, seconds: float) -> int:
     """How many products there are in all."""
     products = 0
     usual = harness.Gemm.__call__
@@ -59,14 +59,14 @@ def first_product_is_slow(plan: BenchPlan, seconds: float) -> int:
         usual(gemm, out)
 
     harness.Gemm.__call__ = run  # type: ignore[method-assign]
-    harness.measure(plan, ("gloo",))
+    harness.measure(config, ("gloo",))
     return products
 
 
-def one_rank_sleeps(plan: BenchPlan, seconds: float) -> list[Row]:
+def one_rank_sleeps(config: BenchConfig, seconds: float) -> list[Row]:
     """Rank 1's calls do nothing but take long; nobody waits for them, so ranks differ."""
 
-    def contender(call: baselines.Call) -> baselines.Call:
+    def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         first = True
 
         def run() -> None:
@@ -79,13 +79,13 @@ def one_rank_sleeps(plan: BenchPlan, seconds: float) -> list[Row]:
 
         return dataclasses.replace(call, run=run)
 
-    return _with(contender, plan)
+    return _with(implementation, config)
 
 
-def counts_calls(plan: BenchPlan) -> list[int]:
+def counts_calls(config: BenchConfig) -> list[int]:
     made = 0
 
-    def contender(call: baselines.Call) -> baselines.Call:
+    def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         def run() -> None:
             nonlocal made
             made += 1
@@ -93,7 +93,7 @@ def counts_calls(plan: BenchPlan) -> list[int]:
 
         return dataclasses.replace(call, run=run)
 
-    _with(contender, plan)
+    _with(implementation, config)
     return [made]
 
 
@@ -110,12 +110,12 @@ class SlowWork:
         out.fill_(7.0)
 
 
-def with_slow_work(plan: BenchPlan, algorithm: str) -> tuple[list[Row], set[float]]:
+def with_slow_work(config: BenchConfig, algorithm: str) -> tuple[list[Row], set[float]]:
     """A call that takes 10 ms; also what it was called on."""
     harness.Gemm = SlowWork  # type: ignore[assignment, misc]
     seen = set()
 
-    def slowed(call: baselines.Call) -> baselines.Call:
+    def slowed(call: baselines.BenchCall) -> baselines.BenchCall:
         def run() -> None:
             seen.add(float(call.source.view(-1)[0]))
             time.sleep(0.010)
@@ -123,28 +123,28 @@ def with_slow_work(plan: BenchPlan, algorithm: str) -> tuple[list[Row], set[floa
 
         return dataclasses.replace(call, run=run)
 
-    own, library = baselines.own, baselines.library
-    baselines.own = lambda *args: slowed(own(*args))  # type: ignore[assignment]
-    baselines.library = lambda *args: slowed(library(*args))  # type: ignore[assignment]
-    return harness.measure(plan, (algorithm,)), seen
+    own, library = baselines.own_call, baselines.library_call
+    baselines.own_call = lambda *args: slowed(own(*args))  # type: ignore[assignment]
+    baselines.library_call = lambda *args: slowed(library(*args))  # type: ignore[assignment]
+    return harness.measure(config, (algorithm,)), seen
 
 
-def values_in_place(plan: BenchPlan) -> list[float]:
+def values_in_place(config: BenchConfig) -> list[float]:
     """The largest value that each timed call back to back began with."""
     seen = []
 
-    def contender(call: baselines.Call) -> baselines.Call:
+    def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         def run() -> None:
             seen.append(float(call.source.abs().max()))
             call.run()
 
         return dataclasses.replace(call, run=run)
 
-    _with(contender, plan)
+    _with(implementation, config)
     return seen
 
 
-def allocates(plan: BenchPlan, bursts_each: int) -> list[Row]:
+def allocates(config: BenchConfig, bursts_each: int) -> list[Row]:
     """Host time on ranks that seem to allocate ``bursts_each`` times between two looks."""
     count = 0
 
@@ -154,20 +154,20 @@ def allocates(plan: BenchPlan, bursts_each: int) -> list[Row]:
         return count
 
     harness.timers.allocations = allocations  # type: ignore[assignment]
-    return harness.measure(plan, ("one_shot",))
+    return harness.measure(config, ("one_shot",))
 
 
-def wrong_in_one_value(plan: BenchPlan, name: str, value: str) -> list[Row]:
-    """A fused contender of which one element of one result is off on rank 1."""
+def wrong_in_one_value(config: BenchConfig, name: str, value: str) -> list[Row]:
+    """A fused implementation of which one element of one result is off on rank 1."""
     from shotcast.bench.fused_case import FusedCase
 
     calls = FusedCase.calls
 
-    def spoiled(case: FusedCase, names: object) -> list[baselines.Call]:
+    def spoiled(case: FusedCase, names: object) -> list[baselines.BenchCall]:
         made = []
         for call in calls(case, names):  # type: ignore[arg-type]
 
-            def values(call: baselines.Call = call) -> dict[str, torch.Tensor]:
+            def values(call: baselines.BenchCall = call) -> dict[str, torch.Tensor]:
                 output = {key: tensor.clone() for key, tensor in call.output.items()}
                 if torch.distributed.get_rank() == 1:
                     output[value].view(-1)[3] += 1.0
@@ -177,4 +177,4 @@ def wrong_in_one_value(plan: BenchPlan, name: str, value: str) -> list[Row]:
         return made
 
     FusedCase.calls = spoiled  # type: ignore[assignment, method-assign]
-    return harness.measure(plan, (name,))
+    return harness.measure(config, (name,))

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from shotcast.bench import contenders, harness
-from shotcast.bench.plan import BenchPlan
+from shotcast.bench import harness, implementations
+from shotcast.bench.config import BenchConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
 
-PLAN = BenchPlan(
+CONFIG = BenchConfig(
     op="all_reduce",
     device="cuda",
     dtype="bfloat16",
@@ -28,18 +28,18 @@ PLAN = BenchPlan(
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("op", contenders.PLAIN_OPS)
-def test_every_contender(op: str, eager: bool) -> None:
-    plan = dataclasses.replace(PLAN, op=op, eager=eager)
-    rows = harness.run(plan, 2)
+@pytest.mark.parametrize("op", implementations.PLAIN_OPS)
+def test_every_implementation(op: str, eager: bool) -> None:
+    config = dataclasses.replace(CONFIG, op=op, eager=eager)
+    rows = harness.run(config, 2)
     measured = {row.algorithm for row in rows}
     own = {"ring", "one_shot", "auto"} | ({"two_shot"} if op == "all_reduce" else set())
-    assert own | set(contenders.baselines(op, "cuda")) <= measured <= set(plan.contenders())
+    assert own | set(implementations.baselines(op, "cuda")) <= measured <= set(config.implementations())
     assert [row for row in rows if row.errors or row.time_us is None] == []
 
 
 def test_nccl_on_registered_memory() -> None:
-    rows = harness.run(dataclasses.replace(PLAN, algorithms=("nccl", "nccl_symmetric")), 2)
+    rows = harness.run(dataclasses.replace(CONFIG, algorithms=("nccl", "nccl_symmetric")), 2)
     assert [(row.algorithm, row.errors) for row in rows] == [("nccl", 0), ("nccl_symmetric", 0)] * 2
     assert all(row.time_us for row in rows)
 
@@ -48,9 +48,9 @@ def test_nccl_on_registered_memory() -> None:
 def test_fused(dtype: str) -> None:
     hidden = 1024
     sizes = tuple(tokens * hidden * (4 if dtype == "float32" else 2) for tokens in (1, 16, 64))
-    plan = dataclasses.replace(PLAN, op="all_reduce_rms_norm", dtype=dtype, hidden=hidden, sizes=sizes)
-    rows = harness.run(plan, 2)
-    assert {row.algorithm for row in rows} == set(plan.contenders())
+    config = dataclasses.replace(CONFIG, op="all_reduce_rms_norm", dtype=dtype, hidden=hidden, sizes=sizes)
+    rows = harness.run(config, 2)
+    assert {row.algorithm for row in rows} == set(config.implementations())
     assert [row for row in rows if row.errors or row.time_us is None] == []
     assert {row.tokens for row in rows} == {1, 16, 64}
 
@@ -60,12 +60,12 @@ def test_work_between(op: str) -> None:
     """A product of 16 MB of weights takes microseconds, and so does what is left of the call."""
     names = ("one_shot", "two_shot", "nccl")
     sizes = (16 << 10, 256 << 10)
-    plan = dataclasses.replace(
-        PLAN, op=op, algorithms=names, sizes=sizes, between="gemm", hidden=8192, inner=1024, iters=400
+    config = dataclasses.replace(
+        CONFIG, op=op, algorithms=names, sizes=sizes, between="gemm", hidden=8192, inner=1024, iters=400
     )
-    rows = harness.run(plan, 2)
+    rows = harness.run(config, 2)
     points = {(row.measure, row.nbytes, row.algorithm): row for row in rows}
-    assert set(points) == {(measure, size, name) for measure in plan.measures for size in sizes for name in names}
+    assert set(points) == {(measure, size, name) for measure in config.measures for size in sizes for name in names}
     for (measure, nbytes, name), row in points.items():
         assert row.errors == 0
         assert row.time_us is not None
@@ -79,21 +79,21 @@ def test_work_between(op: str) -> None:
 
 
 def test_host_time_and_no_allocation() -> None:
-    plan = dataclasses.replace(PLAN, host=True, iters=1000)
-    rows = harness.run(plan, 2)
+    config = dataclasses.replace(CONFIG, host=True, iters=1000)
+    rows = harness.run(config, 2)
     assert [row for row in rows if row.errors or row.time_us is None] == []
     for row in rows:
         assert row.time_us is not None
         assert 0.5 < row.time_us < 1000
         assert row.allocations is not None
-        if contenders.is_own(row.algorithm):
+        if implementations.is_own(row.algorithm):
             assert row.allocations == 0, row.algorithm
 
 
 def test_fused_host_time_and_no_allocation() -> None:
     names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic", "plain")
-    plan = dataclasses.replace(
-        PLAN, op="all_reduce_rms_norm", hidden=1024, sizes=(2048, 32 << 10), host=True, iters=500, algorithms=names
+    config = dataclasses.replace(
+        CONFIG, op="all_reduce_rms_norm", hidden=1024, sizes=(2048, 32 << 10), host=True, iters=500, algorithms=names
     )
-    rows = harness.run(plan, 2)
+    rows = harness.run(config, 2)
     assert {(row.algorithm, row.allocations) for row in rows} == {(name, 0) for name in names}

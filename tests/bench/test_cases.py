@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.bench.cases import FP8_TRANSPORT, Case, Place
+from shotcast.bench.cases import FP8_TRANSPORT, Case, RankContext
 
 
-def place(dtype: torch.dtype = torch.bfloat16, world_size: int = 4, rank: int = 1) -> Place:
+def context(dtype: torch.dtype = torch.bfloat16, world_size: int = 4, rank: int = 1) -> RankContext:
     group: Any = None  # references communicate nothing
-    return Place(torch.device("cpu"), dtype, rank, world_size, group)
+    return RankContext(torch.device("cpu"), dtype, rank, world_size, group)
 
 
 def inputs(nbytes: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [Case(place(dtype, rank=rank), "all_reduce", nbytes, seed=3).x for rank in range(4)]
+    return [Case(context(dtype, rank=rank), "all_reduce", nbytes, seed=3).x for rank in range(4)]
 
 
 def test_inputs_differ_by_rank_and_by_size() -> None:
     xs = inputs(64)
     assert len({tuple(x.tolist()) for x in xs}) == 4
-    assert not torch.equal(xs[0], Case(place(rank=0), "all_reduce", 64, seed=4).x)
+    assert not torch.equal(xs[0], Case(context(rank=0), "all_reduce", 64, seed=4).x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_sum_in_any_order_is_right_and_a_wrong_one_is_not(dtype: torch.dtype) -> None:
     nbytes = 4096 * dtype.itemsize
     xs = inputs(nbytes, dtype)
-    expected, bound = Case(place(dtype), "all_reduce", nbytes, seed=3).reference()["sum"]
+    expected, bound = Case(context(dtype), "all_reduce", nbytes, seed=3).reference()["sum"]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         total = torch.zeros_like(xs[0])
         for rank in order:
@@ -41,11 +41,11 @@ def test_a_sum_in_any_order_is_right_and_a_wrong_one_is_not(dtype: torch.dtype) 
 
 def test_parts() -> None:
     xs = inputs(256)
-    scattered, _ = Case(place(), "reduce_scatter", 256, seed=3).reference()["sum"]
+    scattered, _ = Case(context(), "reduce_scatter", 256, seed=3).reference()["sum"]
     assert torch.allclose(scattered, sum(x.double() for x in xs)[32:64])  # type: ignore[index]
-    gathered, bound = Case(place(), "all_gather", 256, seed=3).reference()["sum"]
+    gathered, bound = Case(context(), "all_gather", 256, seed=3).reference()["sum"]
     assert gathered.shape == (128,)
-    assert torch.equal(gathered[32:64], Case(place(rank=1), "all_gather", 256, seed=3).x.double())
+    assert torch.equal(gathered[32:64], Case(context(rank=1), "all_gather", 256, seed=3).x.double())
     assert not bound.any()
 
 
@@ -57,7 +57,7 @@ def through_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def test_fp8_transport_has_a_bound_of_its_own_which_it_keeps() -> None:
     xs = [x.float() for x in inputs(1 << 15)]
-    reference = Case(place(), "all_reduce", 1 << 15, seed=3).reference()
+    reference = Case(context(), "all_reduce", 1 << 15, seed=3).reference()
     expected, bound = reference[FP8_TRANSPORT]
     sent = through_e4m3(torch.stack([through_e4m3(x) for x in xs]).sum(0)).to(torch.bfloat16).double()
     assert ((sent - expected).abs() <= bound).all()
@@ -66,7 +66,7 @@ def test_fp8_transport_has_a_bound_of_its_own_which_it_keeps() -> None:
 
 
 def test_work_is_undone() -> None:
-    made = Case(place(), "all_reduce", 64, seed=3)
+    made = Case(context(), "all_reduce", 64, seed=3)
     kept = made.x.clone()
     made.x.fill_(7.0)
     made.restore()

@@ -11,7 +11,7 @@ import transformers
 from click.testing import Result
 from typer.testing import CliRunner
 
-from shotcast.bench import engine, engine_report
+from shotcast.bench import engine_bench, engine_report
 from shotcast.cli import app
 from shotcast.errors import ConfigError
 
@@ -66,8 +66,8 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])
 def test_layouts_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="a layout is TxP"):
-        engine.Layout.parse(text)
+    with pytest.raises(ConfigError, match="a layout must be TxP"):
+        engine_bench.Layout.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_layouts_that_are_none(text: str) -> None:
 def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> None:
     good = {
         "model": "smollm2",
-        "layouts": (engine.Layout(1, 1),),
+        "layouts": (engine_bench.Layout(1, 1),),
         "batches": (1,),
         "algorithms": ("auto",),
         "prompt": 8,
@@ -85,9 +85,9 @@ def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> Non
         "rounds": 1,
         "device": "cpu",
     }
-    engine.EnginePlan(**good)  # type: ignore[arg-type]
+    engine_bench.EngineBenchConfig(**good)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=said):
-        engine.EnginePlan(**{**good, **change})  # type: ignore[arg-type]
+        engine_bench.EngineBenchConfig(**{**good, **change})  # type: ignore[arg-type]
 
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -104,7 +104,7 @@ def test_kept_results_are_read(path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": [{"op": "all_reduce"}]}'])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"other.json holds no results of shotcast bench engine"):
+    with pytest.raises(ConfigError, match=r"other.json is not a result of shotcast bench engine"):
         engine_report.read(tmp_path / "other.json")
 
 

@@ -12,12 +12,12 @@ import torch
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.bench import harness
-from shotcast.bench.cases import Place, Reference
+from shotcast.bench.cases import RankContext, Reference
+from shotcast.bench.config import BenchConfig
 from shotcast.bench.fused_case import E4M3_MAX, EPS, FusedCase
-from shotcast.bench.plan import BenchPlan
 
 HIDDEN = 32
-PLAN = BenchPlan(
+CONFIG = BenchConfig(
     op="all_reduce_rms_norm",
     device="cpu",
     dtype="float32",
@@ -32,9 +32,9 @@ ALWAYS = {"auto", "unfused", "plain", "plain_one_shot", "plain_two_shot", "fp8_s
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_contender_is_right(dtype: str) -> None:
-    rows = harness.run(dataclasses.replace(PLAN, dtype=dtype), 2)
-    assert ALWAYS <= {row.algorithm for row in rows} <= set(PLAN.contenders())
+def test_every_implementation_is_right(dtype: str) -> None:
+    rows = harness.run(dataclasses.replace(CONFIG, dtype=dtype), 2)
+    assert ALWAYS <= {row.algorithm for row in rows} <= set(CONFIG.implementations())
     assert [row for row in rows if row.errors != 0 or row.time_us is None] == []
     assert {row.hidden for row in rows} == {HIDDEN}
     assert {row.tokens for row in rows} == ({1, 3} if dtype == "float32" else {2, 6})
@@ -42,7 +42,7 @@ def test_every_contender_is_right(dtype: str) -> None:
 
 def test_work_between() -> None:
     names = ("auto", "unfused", "gloo")
-    rows = harness.run(dataclasses.replace(PLAN, between="gemm", inner=4, algorithms=names, sizes=(128,)), 2)
+    rows = harness.run(dataclasses.replace(CONFIG, between="gemm", inner=4, algorithms=names, sizes=(128,)), 2)
     assert [(row.measure, row.algorithm, row.errors) for row in rows] == [
         (measure, name, 0) for measure in ("call", "between") for name in names
     ]
@@ -56,8 +56,8 @@ def test_work_between() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_element_of_any_result_is_found(name: str, value: str) -> None:
-    plan = dataclasses.replace(PLAN, sizes=(4 * HIDDEN,))
-    rows = shotcast.spawn(targets.wrong_in_one_value, 2, plan, name, value, timeout_s=60)[0]
+    config = dataclasses.replace(CONFIG, sizes=(4 * HIDDEN,))
+    rows = shotcast.spawn(targets.wrong_in_one_value, 2, config, name, value, timeout_s=60)[0]
     assert [(row.errors, row.time_us) for row in rows] == [(1, None)]
 
 
@@ -66,7 +66,7 @@ def test_a_wrong_element_of_any_result_is_found(name: str, value: str) -> None:
 
 def made(dtype: torch.dtype, rank: int = 0) -> FusedCase:
     group: Any = None
-    return FusedCase(Place(torch.device("cpu"), dtype, rank, 4, group), 64 * 256 * dtype.itemsize, 256, seed=5)
+    return FusedCase(RankContext(torch.device("cpu"), dtype, rank, 4, group), 64 * 256 * dtype.itemsize, 256, seed=5)
 
 
 def right(value: torch.Tensor, name: str, reference: Reference) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_nothing_is_clamped_by_the_static_scale() -> None:
 def test_fused_kernels_are_right() -> None:
     """The Triton kernels, interpreted."""
     names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")
-    plan = dataclasses.replace(PLAN, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
-    rows = interpret(harness.measure, 2, plan, names, timeout_s=110, env=GPU_COLLECTIVES)[0]
+    config = dataclasses.replace(CONFIG, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
+    rows = interpret(harness.measure, 2, config, names, timeout_s=110, env=GPU_COLLECTIVES)[0]
     assert [(row.algorithm, row.errors) for row in rows] == [(name, 0) for name in names]
     assert [row.time_us for row in rows if row.time_us is None] == []

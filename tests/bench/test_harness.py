@@ -8,11 +8,11 @@ import harness_targets as targets
 import pytest
 
 import shotcast
-from shotcast.bench import contenders, harness
-from shotcast.bench.plan import BenchPlan
+from shotcast.bench import harness, implementations
+from shotcast.bench.config import BenchConfig
 from shotcast.errors import ConfigError, RankFailed
 
-PLAN = BenchPlan(
+CONFIG = BenchConfig(
     op="all_reduce",
     device="cpu",
     dtype="float32",
@@ -26,11 +26,11 @@ PLAN = BenchPlan(
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
-def test_every_contender_at_every_size(op: str, world_size: int, dtype: str) -> None:
-    plan = dataclasses.replace(PLAN, op=op, dtype=dtype)
-    rows = harness.run(plan, world_size)
-    assert {row.nbytes for row in rows} == set(plan.nbytes(world_size))
-    for nbytes in plan.nbytes(world_size):
+def test_every_implementation_at_every_size(op: str, world_size: int, dtype: str) -> None:
+    config = dataclasses.replace(CONFIG, op=op, dtype=dtype)
+    rows = harness.run(config, world_size)
+    assert {row.nbytes for row in rows} == set(config.nbytes(world_size))
+    for nbytes in config.nbytes(world_size):
         names = [row.algorithm for row in rows if row.nbytes == nbytes]
         assert {"ring", "one_shot", "gloo"} <= set(names)
         assert len(names) == len(set(names))
@@ -42,41 +42,41 @@ def test_every_contender_at_every_size(op: str, world_size: int, dtype: str) -> 
 
 
 def test_only_what_was_asked_for() -> None:
-    rows = harness.run(dataclasses.replace(PLAN, algorithms=("gloo", "two_shot")), 2)
+    rows = harness.run(dataclasses.replace(CONFIG, algorithms=("gloo", "two_shot")), 2)
     assert [row.algorithm for row in rows] == ["gloo", "two_shot"] * 2
 
 
 def test_without_check_nothing_is_compared() -> None:
-    rows = shotcast.spawn(targets.one_element_off, 2, dataclasses.replace(PLAN, check=False), 1.0, 1, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, dataclasses.replace(CONFIG, check=False), 1.0, 1, timeout_s=60)[0]
     assert [row.errors for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_element_is_counted_and_not_timed(rank: int) -> None:
-    rows = shotcast.spawn(targets.one_element_off, 2, PLAN, 1e-3, rank, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, CONFIG, 1e-3, rank, timeout_s=60)[0]
     assert [(row.errors, row.time_us) for row in rows] == [(1, None), (1, None)]
 
 
 def test_nan_is_wrong() -> None:
-    rows = shotcast.spawn(targets.one_element_off, 2, PLAN, float("nan"), 0, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, CONFIG, float("nan"), 0, timeout_s=60)[0]
     assert [row.errors for row in rows] == [1, 1]
 
 
 def test_rounding_is_not_wrong() -> None:
-    plan = dataclasses.replace(PLAN, dtype="bfloat16")
-    rows = shotcast.spawn(targets.one_element_off, 2, plan, 1e-4, 0, timeout_s=60)[0]
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    rows = shotcast.spawn(targets.one_element_off, 2, config, 1e-4, 0, timeout_s=60)[0]
     assert [row.errors for row in rows] == [0, 0]
 
 
-def test_a_contender_that_goes_wrong_later_is_caught() -> None:
-    plan = dataclasses.replace(PLAN, op="all_gather", sizes=(64,))
-    rows = shotcast.spawn(targets.wrong_after_a_while, 2, plan, timeout_s=60)[0]
+def test_an_implementation_that_goes_wrong_later_is_caught() -> None:
+    config = dataclasses.replace(CONFIG, op="all_gather", sizes=(64,))
+    rows = shotcast.spawn(targets.wrong_after_a_while, 2, config, timeout_s=60)[0]
     assert rows[0].errors == 32, "both ranks' 16 elements"
     assert rows[0].time_us is None
 
 
 def test_the_slowest_rank_counts() -> None:
-    rows = shotcast.spawn(targets.one_rank_sleeps, 2, dataclasses.replace(PLAN, sizes=(64,), check=False), 0.01)[0]
+    rows = shotcast.spawn(targets.one_rank_sleeps, 2, dataclasses.replace(CONFIG, sizes=(64,), check=False), 0.01)[0]
     assert rows[0].time_us is not None
     assert rows[0].skew_us is not None
     assert 10_000 <= rows[0].time_us < 30_000
@@ -85,19 +85,19 @@ def test_the_slowest_rank_counts() -> None:
 
 @pytest.mark.parametrize(("iters", "budget_s", "timed"), [(30, 100.0, 30), (1000, 0.0, 6)])
 def test_calls_are_bounded_by_iterations_and_budget(iters: int, budget_s: float, timed: int) -> None:
-    plan = dataclasses.replace(PLAN, sizes=(64,), iters=iters, budget_s=budget_s, warmup_iters=3)
-    made = shotcast.spawn(targets.counts_calls, 2, plan, timeout_s=60)[0]
+    config = dataclasses.replace(CONFIG, sizes=(64,), iters=iters, budget_s=budget_s, warmup_iters=3)
+    made = shotcast.spawn(targets.counts_calls, 2, config, timeout_s=60)[0]
     assert made == [1 + 1 + 3 + timed + 1]
 
 
-BETWEEN = dataclasses.replace(PLAN, between="gemm", hidden=16, inner=4, sizes=(64, 1000))
+BETWEEN = dataclasses.replace(CONFIG, between="gemm", hidden=16, inner=4, sizes=(64, 1000))
 
 
 def test_what_a_library_needs_at_first_leaves_calls_to_time() -> None:
     """Few calls would make a short graph, and the time of its launch that of the call."""
-    plan = dataclasses.replace(BETWEEN, sizes=(64,), iters=30, budget_s=0.4)
-    alone_and_between = 2 * (1 + plan.warmup_iters + plan.iters)
-    assert shotcast.spawn(targets.first_product_is_slow, 2, plan, 0.5, timeout_s=60) == [alone_and_between] * 2
+    config = dataclasses.replace(BETWEEN, sizes=(64,), iters=30, budget_s=0.4)
+    alone_and_between = 2 * (1 + config.warmup_iters + config.iters)
+    assert shotcast.spawn(targets.first_product_is_slow, 2, config, 0.5, timeout_s=60) == [alone_and_between] * 2
 
 
 def test_between_measures_both_and_names_the_work() -> None:
@@ -118,8 +118,8 @@ def test_between_measures_both_and_names_the_work() -> None:
 @pytest.mark.parametrize("algorithm", ["one_shot", "gloo"])
 def test_between_takes_the_work_off(algorithm: str) -> None:
     """And what was checked after it is the input, not what the work wrote: there are no errors."""
-    plan = dataclasses.replace(BETWEEN, sizes=(64,))
-    rows, seen = shotcast.spawn(targets.with_slow_work, 2, plan, algorithm, timeout_s=90)[0]
+    config = dataclasses.replace(BETWEEN, sizes=(64,))
+    rows, seen = shotcast.spawn(targets.with_slow_work, 2, config, algorithm, timeout_s=90)[0]
     back_to_back, between = rows
     assert (back_to_back.errors, between.errors) == (0, 0)
     assert between.work_us is not None
@@ -132,8 +132,8 @@ def test_between_takes_the_work_off(algorithm: str) -> None:
 
 def test_calls_in_place_are_timed_on_zeros() -> None:
     """Also after work between calls wrote their tensor; or values would double with each call until they overflow."""
-    plan = dataclasses.replace(PLAN, sizes=(64,), budget_s=100.0)
-    for chosen in (plan, dataclasses.replace(plan, between="gemm", hidden=16)):
+    config = dataclasses.replace(CONFIG, sizes=(64,), budget_s=100.0)
+    for chosen in (config, dataclasses.replace(config, between="gemm", hidden=16)):
         seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=90)[0]
         assert max(seen) <= 16.0, "the product of 8 numbers up to 1 by up to 1, or an input"
         assert seen.count(0.0) == 1 + chosen.warmup_iters + chosen.iters
@@ -145,7 +145,7 @@ def test_the_default_product_is_divided_among_the_ranks() -> None:
 
 
 def test_host_time_alone_is_measured() -> None:
-    rows = harness.run(dataclasses.replace(PLAN, host=True, sizes=(64,), algorithms=("two_shot", "gloo")), 2)
+    rows = harness.run(dataclasses.replace(CONFIG, host=True, sizes=(64,), algorithms=("two_shot", "gloo")), 2)
     assert [(row.measure, row.algorithm, row.errors) for row in rows] == [("host", "two_shot", 0), ("host", "gloo", 0)]
     for row in rows:
         assert row.time_us is not None
@@ -154,22 +154,22 @@ def test_host_time_alone_is_measured() -> None:
 
 
 def test_allocations_of_all_ranks_and_rounds_are_counted() -> None:
-    plan = dataclasses.replace(PLAN, host=True, sizes=(64,))
+    config = dataclasses.replace(CONFIG, host=True, sizes=(64,))
     for each in (0, 5):
-        rows = shotcast.spawn(targets.allocates, 2, plan, each, timeout_s=90)[0]
+        rows = shotcast.spawn(targets.allocates, 2, config, each, timeout_s=90)[0]
         assert [row.allocations for row in rows] == [2 * harness.ROUNDS * each]
 
 
 def test_each_setting_of_nccl_has_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def spawn(fn: object, world_size: int, plan: BenchPlan, names: tuple[str, ...], **options: object) -> list:
+    def spawn(fn: object, world_size: int, config: BenchConfig, names: tuple[str, ...], **options: object) -> list:
         started.append((names, options["env"]))
         return [[]]
 
     monkeypatch.setattr(harness, "spawn", spawn)
     named = ("one_shot", "nccl", "nccl_ll", "nccl_tree", "nccl_symmetric")
-    harness.run(dataclasses.replace(PLAN, device="cuda", algorithms=named), 4)
+    harness.run(dataclasses.replace(CONFIG, device="cuda", algorithms=named), 4)
     favourable = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
     assert started == [
         (("one_shot", "nccl", "nccl_symmetric"), favourable),
@@ -179,18 +179,18 @@ def test_each_setting_of_nccl_has_ranks_of_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_settings_of_nccl_cannot_be_had_under_torchrun() -> None:
-    plan = dataclasses.replace(PLAN, device="cuda", algorithms=("nccl", "nccl_ll", "nccl_ring"))
+    config = dataclasses.replace(CONFIG, device="cuda", algorithms=("nccl", "nccl_ll", "nccl_ring"))
     with pytest.raises(ConfigError, match="nccl_ll, nccl_ring need ranks started with NCCL_ALGO, NCCL_PROTO set"):
-        harness.run_under_torchrun(plan)
+        harness.run_under_torchrun(config)
 
 
 def test_a_hang_ends() -> None:
-    plan = dataclasses.replace(PLAN, timeout_s=2.0, iters=10**9, budget_s=1e6)
+    config = dataclasses.replace(CONFIG, timeout_s=2.0, iters=10**9, budget_s=1e6)
     with pytest.raises(RankFailed, match="not finished within 2 s"):
-        harness.run(plan, 2)
+        harness.run(config, 2)
 
 
-class TestPlan:
+class TestConfig:
     @pytest.mark.parametrize(
         ("change", "match"),
         [
@@ -203,24 +203,24 @@ class TestPlan:
             ({"sizes": ()}, "1 byte"),
             ({"sizes": (0,)}, "1 byte"),
             ({"between": "sleep", "hidden": 8}, "no work 'sleep'"),
-            ({"between": "gemm"}, "hidden size"),
+            ({"between": "gemm"}, "hidden must be"),
             ({"between": "gemm", "hidden": 8, "inner": -1}, "inner"),
             ({"between": "gemm", "hidden": 8, "op": "all_gather"}, "for all-reduces, not for all_gather"),
             ({"between": "gemm", "hidden": 8, "host": True}, "without work"),
-            ({"host": True, "eager": True}, "eager calls already"),
-            ({"op": "all_reduce_rms_norm"}, "hidden size"),
+            ({"host": True, "eager": True}, "already measures eager calls"),
+            ({"op": "all_reduce_rms_norm"}, "hidden must be"),
         ],
     )
     def test_nonsense_is_refused(self, change: dict[str, object], match: str) -> None:
         with pytest.raises(ConfigError, match=match):
-            dataclasses.replace(PLAN, **change)  # type: ignore[arg-type]
+            dataclasses.replace(CONFIG, **change)  # type: ignore[arg-type]
 
     def test_sizes_can_be_shared_out(self) -> None:
-        plan = dataclasses.replace(PLAN, op="reduce_scatter", sizes=(1, 8, 1000))
-        assert plan.nbytes(3) == (12, 1008)
-        assert dataclasses.replace(plan, op="all_reduce").nbytes(3) == (4, 8, 1000)
+        config = dataclasses.replace(CONFIG, op="reduce_scatter", sizes=(1, 8, 1000))
+        assert config.nbytes(3) == (12, 1008)
+        assert dataclasses.replace(config, op="all_reduce").nbytes(3) == (4, 8, 1000)
 
     def test_the_best_nccl_is_looked_for_in_all_its_settings(self) -> None:
-        plan = dataclasses.replace(PLAN, device="cuda", algorithms=())
-        assert {"nccl", *contenders.NCCL_SETTINGS} <= set(plan.contenders())
-        assert "nccl_tree" not in dataclasses.replace(plan, op="all_gather").contenders()
+        config = dataclasses.replace(CONFIG, device="cuda", algorithms=())
+        assert {"nccl", *implementations.NCCL_SETTINGS} <= set(config.implementations())
+        assert "nccl_tree" not in dataclasses.replace(config, op="all_gather").implementations()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_report import row
 
-from shotcast.bench import contenders, plot
+from shotcast.bench import implementations, plot
 from shotcast.errors import ConfigError
 
 
@@ -77,10 +77,10 @@ def test_without_a_ring_the_library_is_the_reference(tmp_path: Path, monkeypatch
     assert "speed-up over gloo" in (tmp_path / "picture.svg").read_text()
 
 
-def test_colours_tell_all_contenders_apart() -> None:
-    for op in contenders.OPS:
+def test_colours_tell_all_implementations_apart() -> None:
+    for op in implementations.OPS:
         for device in ("cpu", "cuda"):
-            names = contenders.default(op, device)
+            names = implementations.default(op, device)
             assert len({plot.COLORS[name] for name in names}) == len(names)
 
 

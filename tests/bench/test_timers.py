@@ -42,7 +42,7 @@ def test_host_time_is_that_of_enqueueing(machine: Machine) -> None:
     samples = timers.host(machine.call, 130, machine.wait)()
     assert np.allclose(samples, [3.0] * 3), "130 calls are three bursts"
     assert machine.calls == 3 * timers.BURST
-    assert machine.pending_ns == 0, "nothing is left for the next contender"
+    assert machine.pending_ns == 0, "nothing is left for the next implementation"
 
 
 def test_host_bursts_do_not_fill_a_launch_queue(machine: Machine) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shotcast
 from shotcast.bench import tune, tune_table
-from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TunePlan, contenders, search, settled
+from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, implementations, search, settled
 from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
 from shotcast.collectives.choice.problem import Candidate, CollectiveProblem, Topology
 from shotcast.collectives.choice.table import KERNELS, parse
@@ -24,7 +24,7 @@ from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.wire import ALGORITHMS, LaunchShape, Op
 
-PLAN = TunePlan(
+CONFIG = TuneConfig(
     ops=("all_reduce",),
     device="cpu",
     dtypes=("float32",),
@@ -109,11 +109,11 @@ class TestSearch:
             assert best.algorithm == wins
         assert best.algorithm != "two_shot_fp8"
 
-    def test_fp8_is_never_a_contender(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fp8_is_never_an_implementation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         everything = tuple(Candidate(name, LaunchShape()) for name in ALGORITHMS)
         monkeypatch.setattr(tune, "candidates", lambda asked: everything)
-        assert {c.algorithm for c in contenders(problem(), False)} == {"one_shot", "two_shot", "vendor"}
-        assert {c.algorithm for c in contenders(problem(), True)} == set(ALGORITHMS) - {"two_shot_fp8"}
+        assert {c.algorithm for c in implementations(problem(), False)} == {"one_shot", "two_shot", "vendor"}
+        assert {c.algorithm for c in implementations(problem(), True)} == set(ALGORITHMS) - {"two_shot_fp8"}
 
     def test_launches_found_before_are_all_that_is_measured(self) -> None:
         shape = launch_shapes(problem(), "two_shot")[2]
@@ -174,7 +174,7 @@ class TestSearch:
         try:
             found = search(asked, Bench(time), 1.0, any_bits)
         except ShotcastError:
-            assert all(times[c] is None for c in contenders(asked, any_bits))
+            assert all(times[c] is None for c in implementations(asked, any_bits))
             return
         best = found.best
         assert obstacle(asked, best.algorithm) == ""
@@ -182,7 +182,7 @@ class TestSearch:
         assert any_bits or best.algorithm == "vendor" or keeps_bits(asked, best.algorithm)
         assert {c for c, time_us in times.items() if time_us is None} == set(found.wrong)
         assert best.time_us == times[Candidate(best.algorithm, best.launch)]
-        first = [times[c] for c in contenders(asked, any_bits)]
+        first = [times[c] for c in implementations(asked, any_bits)]
         assert best.time_us <= GAIN * min(time_us for time_us in first if time_us is not None)
         assert [one.time_us for one in found.others] == sorted(one.time_us for one in found.others)
 
@@ -285,8 +285,8 @@ class TestDocument:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (('"part": "H"', '"part": "G"'), "t.json is a table of 4 x G, and this is 4 x H"),
-            (('"world_size": 4', '"world_size": 2'), "t.json is a table of 2 x H, and this is 4 x H"),
+            (('"part": "H"', '"part": "G"'), "t.json is a table for 4 x G; this machine has 4 x H"),
+            (('"world_size": 4', '"world_size": 2'), "t.json is a table for 2 x H; this machine has 4 x H"),
             ((f'"kernels": {KERNELS}', '"kernels": 0'), "was made for revision 0 of the kernels"),
         ],
     )
@@ -299,39 +299,42 @@ class TestDocument:
             tune_table.mergeable(path.read_text(), str(path), "H", 4)
 
 
-class TestPlan:
+class TestConfig:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"ops": ("broadcast",)}, "as op some of all_reduce, reduce_scatter, all_gather, not broadcast"),
+            ({"ops": ("broadcast",)}, "op to tune must be among all_reduce, reduce_scatter, all_gather, not broadcast"),
             ({"ops": ()}, "not none"),
-            ({"dtypes": ("float32", "int8")}, "as dtype some of float32, float16, bfloat16, not float32, int8"),
-            ({"modes": ("lazy",)}, "as mode some of graph, eager, not lazy"),
-            ({"device": "tpu"}, "as device some of cpu, cuda, not tpu"),
+            (
+                {"dtypes": ("float32", "int8")},
+                "dtype to tune must be among float32, float16, bfloat16, not float32, int8",
+            ),
+            ({"modes": ("lazy",)}, "mode to tune must be among graph, eager, not lazy"),
+            ({"device": "tpu"}, "device to tune must be among cpu, cuda, not tpu"),
             ({"modes": ("graph",)}, "CPU ranks have no graphs"),
-            ({"sizes": ()}, "start at 1 byte"),
-            ({"sizes": (0, 4)}, "start at 1 byte"),
+            ({"sizes": ()}, "must be at least 1 byte"),
+            ({"sizes": (0, 4)}, "must be at least 1 byte"),
             ({"sizes": (8, 4)}, "ascend"),
-            ({"seconds": -1.0}, "seconds for a size start at 0, not -1"),
-            ({"seconds": float("nan")}, "seconds for a size start at 0"),
+            ({"seconds": -1.0}, "seconds for a size cannot be negative: -1"),
+            ({"seconds": float("nan")}, "seconds for a size cannot be negative"),
         ],
     )
     def test_nonsense_is_refused(self, change: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
-            dataclasses.replace(PLAN, **change)
+            dataclasses.replace(CONFIG, **change)
 
     def test_interpreted_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SHOTCAST_CPU_KERNELS", "interpreter")
         with pytest.raises(ConfigError, match="interpreted kernels are for testing"):
-            dataclasses.replace(PLAN)
+            dataclasses.replace(CONFIG)
 
 
 class TestRanks:
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_wrong_candidate_never_enters(self, rank: int) -> None:
         """Wrong on one rank, known on all."""
-        plan = dataclasses.replace(PLAN, sizes=(4096, 8192))
-        for points in shotcast.spawn(targets.one_is_wrong, 2, plan, rank, timeout_s=500):
+        config = dataclasses.replace(CONFIG, sizes=(4096, 8192))
+        for points in shotcast.spawn(targets.one_is_wrong, 2, config, rank, timeout_s=500):
             for found in points:
                 assert found.choice.best.algorithm != "two_shot"
                 assert {c.algorithm for c in found.choice.wrong} == {"two_shot"}
@@ -342,8 +345,8 @@ class TestRanks:
             ]
 
     def test_a_wrong_launch_never_enters(self) -> None:
-        plan = dataclasses.replace(PLAN, sizes=(100_000,))
-        for (found,) in shotcast.spawn(targets.one_launch_is_wrong, 2, plan, timeout_s=500):
+        config = dataclasses.replace(CONFIG, sizes=(100_000,))
+        for (found,) in shotcast.spawn(targets.one_launch_is_wrong, 2, config, timeout_s=500):
             assert {(c.algorithm, c.launch.chunk_bytes > 0) for c in found.choice.wrong} == {("two_shot", True)}
             assert not [
                 t
@@ -352,11 +355,11 @@ class TestRanks:
             ]
 
     def test_nothing_right_is_no_table(self) -> None:
-        for said in shotcast.spawn(targets.nothing_is_right, 2, PLAN, timeout_s=500):
+        for said in shotcast.spawn(targets.nothing_is_right, 2, CONFIG, timeout_s=500):
             assert said == "no algorithm gives right results for all_reduce of float32, 4 KiB"
 
     def test_all_ranks_decide_alike_by_the_slowest(self) -> None:
-        first, second = shotcast.spawn(targets.ranks_differ, 2, PLAN, timeout_s=500)
+        first, second = shotcast.spawn(targets.ranks_differ, 2, CONFIG, timeout_s=500)
         assert first == second
         assert first[0].choice.best.algorithm == "ring", "the only one that is slow to nobody"
 
@@ -365,16 +368,16 @@ class TestRanks:
         return tune_table.document("cpu", 2, points, environment={}, command="", seconds=0.0)
 
     def test_tuned_then_used(self, tmp_path: Path) -> None:
-        plan = dataclasses.replace(PLAN, ops=("all_reduce", "all_gather"), sizes=(1024, 65536), seconds=0.02)
-        part, points = tune.run(plan, 3)
+        config = dataclasses.replace(CONFIG, ops=("all_reduce", "all_gather"), sizes=(1024, 65536), seconds=0.02)
+        part, points = tune.run(config, 3)
         assert part == cpu_model()
-        assert {p.key for p in points} == {("eager", op, "float32") for op in plan.ops}
+        assert {p.key for p in points} == {("eager", op, "float32") for op in config.ops}
         for p in points:
             assert p.nbytes % (12 if p.op == "all_gather" else 4) == 0, "whole elements, equally many a rank"
         path = tmp_path / "t.json"
         path.write_text(tune_table.document(part, 3, points, environment={}, command="", seconds=0.0))
         counts = [100, 256, 300, 16384, 16400]
-        for op in plan.ops:
+        for op in config.ops:
             settings = {"SHOTCAST_TABLE": str(path)}
             for said in shotcast.spawn(targets.by_table, 3, counts, op, env=settings, timeout_s=500):
                 for count, (source, reason, algorithm, got) in zip(counts, said, strict=True):
@@ -390,13 +393,13 @@ class TestRanks:
     def test_tables_and_overrides_of_the_environment_decide_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SHOTCAST_TABLE", "/no/such/table")
         monkeypatch.setenv("SHOTCAST_ALGORITHM", "ring")
-        _, (found,) = tune.run(dataclasses.replace(PLAN, sizes=(64,), seconds=0.0), 3)
+        _, (found,) = tune.run(dataclasses.replace(CONFIG, sizes=(64,), seconds=0.0), 3)
         assert found.choice.best.algorithm != "ring"
 
     def test_sizes_between_are_measured_where_the_choice_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        tuner = object.__new__(tune._Tuner)
+        tuner = object.__new__(tune.Tuner)
         tuner.control = type("Control", (), {"world_size": 4})()  # type: ignore[assignment]
-        tuner.tuned = dataclasses.replace(PLAN, sizes=(1024, 8192, 65536, 1 << 20))
+        tuner.tune_config = dataclasses.replace(CONFIG, sizes=(1024, 8192, 65536, 1 << 20))
 
         def chosen(op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
             return point(nbytes, ("one_shot" if nbytes < 20_000 else "two_shot", 1.0)).choice

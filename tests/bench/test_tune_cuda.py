@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_both_modes() -> None:
-    plan = tune.TunePlan(
+    config = tune.TuneConfig(
         ops=tune.OPS,
         device="cuda",
         dtypes=("bfloat16",),
@@ -30,10 +30,10 @@ def test_both_modes() -> None:
         seconds=0.2,
         timeout_s=400,
     )
-    part, points = tune.run(plan, 2)
+    part, points = tune.run(config, 2)
     assert part == torch.cuda.get_device_name(0)
     assert tune_table.wrong(points) == []
-    assert {point.key for point in points} == {(mode, op, "bfloat16") for op in plan.ops for mode in plan.modes}
+    assert {point.key for point in points} == {(mode, op, "bfloat16") for op in config.ops for mode in config.modes}
     for point in points:
         times = [one.time_us for one in (point.choice.best, *point.choice.others)]
         assert all(0.5 < time_us < 5000 for time_us in times), point

@@ -15,16 +15,18 @@ from shotcast.bench import baselines, tune
 from shotcast.collectives.choice.problem import Candidate
 
 
-def _with(change: Callable[[Candidate, baselines.Call], Callable[[], Any]], plan: tune.TunePlan) -> list[tune.Point]:
+def _with(
+    change: Callable[[Candidate, baselines.BenchCall], Callable[[], Any]], config: tune.TuneConfig
+) -> list[tune.Point]:
     """Tune with ``change(candidate, call)`` in the place of each candidate's call."""
-    made = tune._Case.call
+    made = tune.TuneCase.call
 
-    def call(self: Any, name: str, candidate: Candidate) -> baselines.Call:
+    def call(self: Any, name: str, candidate: Candidate) -> baselines.BenchCall:
         right = made(self, name, candidate)
         return dataclasses.replace(right, run=change(candidate, right))
 
-    tune._Case.call = call  # type: ignore[method-assign]
-    return tune.measure(plan)[1]
+    tune.TuneCase.call = call  # type: ignore[method-assign]
+    return tune.measure(config)[1]
 
 
 def _slow(candidate: Candidate) -> bool:
@@ -32,10 +34,10 @@ def _slow(candidate: Candidate) -> bool:
     return candidate.algorithm != "two_shot"
 
 
-def one_is_wrong(plan: tune.TunePlan, rank: int) -> list[tune.Point]:
+def one_is_wrong(config: tune.TuneConfig, rank: int) -> list[tune.Point]:
     """Two-shot is fastest by far, and wrong in one element on one rank."""
 
-    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+    def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
         def run() -> None:
             call.run()
             if _slow(candidate):
@@ -45,13 +47,13 @@ def one_is_wrong(plan: tune.TunePlan, rank: int) -> list[tune.Point]:
 
         return run
 
-    return _with(change, plan)
+    return _with(change, config)
 
 
-def one_launch_is_wrong(plan: tune.TunePlan) -> list[tune.Point]:
+def one_launch_is_wrong(config: tune.TuneConfig) -> list[tune.Point]:
     """Two-shot is right by default and wrong, and fastest, with any other chunk."""
 
-    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+    def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
         def run() -> None:
             call.run()
             if candidate.algorithm != "two_shot":
@@ -63,25 +65,25 @@ def one_launch_is_wrong(plan: tune.TunePlan) -> list[tune.Point]:
 
         return run
 
-    return _with(change, plan)
+    return _with(change, config)
 
 
-def nothing_is_right(plan: tune.TunePlan) -> str:
-    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+def nothing_is_right(config: tune.TuneConfig) -> str:
+    def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
         return lambda: call.results[0].zero_()
 
     try:
-        _with(change, plan)
+        _with(change, config)
     except shotcast.ShotcastError as error:
         return str(error)
     return ""
 
 
-def ranks_differ(plan: tune.TunePlan) -> list[tune.Point]:
+def ranks_differ(config: tune.TuneConfig) -> list[tune.Point]:
     """Each rank finds others slow: rank 0 one-shot and the vendor's, rank 1 two-shot. The ring is slow to nobody."""
     slow = {0: ("one_shot", "vendor"), 1: ("two_shot",)}
 
-    def change(candidate: Candidate, call: baselines.Call) -> Callable[[], Any]:
+    def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
         def run() -> None:
             call.run()
             dist.barrier()  # so that a rank that sleeps delays nobody else's clock for the call before
@@ -90,7 +92,7 @@ def ranks_differ(plan: tune.TunePlan) -> list[tune.Point]:
 
         return run
 
-    return _with(change, plan)
+    return _with(change, config)
 
 
 def by_table(counts: list[int], op: str) -> list[tuple[str, str, str, list[float]]]:

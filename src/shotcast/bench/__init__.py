@@ -1,1 +1,1 @@
-"""Benchmarks of collectives: one timing harness, one report, and the libraries people would otherwise use."""
+"""Benchmarks of collectives and of the engine: one timing harness, one report, and the libraries to compare with."""

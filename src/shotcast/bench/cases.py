@@ -1,7 +1,7 @@
-"""One size of one operation on one rank: tensors, the calls of all contenders on them, and what is right.
+"""One size of one operation on one rank: its tensors, the calls of all implementations, and the reference.
 
-Inputs come from generators that any rank can run for any other, so the reference needs no communication that could be
-wrong.
+The inputs come from generators that any rank can run for any other, so the reference needs no communication that might
+itself be wrong.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shotcast.bench import baselines, contenders
-from shotcast.bench.baselines import Call, NcclMemory, SymmetricMemoryOps
+from shotcast.bench import baselines, implementations
+from shotcast.bench.baselines import BenchCall, NcclMemory, SymmetricMemoryOps
 from shotcast.collectives.communicator import Communicator
 
 FP8_TRANSPORT = "two_shot_fp8"
-"""An algorithm, and the name of its sum, which is farther off than other sums."""
+"""The algorithm whose sum has a wider error bound than other sums; also the name of that sum in a reference."""
 
 Reference = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""By name of a value: what it should be, in float64, and how far off it may be."""
+"""For each named value: the expected result in float64, and the error bound of each element."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a rank makes calls with; the last three are there when a contender needs them."""
+class RankContext:
+    """A rank's device, group and communicators.
+
+    ``comm``, ``symmetric`` and ``nccl_memory`` are None unless one of the measured implementations needs them.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -38,82 +41,82 @@ class Place:
     nccl_memory: NcclMemory | None = None
 
     def random(self, seed: int, rank: int, count: int) -> torch.Tensor:
-        """Rank ``rank``'s input: uniform in -1..1, rounded to the dtype."""
+        """Return the input of rank ``rank``: uniform in -1..1, rounded to the dtype."""
         generator = torch.Generator(self.device).manual_seed(1000 * seed + rank)
         values = torch.empty(count, dtype=torch.float32, device=self.device)
         return values.uniform_(-1.0, 1.0, generator=generator).to(self.dtype)
 
 
 class Case:
-    """all_reduce, reduce_scatter or all_gather.
+    """The tensors, calls and reference of an all_reduce, reduce_scatter or all_gather.
 
     Attributes:
         x: this rank's input.
     """
 
-    def __init__(self, place: Place, op: str, nbytes: int, seed: int):
-        self.place, self.op, self.nbytes, self._seed = place, op, nbytes, seed
-        self._count = nbytes // place.dtype.itemsize
-        self._part = self._count // place.world_size
-        self.x = self._input(place.rank)
+    def __init__(self, context: RankContext, op: str, nbytes: int, seed: int):
+        self.context, self.op, self.nbytes, self._seed = context, op, nbytes, seed
+        self._count = nbytes // context.dtype.itemsize
+        self._part = self._count // context.world_size
+        self.x = self._input(context.rank)
 
     def _input(self, rank: int) -> torch.Tensor:
-        return self.place.random(self._seed, rank, self._part if self.op == "all_gather" else self._count)
+        return self.context.random(self._seed, rank, self._part if self.op == "all_gather" else self._count)
 
     def restore(self) -> None:
-        """Put the input back where work between calls wrote something else."""
-        self.x.copy_(self._input(self.place.rank))
+        """Restore the input after work between calls has overwritten it."""
+        self.x.copy_(self._input(self.context.rank))
 
     def _new(self) -> torch.Tensor:
-        """A tensor for the result."""
+        """Return a new tensor for the result."""
         count = self._part if self.op == "reduce_scatter" else self._count
-        return torch.empty(count, dtype=self.place.dtype, device=self.place.device)
+        return torch.empty(count, dtype=self.context.dtype, device=self.context.device)
 
-    def calls(self, names: Sequence[str]) -> list[Call]:
-        """The calls of those contenders that take such a tensor."""
-        place = self.place
+    def calls(self, names: Sequence[str]) -> list[BenchCall]:
+        """Return the calls of those implementations that take this tensor."""
+        context = self.context
         made = []
-        # an all_gather goes by the size of its result
+        # the size of an all_gather is that of its result
         whole = self._new() if self.op == "all_gather" else self.x
-        legal = (*place.comm.candidates(whole, op=self.op), "auto") if place.comm is not None else ()
+        legal = (*context.comm.candidates(whole, op=self.op), "auto") if context.comm is not None else ()
         for name in names:
-            if contenders.is_own(name):
-                if name in legal or name in contenders.FUSED:
+            if implementations.is_own(name):
+                if name in legal or name in implementations.FUSED:
                     made.append(self._own(name))
-            elif baselines.serves(name, str(place.dtype).split(".")[-1], self.nbytes, place.world_size):
+            elif baselines.supports(name, str(context.dtype).split(".")[-1], self.nbytes, context.world_size):
                 made.append(self._other(name))
         return made
 
-    def _own(self, name: str) -> Call:
-        call = baselines.own(name, self.op, self.place.comm, self.x, self._new())
+    def _own(self, name: str) -> BenchCall:
+        call = baselines.own_call(name, self.op, self.context.comm, self.x, self._new())
         if name != FP8_TRANSPORT:
             return call
         return dataclasses.replace(call, values=lambda: {FP8_TRANSPORT: call.results[0]})
 
-    def _other(self, name: str) -> Call:
-        if contenders.is_torch(name):
-            assert self.place.symmetric is not None
-            return self.place.symmetric.call(name, self.x, self._new())
-        if name == contenders.NCCL_SYMMETRIC:
-            assert self.place.nccl_memory is not None
-            return self.place.nccl_memory.call(name, self.x)
-        return baselines.library(name, self.op, self.place.group, self.x, self._new())
+    def _other(self, name: str) -> BenchCall:
+        if implementations.is_torch(name):
+            assert self.context.symmetric is not None
+            return self.context.symmetric.call(name, self.x, self._new())
+        if name == implementations.NCCL_SYMMETRIC:
+            assert self.context.nccl_memory is not None
+            return self.context.nccl_memory.call(name, self.x)
+        return baselines.library_call(name, self.op, self.context.group, self.x, self._new())
 
     def reference(self) -> Reference:
-        """What this rank should get, and the error that any order of additions may make.
+        """Return the result that this rank should get, and the error that any order of additions may cause.
 
-        With u the spacing of the dtype at 1, n ranks and every partial sum rounded to the dtype:
-        ``|error| <= n * u * sum_r |x_r|``. Gathered data must be exact. FP8 transport rounds each part, and their sum,
-        to e4m3 with the scale of its block: ``docs/reference/numerics.md`` has its bound, here with the largest value
-        of all.
+        With u the spacing of the dtype at 1, n ranks, and every partial sum rounded to the dtype: ``|error| <= n * u *
+        sum_r |x_r|``. Gathered data must be exact. FP8 transport rounds each part, and the sum of the parts, to e4m3
+        with the scale of its block. The bound for that is in ``docs/reference/numerics.md``; here it uses the largest
+        value of all blocks.
         """
-        world_size = self.place.world_size
+        world_size = self.context.world_size
         if self.op == "all_gather":
             gathered = torch.cat([self._input(rank) for rank in range(world_size)]).double()
             return {"sum": (gathered, torch.zeros_like(gathered))}
         mine = slice(None)
         if self.op == "reduce_scatter":
-            mine = slice(self.place.rank * self._part, (self.place.rank + 1) * self._part)
+            mine = slice(self.context.rank * self._part, (self.context.rank + 1) * self._part)
         expected = torch.zeros_like(self.x.reshape(-1)[mine], dtype=torch.float64)
         magnitude, transport_off = torch.zeros_like(expected), torch.zeros_like(expected)
         for rank in range(world_size):
@@ -121,11 +124,11 @@ class Case:
             expected += values
             magnitude += values.abs()
             transport_off += _e4m3_off(values.abs())
-        off = magnitude * (world_size * torch.finfo(self.place.dtype).eps)
+        off = magnitude * (world_size * torch.finfo(self.context.dtype).eps)
         transport_off += _e4m3_off(expected.abs() + transport_off) + off
         return {"sum": (expected, off), FP8_TRANSPORT: (expected, transport_off)}
 
 
 def _e4m3_off(values: torch.Tensor) -> torch.Tensor:
-    """How far off non-negative values may be once they were e4m3, scaled so that the largest is 448."""
+    """Return the error bound of non-negative values rounded to e4m3 with a scale that maps the largest to 448."""
     return 1.001 * torch.maximum(values / 16, values.max() / (448 * 1024))

@@ -1,4 +1,4 @@
-"""What measurements of the engine say: as a table, as JSON, as a picture."""
+"""Results of the engine benchmark: as a table, as JSON, as a picture."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
 
 TRANSFORMERS = "transformers"
-"""The algorithm of rows that ``generate`` of Hugging Face Transformers was measured for."""
+"""The algorithm named in rows that were measured with ``generate`` of Hugging Face Transformers."""
 _COLUMNS = ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "ITL ms", "tokens/s", "communication", "of roofline")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One measured point; medians over rounds of what all requests of a round have in the mean.
+    """One measured point: for each time, the mean over the requests of a round, and then the median over the rounds.
 
     Attributes:
         prompt, output: tokens of each request.
-        ttft_ms, tpot_ms: of a request; TPOT has in it what prompts of others delay its tokens by.
-        itl_ms: the median time between neighbouring tokens of all requests: that of a step in which all decode.
-        tokens_per_s: output tokens of all requests over the time of the round.
-        communication: share of the steps' time that rank 0 spent in collectives, waiting for others included; on CUDA
-            of steps that decode, in a round that is not timed otherwise.
-        roofline_ms: least time of a decoding step by memory bandwidth, at the middle of the output.
-        roofline: ``roofline_ms`` over ``itl_ms``.
-        bandwidth_gbps: measured, of a rank.
-        quantization: of the layers' matrices.
+        ttft_ms, tpot_ms: of a request; TPOT includes the delay caused by the prompts of other requests.
+        itl_ms: the median time between neighbouring tokens of all requests, which is a step in which all of them
+            decode.
+        tokens_per_s: output tokens of all requests divided by the time of the round.
+        communication: share of the steps' time that rank 0 spent in collectives, including waiting for other ranks; on
+            CUDA, of decoding steps, in a round that is not timed otherwise.
+        roofline_ms: the least time of a decoding step by memory bandwidth, at the middle of the output.
+        roofline: ``roofline_ms`` divided by ``itl_ms``.
+        bandwidth_gbps: the measured memory bandwidth of a rank.
+        quantization: of the layers' weight matrices.
     """
 
     model: str
@@ -56,12 +57,12 @@ class EngineRow:
 
 
 def reduces(row: EngineRow) -> bool:
-    """Whether there are all-reduces in the layout."""
+    """Return whether the layout has all-reduces."""
     return not row.layout.startswith("1x")
 
 
 def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
-    """Of each row, what :data:`_COLUMNS` names."""
+    """Return the cells of each row, in the order of :data:`_COLUMNS`."""
     return [
         (
             row.layout,
@@ -79,7 +80,7 @@ def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
 
 
 def table(rows: Sequence[EngineRow]) -> Table:
-    """For a terminal."""
+    """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     for name in _COLUMNS:
         view.add_column(name, justify="left" if name in ("layout", "algorithm") else "right")
@@ -89,42 +90,46 @@ def table(rows: Sequence[EngineRow]) -> Table:
 
 
 def markdown(rows: Sequence[EngineRow]) -> str:
-    """For a document."""
+    """Return the rows as a Markdown table."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *_cells(rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str) -> str:
-    """Rows as JSON, with where and how they were measured."""
+    """Return the rows as JSON, with where and how they were measured."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    said = {"date": now, "command": command, "environment": environment, "rows": [asdict(row) for row in rows]}
-    return json.dumps(said, indent=1) + "\n"
+    result = {"date": now, "command": command, "environment": environment, "rows": [asdict(row) for row in rows]}
+    return json.dumps(result, indent=1) + "\n"
 
 
 def read(path: Path) -> tuple[EngineRow, ...]:
-    """Rows of a file that :func:`document` made. ConfigError if it is another."""
+    """Return the rows of a file written by :func:`document`.
+
+    Raises:
+        ConfigError: it is another file.
+    """
     try:
         return tuple(EngineRow(**row) for row in json.loads(path.read_text())["rows"])
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} holds no results of shotcast bench engine: {error}") from error
+        raise ConfigError(f"{path} is not a result of shotcast bench engine: {error}") from error
 
 
-def _what(row: EngineRow) -> str:
-    """What all rows of a picture have in common."""
+def _subject(row: EngineRow) -> str:
+    """Return the facts that all rows of a picture must share."""
     kind = row.quantization or row.dtype
     return f"{row.model}, {kind}, {row.device}: prompt {row.prompt}, output {row.output}"
 
 
 def plot(rows: Sequence[EngineRow], path: Path) -> None:
-    """Time of an output token against throughput: a curve for each layout and algorithm, a point for each batch.
+    """Plot the time per output token against throughput: a curve for each layout and algorithm, a point for each batch.
 
     Raises:
-        ConfigError: the rows are of several models, devices or lengths, or a suffix that matplotlib does not write.
+        ConfigError: the rows are of several models, devices or lengths, or matplotlib does not write this suffix.
     """
     import matplotlib.figure
 
-    if len(measured := sorted({_what(row) for row in rows})) != 1:
-        raise ConfigError(f"a picture is of one measurement, not of {'; '.join(measured) or 'none'}")
+    if len(measured := sorted({_subject(row) for row in rows})) != 1:
+        raise ConfigError(f"a picture shows one measurement, not {'; '.join(measured) or 'none'}")
 
     check_format(path)
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""All-reduce, residual and RMSNorm: the calls of all contenders, fused and not, and what is right."""
+"""All-reduce, residual and RMSNorm: the calls of all implementations, fused and not, and the reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shotcast.bench import baselines, contenders
-from shotcast.bench.baselines import Call, nothing
-from shotcast.bench.cases import Case, Place, Reference
+from shotcast.bench import baselines, implementations
+from shotcast.bench.baselines import BenchCall, no_op
+from shotcast.bench.cases import Case, RankContext, Reference
 from shotcast.collectives import rms_norm
 from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.memory.operands import NormTensors
@@ -20,16 +20,17 @@ E4M3_MAX = 448.0
 
 
 class FusedCase(Case):
-    """all_reduce_rms_norm: x and residual [tokens, hidden], weight [hidden]; residual and weight equal on all ranks.
+    """The tensors, calls and reference of an all_reduce_rms_norm.
 
-    ``unfused``, NCCL and Gloo are an all-reduce and then one kernel for residual and norm.
+    ``x`` and the residual are [tokens, hidden], the weight is [hidden]. Residual and weight are equal on all ranks. For
+    ``unfused``, NCCL and Gloo, an all-reduce is followed by one kernel for residual and norm.
     """
 
-    def __init__(self, place: Place, nbytes: int, hidden: int, seed: int):
+    def __init__(self, context: RankContext, nbytes: int, hidden: int, seed: int):
         self._hidden = hidden
-        super().__init__(place, "all_reduce_rms_norm", nbytes, seed)
-        self._residual = place.random(seed, 997, self._count).view(-1, hidden)
-        self._weight = place.random(seed, 998, hidden)
+        super().__init__(context, "all_reduce_rms_norm", nbytes, seed)
+        self._residual = context.random(seed, 997, self._count).view(-1, hidden)
+        self._weight = context.random(seed, 998, hidden)
         self._static_scale: torch.Tensor | None = None
 
     def _input(self, rank: int) -> torch.Tensor:
@@ -38,26 +39,26 @@ class FusedCase(Case):
     def _new(self) -> torch.Tensor:
         return torch.empty_like(self.x)
 
-    def _own(self, name: str) -> Call:
-        comm: Any = self.place.comm
+    def _own(self, name: str) -> BenchCall:
+        comm: Any = self.context.comm
         x, residual, weight = self.x, self._residual, self._weight
-        if name in contenders.PLAIN:
-            total, algorithm = self._new(), contenders.PLAIN[name]
-            return Call(name, lambda: comm.all_reduce(x, out=total, algorithm=algorithm), nothing, x, (total,))
+        if name in implementations.PLAIN:
+            total, algorithm = self._new(), implementations.PLAIN[name]
+            return BenchCall(name, lambda: comm.all_reduce(x, out=total, algorithm=algorithm), no_op, x, (total,))
         if name == "unfused":
             total = self._new()
-            return self._then_norm(name, lambda: comm.all_reduce(x, out=total), nothing, x, total)
-        if name in contenders.FP8:
+            return self._then_norm(name, lambda: comm.all_reduce(x, out=total), no_op, x, total)
+        if name in implementations.FP8:
             return self._quantized(name, comm)
         normed, new_residual = self._new(), self._new()
 
         def fused() -> None:
             comm.all_reduce_rms_norm(x, residual, weight, EPS, algorithm=name, out=(normed, new_residual))
 
-        return self._normed(name, fused, nothing, x, normed, new_residual)
+        return self._normed(name, fused, no_op, x, normed, new_residual)
 
-    def _other(self, name: str) -> Call:
-        reduced = baselines.library(name, "all_reduce", self.place.group, self.x, self._new())
+    def _other(self, name: str) -> BenchCall:
+        reduced = baselines.library_call(name, "all_reduce", self.context.group, self.x, self._new())
         return self._then_norm(name, reduced.run, reduced.load, reduced.source, reduced.source)
 
     def _normed(
@@ -68,11 +69,11 @@ class FusedCase(Case):
         source: torch.Tensor,
         normed: torch.Tensor,
         new_residual: torch.Tensor,
-    ) -> Call:
+    ) -> BenchCall:
         def values() -> Mapping[str, torch.Tensor]:
             return {"normed": normed.double() - self.norm(new_residual), "new_residual": new_residual}
 
-        return Call(name, run, load, source, (normed, new_residual), overwrites=load is not nothing, values=values)
+        return BenchCall(name, run, load, source, (normed, new_residual), overwrites=load is not no_op, values=values)
 
     def _then_norm(
         self,
@@ -81,10 +82,10 @@ class FusedCase(Case):
         load: Callable[[], Any],
         source: torch.Tensor,
         total: torch.Tensor,
-    ) -> Call:
+    ) -> BenchCall:
         normed, new_residual = self._new(), self._new()
         tensors = NormTensors(self._residual, self._weight, EPS, new_residual, normed)
-        norm, by_kernel = Norm(self._hidden), self.place.device.type == "cuda"
+        norm, by_kernel = Norm(self._hidden), self.context.device.type == "cuda"
 
         def run() -> None:
             reduce()
@@ -92,12 +93,12 @@ class FusedCase(Case):
 
         return self._normed(name, run, load, source, normed, new_residual)
 
-    def _quantized(self, name: str, comm: Any) -> Call:
+    def _quantized(self, name: str, comm: Any) -> BenchCall:
         x, residual, weight = self.x, self._residual, self._weight
         tokens = x.shape[0]
         new_residual = self._new()
         quantized = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-        static = contenders.FP8[name] == "static"
+        static = implementations.FP8[name] == "static"
         scale = self.static_scale if static else torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
         given, out = scale if static else None, Fp8Normed(quantized, scale, new_residual, None)
 
@@ -109,34 +110,35 @@ class FusedCase(Case):
             return {name: off, "new_residual": new_residual}
 
         results = (quantized, new_residual) if static else (quantized, scale, new_residual)
-        return Call(name, run, nothing, x, results, values=values)
+        return BenchCall(name, run, no_op, x, results, values=values)
 
     @property
     def static_scale(self) -> torch.Tensor:
-        """One scale for the whole tensor, [1], which its largest value just fits; equal on all ranks."""
+        """The scale of the whole tensor, [1], chosen to fit its largest value; equal on all ranks."""
         if self._static_scale is None:
             largest = self.norm(self.reference()["new_residual"][0]).abs().max().float().reshape(1)
             self._static_scale = largest * (1 + 1 / 64) / E4M3_MAX
         return self._static_scale
 
     def norm(self, new_residual: torch.Tensor) -> torch.Tensor:
-        """The norm of these rows, in float64."""
+        """Return the norm of these rows in float64."""
         rows = new_residual.double()
         return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * self._weight.double()
 
     def reference(self) -> Reference:
-        """The sum and the new residual; and how far the norm may be off that of the call's own new residual.
+        """Return the references of the sum, of the new residual, and of the norm.
 
-        Beside the sum's own error: one rounding of the residual, which the sum's error may make larger. A norm is
-        rounded once, after float32 arithmetic. What FP8 gives back is off by half a step of e4m3 besides: 2^-4 of the
-        value or, below the normal range, 2^-10 of the scale.
+        The norm is compared with that of the call's own new residual. The new residual has the error of the sum and one
+        rounding more, whose size that error may raise. The norm is computed in float32 and rounded once. The FP8
+        results may be off by another half step of e4m3: 2^-4 of the value or, below the normal range, 2^-10 of the
+        scale.
         """
-        step = torch.finfo(self.place.dtype).eps
+        step = torch.finfo(self.context.dtype).eps
         plain = super().reference()
         total, total_off = (values.view(self.x.shape) for values in plain["sum"])
         kept = total + self._residual.double()
         kept_off = total_off + step * (kept.abs() + total_off)
-        # the size of a norm, whatever new residual it is of
+        # the magnitude of a norm, for any new residual within the bound
         rms = (kept.square().mean(-1, keepdim=True) + EPS).sqrt()
         size = self.norm(kept).abs() + 2 * self._weight.double().abs() * kept_off / rms
         normed_off = step * size + 2**-20

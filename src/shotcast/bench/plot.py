@@ -1,7 +1,7 @@
-"""Pictures of a benchmark.
+"""Pictures of benchmark results.
 
-``latency``: time against message size, and below it the speed-up over one of the lines. ``speedup-over-ring``: see
-:mod:`shotcast.bench.over_ring`. ``summary``: see :mod:`shotcast.bench.summary_plot`.
+``latency`` shows time against message size and, below it, the speed-up over one of the curves. ``speedup-over-ring`` is
+in :mod:`shotcast.bench.ring_speedup_plot`, ``summary`` in :mod:`shotcast.bench.summary_plot`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shotcast.bench.contenders import PLAIN_OPS, is_own
+from shotcast.bench.implementations import PLAIN_OPS, is_own
+from shotcast.bench.markdown import require_same
 from shotcast.bench.report import Row
-from shotcast.bench.tables import one
 from shotcast.errors import ConfigError
 
 KINDS = ("latency", "speedup-over-ring", "summary")
@@ -42,10 +42,10 @@ COLORS = {
     "torch_one_shot": "#9467bd",
     "torch_two_shot": "#c5b0d5",
 }
-"""Own algorithms in strong colours, the libraries they are compared with in others and dashed."""
+"""Own algorithms have strong colours; the libraries they are compared with have others, and are dashed."""
 
 REFERENCES = ("unfused", "ring", "nccl", "gloo")
-"""What a speed-up is over: the first of these that was measured."""
+"""Candidates for the base of a speed-up; the first that was measured is taken."""
 
 
 def _reference(rows: Sequence[Row]) -> str:
@@ -54,7 +54,10 @@ def _reference(rows: Sequence[Row]) -> str:
 
 
 def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]]]:
-    """By algorithm: message size in bytes, and the time of ``over`` at that size divided by the algorithm's."""
+    """Return the points of each algorithm: the message size in bytes, and the speed-up.
+
+    The speed-up is the time of ``over`` at that size divided by the time of the algorithm.
+    """
     base = {row.nbytes: row.time_us for row in rows if row.algorithm == over and row.time_us is not None}
     result: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -64,7 +67,7 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
 
 
 def check_format(path: Path) -> None:
-    """Raise ConfigError for a picture whose suffix is of no format that matplotlib writes."""
+    """Raise ConfigError if matplotlib does not write the format that the suffix of ``path`` names."""
     import matplotlib.figure
 
     if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
@@ -75,29 +78,29 @@ def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = 
     """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format.
 
     Raises:
-        ConfigError: no such kind or format, or the rows do not make such a picture.
+        ConfigError: there is no such kind or format, or the rows do not fit one picture.
     """
     if kind not in KINDS:
-        raise ConfigError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"there is no picture {kind!r}; choose from {', '.join(KINDS)}")
     timed = [row for row in rows if row.time_us is not None]
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
     check_format(path)
-    from shotcast.bench import over_ring, summary_plot
+    from shotcast.bench import ring_speedup_plot, summary_plot
 
-    drawers = {"latency": _figure, "speedup-over-ring": over_ring.figure, "summary": summary_plot.figure}
+    drawers = {"latency": _figure, "speedup-over-ring": ring_speedup_plot.figure, "summary": summary_plot.figure}
     figure = drawers[kind](timed, caption)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def _figure(rows: Sequence[Row], caption: str) -> Any:
-    """Latency above, speed-up below; one column of axes for each world size."""
+    """Draw latency above and speed-up below, with one column of axes for each world size."""
     import matplotlib.figure
 
     measure = "call" if any(row.measure == "call" for row in rows) else rows[0].measure
     timed = [row for row in rows if row.measure == measure]
-    one(timed, "op", "dtype", "device", "hidden")
+    require_same(timed, "op", "dtype", "device", "hidden")
     world_sizes = sorted({row.world_size for row in timed})
     figure = matplotlib.figure.Figure(figsize=(max(0.9 + 4.1 * len(world_sizes), 6.4), 6.6), layout="constrained")
     grid = figure.subplots(
@@ -109,7 +112,7 @@ def _figure(rows: Sequence[Row], caption: str) -> Any:
         here = [row for row in timed if row.world_size == world_size]
         _latency(grid[0][column], here, f"{world_size} ranks")
         _speedup(grid[1][column], here, over, bottom)
-    # after all columns: a limit set earlier would hold for the ones drawn later, which share the axis
+    # set after all columns are drawn, as they share the axis
     grid[1][0].set_ylim(bottom=bottom)
     grid[0][0].set_ylabel("host time of a call (µs)" if measure == "host" else "time of a call (µs)")
     grid[1][0].set_ylabel(f"speed-up over {over}")
@@ -174,7 +177,10 @@ def _speedup(axes: Any, rows: Sequence[Row], over: str, bottom: float) -> None:
 
 
 def _floor(rows: Sequence[Row], over: str) -> float:
-    """Where the speed-up axis begins: below every own algorithm, and below a baseline down to a quarter of ``over``."""
+    """Return the lower end of the speed-up axis.
+
+    It is below every own algorithm, and below a baseline as far as a quarter of ``over``.
+    """
     ratios = {(row.algorithm, row.world_size): [] for row in rows}  # type: dict[tuple[str, int], list[float]]
     for world_size in {row.world_size for row in rows}:
         for name, points in speedups([row for row in rows if row.world_size == world_size], over).items():

@@ -1,4 +1,4 @@
-"""What a benchmark says: one row a point, as a table for a terminal and as JSON to keep."""
+"""Results of a benchmark: one row for each point, as a table for a terminal and as JSON to store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import Any
 from rich.table import Table
 
 from shotcast import wire
-from shotcast.bench import contenders
+from shotcast.bench import implementations
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
 
 MEASURES = ("call", "between", "host")
-"""What a row's time is: of calls back to back; of a call with work between the calls, less the work; of the host."""
+"""Kinds of times.
+
+``call``: calls back to back. ``between``: a call with work between the calls, minus the work. ``host``: host time.
+"""
 
 
 def busbw_factor(op: str, world_size: int) -> float:
-    r"""What turns algorithm bandwidth into the load of a link, as nccl-tests defines it.
+    r"""Return the factor from algorithm bandwidth to bus bandwidth (the load of a link), as nccl-tests defines it.
 
     .. math:: busbw = algbw \cdot \begin{cases} 2(n-1)/n & \text{all-reduce} \\ (n-1)/n & \text{otherwise} \end{cases}
     """
@@ -32,15 +35,17 @@ def busbw_factor(op: str, world_size: int) -> float:
 class Row:
     """One measured point.
 
-    ``nbytes`` is the whole tensor: the input of all_reduce and reduce_scatter, the output of all_gather. Times are of
-    one call: ``time_us`` the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, ``skew_us`` the
-    slowest rank's median less the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong elements on all
-    ranks, None if they were not compared. A wrong result is not timed: times and bandwidths are None.
+    ``nbytes`` is the size of the whole tensor: the input of all_reduce and reduce_scatter, the output of all_gather.
+    Times are for one call: ``time_us`` is the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, and
+    ``skew_us`` the slowest rank's median minus the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong
+    elements on all ranks; it is None if they were not compared. A wrong result is not timed: its times and bandwidths
+    are None.
 
-    ``measure`` is one of :data:`MEASURES`; only calls back to back have bandwidths. ``between``: the time of a call and
-    the work before it, less the work alone; ``work`` names that work and ``work_us`` is its own time. ``host``: what
-    the host spends to enqueue a call; ``allocations`` is how often all ranks together took GPU memory in the timed
-    calls, None where nobody counts. ``hidden`` is the elements of a row where the operation works by rows, else 0.
+    ``measure`` is one of :data:`MEASURES`; only calls back to back have bandwidths. For ``between``, the time is that
+    of a call and the work before it, minus the work alone; ``work`` names the work and ``work_us`` is its own time. For
+    ``host``, it is the time the host takes to enqueue a call; ``allocations`` is how often all ranks together allocated
+    GPU memory in the timed calls, None where nobody counts. ``hidden`` is the number of elements of a row where the
+    operation works by rows, else 0.
     """
 
     op: str
@@ -62,7 +67,7 @@ class Row:
     allocations: int | None = None
 
     @classmethod
-    def of(
+    def from_ranks(
         cls,
         *,
         op: str,
@@ -80,7 +85,7 @@ class Row:
         works_us: Sequence[float] = (),
         allocations: int | None = None,
     ) -> Row:
-        """From each rank's median and 99th percentile; both empty for a result that was wrong."""
+        """Build a row from each rank's median and 99th percentile; both are empty for a wrong result."""
         time_us = max(medians_us) if medians_us else None
         algbw_gbps = nbytes / time_us / 1e3 if time_us and measure == "call" else None
         return cls(
@@ -105,13 +110,13 @@ class Row:
 
     @property
     def count(self) -> int:
-        """Elements as nccl-tests counts them: of the tensor, or of one rank's part where there are parts."""
+        """The number of elements as nccl-tests counts them: of the tensor, or of one rank's part if it is divided."""
         elements = self.nbytes // wire.DTYPES[self.dtype]
         return elements if self.op.startswith("all_reduce") else elements // self.world_size
 
     @property
     def tokens(self) -> int:
-        """Rows of the tensor, where the operation works by rows."""
+        """The rows of the tensor, where the operation works by rows; else 0."""
         return self.nbytes // (wire.DTYPES[self.dtype] * self.hidden) if self.hidden else 0
 
 
@@ -126,12 +131,12 @@ class Result:
 
     @classmethod
     def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str) -> Result:
-        """What was measured just now."""
+        """Build a result of rows that were measured just now."""
         return cls(environment, command, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), tuple(rows))
 
     @property
     def machine(self) -> str:
-        """Hardware and versions in words, for a caption; empty where the file says nothing."""
+        """The hardware and versions as text for a caption; empty if the file does not say."""
         gpus = [gpu["name"] for gpu in self.environment.get("gpus", ())]
         parts = [", ".join(dict.fromkeys(gpus)) or self.environment.get("cpu_model", "")]
         versions = self.environment.get("versions", {})
@@ -148,15 +153,18 @@ _TITLES = {
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The columns of nccl-tests, with p99 and skew, for rows of one measure; the fastest of each size stands out."""
+    """Return rows of one measure as a table with the columns of nccl-tests, p99 and skew.
+
+    The fastest implementation of each size is highlighted.
+    """
     first = rows[0]
-    # Whatever is no gather adds up; nothing else is measured.
+    # every operation that is measured adds up, except the all_gather
     redop = "none" if first.op == "all_gather" else "sum"
     title = f"{first.op}, {first.world_size} {first.device} ranks" + _TITLES[first.measure].format(work=first.work)
     if first.measure == "host" and first.device == "cpu":
         title += " (on the CPU a call returns when it is done: this is the call's time)"
     view = Table(title=title, title_justify="left", box=None)
-    back_to_back, host, fused = first.measure == "call", first.measure == "host", first.op in contenders.FUSED_OPS
+    back_to_back, host, fused = first.measure == "call", first.measure == "host", first.op in implementations.FUSED_OPS
     columns = [("size", "B"), ("count", ""), ("type", ""), ("redop", ""), ("algorithm", ""), ("time", "us")]
     columns += [("algbw", "GB/s"), ("busbw", "GB/s")] if back_to_back else []
     columns += [("#wrong", ""), ("p99", "us"), ("skew", "us")]
@@ -169,7 +177,7 @@ def table(rows: Sequence[Row]) -> Table:
         view.add_column(f"{name}\n({unit})" if unit else name, justify="left" if left else "right", no_wrap=True)
     for nbytes in sorted({row.nbytes for row in rows}):
         same = [row for row in rows if row.nbytes == nbytes]
-        times = [row.time_us for row in same if row.time_us is not None and row.algorithm not in contenders.PLAIN]
+        times = [row.time_us for row in same if row.time_us is not None and row.algorithm not in implementations.PLAIN]
         for row in same:
             cells = [str(nbytes), str(row.count), row.dtype, redop, row.algorithm, _cell(row.time_us)]
             cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
@@ -184,17 +192,19 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def above_plain_us(row: Row, same: Iterable[Row]) -> float | None:
-    """What a fused call takes above the fastest own all-reduce of the same size and measure, alone."""
+    """Return the time of a fused call minus that of the fastest own all-reduce alone, of the same size and measure."""
     plain = [
-        other.time_us for other in same if other.algorithm in contenders.PLAIN and other.time_us and beside(row, other)
+        other.time_us
+        for other in same
+        if other.algorithm in implementations.PLAIN and other.time_us and beside(row, other)
     ]
-    if not plain or row.time_us is None or row.algorithm in contenders.PLAIN:
+    if not plain or row.time_us is None or row.algorithm in implementations.PLAIN:
         return None
     return row.time_us - min(plain)
 
 
 def beside(row: Row, other: Row) -> bool:
-    """The two differ in nothing but the contender and what was measured of it."""
+    """Return whether two rows differ only in the implementation and its results."""
     facts = ("op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work")
     return all(getattr(row, fact) == getattr(other, fact) for fact in facts)
 
@@ -208,7 +218,7 @@ def _three_digits(value: float) -> str:
 
 
 def write(path: Path, result: Result) -> None:
-    """A file that says what was measured, how, where and when."""
+    """Write a file that says what was measured, how, where and when."""
     document = {
         "environment": result.environment,
         "command": result.command,
@@ -220,15 +230,15 @@ def write(path: Path, result: Result) -> None:
 
 
 def read(path: Path) -> Result:
-    """A file that :func:`write` wrote, now or by an earlier version (whose rows lack what has a default)."""
+    """Read a file written by :func:`write`. Rows of earlier versions may lack fields that have a default."""
     known = {field.name for field in fields(Row)}
     needed = {field.name for field in fields(Row) if field.default is MISSING}
     try:
         document = json.loads(path.read_text())
         rows = document["rows"]
         for row in rows:
-            if strange := (row.keys() - known) | (needed - row.keys()):
-                raise ConfigError(f"{path}: a row has unknown keys, or lacks some: {', '.join(sorted(strange))}")
+            if mismatched := (row.keys() - known) | (needed - row.keys()):
+                raise ConfigError(f"{path}: a row has unknown keys or lacks some: {', '.join(sorted(mismatched))}")
         return Result(
             document.get("environment", {}),
             document.get("command", ""),
@@ -240,8 +250,11 @@ def read(path: Path) -> Result:
 
 
 def headline(rows: Sequence[Row], over: str = "ring") -> str:
-    """Where one-shot or two-shot gains most on ``over`` and on the best NCCL, a sentence each; none below 5%."""
-    nccl = [row.algorithm for row in rows if contenders.is_nccl(row.algorithm)]
+    """Return sentences about the largest gain of one-shot or two-shot over ``over`` and over the best NCCL.
+
+    Gains below 5% are left out.
+    """
+    nccl = [row.algorithm for row in rows if implementations.is_nccl(row.algorithm)]
     sentences = [_gain(rows, [over], over), _gain(rows, nccl, "the best NCCL")]
     return "\n".join(sentence for sentence in sentences if sentence)
 

@@ -1,8 +1,8 @@
 """The summary picture: latency over message size, one curve for the fastest of each family.
 
-The families are those of the ``summary`` table (:data:`shotcast.bench.tables.FAMILIES`): shotcast's algorithms with the
-bits of the numerics contract, NCCL in any of its forms (or Gloo), PyTorch's symmetric-memory kernels, and the own ring.
-Both axes are logarithmic. There is one panel a world size.
+The families are those of the ``summary`` table (:data:`shotcast.bench.markdown.FAMILIES`): shotcast's algorithms with
+the bits of the numerics contract, NCCL in any of its forms (or Gloo), PyTorch's symmetric-memory kernels, and the own
+ring. Both axes are logarithmic. There is one panel a world size.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
 
+from shotcast.bench.markdown import fastest, measured_families, require_same, size_name
 from shotcast.bench.report import Row
-from shotcast.bench.tables import fastest, measured_families, one, size_name
 
 # The palette of Okabe and Ito, which readers with any colour vision can tell apart.
 STYLES = {
@@ -48,7 +48,7 @@ def figure(rows: Sequence[Row], caption: str = "") -> Any:
     """
     measure = "call" if any(row.measure == "call" for row in rows) else rows[0].measure
     rows = [row for row in rows if row.measure == measure]
-    one(rows, "op", "dtype", "device", "hidden")
+    require_same(rows, "op", "dtype", "device", "hidden")
     world_sizes = sorted({row.world_size for row in rows})
     sheet = matplotlib.figure.Figure(
         figsize=(max(1.2 + 5.6 * len(world_sizes), 7.6), 4.9), layout="constrained", facecolor="white"

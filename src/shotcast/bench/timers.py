@@ -1,6 +1,6 @@
-"""Clocks. Each takes what to call and how often a round, and gives a function that times a round.
+"""Timers: each takes a call and a number of calls a round, and returns a function that times one round.
 
-That function returns microseconds of a call, as many samples as it could take.
+That function returns microseconds per call, with as many samples as it could take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Timer = Callable[[], np.ndarray]
 
 
 def cpu(call: Callable[[], Any], count: int) -> Timer:
-    """A clock before and after each call."""
+    """Time each call with a clock."""
 
     def timed() -> np.ndarray:
         clock = time.perf_counter_ns
@@ -36,10 +36,10 @@ def cpu(call: Callable[[], Any], count: int) -> Timer:
 
 
 def eager(call: Callable[[], Any], count: int) -> Timer:
-    """CUDA events between calls that are enqueued one by one."""
+    """Time calls that are enqueued one by one, with CUDA events between them."""
 
     def timed() -> np.ndarray:
-        call()  # takes in the ranks' different starts
+        call()  # absorbs the different starts of the ranks
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -52,11 +52,14 @@ def eager(call: Callable[[], Any], count: int) -> Timer:
 
 
 def graph(call: Callable[[], Any], count: int) -> Timer:
-    """``count`` calls spread over :data:`REPLAYS_PER_ROUND` replays of one graph (fewer when there are fewer calls)."""
+    """Time replays of one graph.
+
+    ``count`` calls are spread over :data:`REPLAYS_PER_ROUND` replays (fewer when there are fewer calls).
+    """
     replays = min(REPLAYS_PER_ROUND, count)
     calls_per_graph = -(-count // replays)
     captured = torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread queries events meanwhile; only this thread's calls must be capturable.
+    # NCCL's watchdog thread queries events meanwhile, so only this thread's calls must be capturable.
     with torch.cuda.graph(captured, capture_error_mode="thread_local"):
         for _ in range(calls_per_graph):
             call()
@@ -65,7 +68,7 @@ def graph(call: Callable[[], Any], count: int) -> Timer:
 
     def timed() -> np.ndarray:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-        captured.replay()  # takes in the ranks' different starts
+        captured.replay()  # absorbs the different starts of the ranks
         marks[0].record()
         for mark in marks[1:]:
             captured.replay()
@@ -77,9 +80,9 @@ def graph(call: Callable[[], Any], count: int) -> Timer:
 
 
 def host(call: Callable[[], Any], count: int, synchronize: Callable[[], Any]) -> Timer:
-    """What the host spends on a call: bursts of :data:`BURST` calls, then a wait that is not timed.
+    """Time what the host spends on a call: bursts of :data:`BURST` calls, each followed by a wait that is not timed.
 
-    A sample is a burst's time divided by its calls. A queue that was full would make the host wait for the GPU.
+    A sample is the time of a burst divided by its calls. With a full queue, the host would wait for the GPU.
     """
     bursts = -(-count // BURST)
 
@@ -99,7 +102,7 @@ def host(call: Callable[[], Any], count: int, synchronize: Callable[[], Any]) ->
 
 
 def allocations(device: torch.device) -> int | None:
-    """How often PyTorch has taken memory of the GPU's caching allocator; None on the CPU, where nobody counts."""
+    """Return how often PyTorch's caching allocator has given out GPU memory; None on the CPU, where nobody counts."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])

@@ -1,16 +1,17 @@
-"""Finds what is fastest here for each size, and writes it down as a table (docs/guides/tuning.md).
+"""Find the fastest algorithm and launch for each size, and write them as a table (docs/guides/tuning.md).
 
-At each size, for each way to make calls:
+At each size, for each way to make calls (eager or captured):
 
-1. All algorithms, launched by default, are measured, twice.
-2. Those within :data:`NEAR` of the fastest have their other launch shapes measured, briefly.
+1. All algorithms are measured with their default launches, twice.
+2. The other launch shapes of those within :data:`NEAR` of the fastest are measured briefly.
 3. Each of these with its default and its :data:`FINALISTS` best shapes, and the vendor library, are measured again, and
-   the fastest is chosen. What is not an own algorithm launched by default must be faster by :data:`GAIN`; and so must
-   what differs from the choice at the size before (:func:`settled`), or a table would repeat the noise.
+   the fastest is chosen. Anything other than an own algorithm with its default launch must be faster by :data:`GAIN`.
+   So must a choice that differs from the one at the size before (:func:`settled`); otherwise a table would repeat
+   noise.
 
-Measuring is :mod:`shotcast.bench.harness`: checked before timed and again after, the slowest rank's median. A candidate
-that was wrong is reported and cannot be chosen. Every decision is a function of times gathered from all ranks, so all
-ranks make the same one.
+Measuring is done by :mod:`shotcast.bench.harness`: results are checked before and after they are timed, and the slowest
+rank's median counts. A candidate with wrong results is reported and cannot be chosen. Each decision is a function of
+times gathered from all ranks, so all ranks make the same one.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ import torch.distributed as dist
 
 from shotcast import env, wire
 from shotcast.bench import harness
-from shotcast.bench.baselines import Call
+from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, Reference
-from shotcast.bench.plan import BenchPlan
+from shotcast.bench.config import BenchConfig
 from shotcast.collectives.choice import table
 from shotcast.collectives.choice.candidates import candidates, keeps_bits, launch_shapes
 from shotcast.collectives.choice.problem import Candidate, CollectiveProblem
@@ -46,25 +47,25 @@ NEAR = 1.3
 FINALISTS = 2
 GAIN = 1.03
 _SHARES = (0.3, 0.3, 0.4)
-"""Of the time for a size: to each of the three stages."""
+"""The share of the time for a size that each of the three stages gets."""
 _APPROXIMATE = ("two_shot_fp8",)
-"""Never chosen by time alone: their results are off by more than an order of additions can explain."""
+"""Algorithms never chosen by time alone: their errors exceed what an order of additions can explain."""
 
 Measure = Callable[[Sequence[Candidate], float], Mapping[Candidate, float | None]]
-"""Microseconds of each candidate, None for one whose result is wrong; the number is seconds to spend."""
+"""Times candidates within a number of seconds: microseconds of each, None for one whose result is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class TunePlan:
-    """What to tune; picklable, as it travels to the ranks.
+class TuneConfig:
+    """What to tune. It is picklable, as it is sent to the ranks.
 
     Attributes:
-        sizes: bytes of the whole tensor, ascending. Where neighbours choose different algorithms, sizes between are
-            measured too, until neighbours are within a factor of 2.
+        sizes: bytes of the whole tensor, ascending. Where the choices of neighbouring sizes differ, sizes between them
+            are measured too, until neighbours are within a factor of 2.
         modes: of :data:`shotcast.collectives.choice.table.MODES`; CPU ranks have ``eager`` only.
-        seconds: for the timed calls of all candidates at one size; of each, at least
-            :data:`shotcast.bench.plan.MIN_CALLS` are timed.
-        any_bits: algorithms whose sums have other bits than the numerics contract says may be chosen.
+        seconds: for the timed calls of all candidates at one size; of each candidate, at least
+            :data:`shotcast.bench.config.MIN_CALLS` calls are timed.
+        any_bits: algorithms whose sums differ in bits from the numerics contract may be chosen.
         timeout_s: seconds for everything; then the ranks are ended.
     """
 
@@ -79,29 +80,27 @@ class TunePlan:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for what, values, known in (
+        for name, values, known in (
             ("op", self.ops, OPS),
             ("dtype", self.dtypes, wire.REDUCIBLE),
             ("mode", self.modes, table.MODES),
             ("device", (self.device,), ("cpu", "cuda")),
         ):
             if not values or not set(values) <= set(known):
-                raise ConfigError(
-                    f"tuning takes as {what} some of {', '.join(known)}, not {', '.join(values) or 'none'}"
-                )
+                raise ConfigError(f"{name} to tune must be among {', '.join(known)}, not {', '.join(values) or 'none'}")
         if self.device == "cpu" and "graph" in self.modes:
-            raise ConfigError("CPU ranks have no graphs; their mode is eager")
+            raise ConfigError("CPU ranks have no graphs; their only mode is eager")
         if not self.sizes or min(self.sizes) < 1 or list(self.sizes) != sorted(set(self.sizes)):
-            raise ConfigError("message sizes start at 1 byte and ascend")
+            raise ConfigError("message sizes must be at least 1 byte and ascend")
         if not self.seconds >= 0:
-            raise ConfigError(f"seconds for a size start at 0, not {self.seconds}")
+            raise ConfigError(f"seconds for a size cannot be negative: {self.seconds}")
         if self.device == "cpu" and env.cpu_kernels() == "interpreter":
             raise ConfigError("interpreted kernels are for testing; unset SHOTCAST_CPU_KERNELS to tune CPU ranks")
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A candidate and its time; ``by_default``: launched as it is without a table."""
+    """A candidate and its time. ``by_default``: launched as it would be without a table."""
 
     algorithm: str
     launch: LaunchShape
@@ -110,14 +109,16 @@ class Timed:
 
     @property
     def written(self) -> tuple[str, LaunchShape | None]:
-        """Algorithm and launch as a row of a table has them."""
+        """The algorithm and the launch as a row of a table has them."""
         return self.algorithm, None if self.by_default else self.launch
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What :func:`search` found: the candidate to take, the others of the last stage from the fastest on, and what was
-    wrong."""
+    """The result of :func:`search`.
+
+    It holds the candidate to take, the others of the last stage, fastest first, and the candidates with wrong results.
+    """
 
     best: Timed
     others: tuple[Timed, ...]
@@ -142,8 +143,8 @@ class Point:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def contenders(problem: CollectiveProblem, any_bits: bool) -> list[Candidate]:
-    """Candidates that may be chosen, launched by default."""
+def implementations(problem: CollectiveProblem, any_bits: bool) -> list[Candidate]:
+    """Return the candidates that may be chosen, with their default launches."""
     return [
         candidate
         for candidate in candidates(problem)
@@ -160,19 +161,19 @@ def search(
     any_bits: bool = False,
     launches: Mapping[str, LaunchShape] | None = None,
 ) -> Choice:
-    """Choose for one problem as the module says.
+    """Choose a candidate for one problem, by the stages that the module describes.
 
     Args:
-        problem: what is called.
+        problem: the call to choose for.
         measure: times candidates.
-        seconds: for all of it.
-        any_bits: as in :class:`TunePlan`.
-        launches: shapes found before, by algorithm: then nothing but these is measured, and stage 2 falls away.
+        seconds: for all stages together.
+        any_bits: as in :class:`TuneConfig`.
+        launches: launch shapes found earlier, by algorithm; only these are then measured, and stage 2 is left out.
 
     Raises:
-        ShotcastError: no candidate's results are right.
+        ShotcastError: no candidate gives right results.
     """
-    first = contenders(problem, any_bits)
+    first = implementations(problem, any_bits)
     defaults = {candidate.algorithm: candidate.launch for candidate in first}
     if launches is not None:
         first = [Candidate(c.algorithm, launches.get(c.algorithm, c.launch)) for c in first]
@@ -183,7 +184,7 @@ def search(
         wrong.update((candidate, None) for candidate, time_us in times.items() if time_us is None)
         return {candidate: time_us for candidate, time_us in times.items() if time_us is not None}
 
-    # twice, as one disturbed moment (the first calls of all find the GPU at rest) must not cost an algorithm its place
+    # twice, so that one disturbance (such as an idle GPU at the first calls) does not eliminate an algorithm
     times = right(first, _SHARES[0] / 2)
     again = right(list(times), _SHARES[0] / 2)
     times = {candidate: min(time_us, again[candidate]) for candidate, time_us in times.items() if candidate in again}
@@ -216,16 +217,19 @@ def search(
 
 
 def _decide(timed: Sequence[Timed], wrong: tuple[Candidate, ...]) -> Choice:
-    def handicapped(one: Timed) -> float:
-        return one.time_us * (1.0 if one.by_default and one.algorithm != "vendor" else GAIN)
+    def with_handicap(timed: Timed) -> float:
+        return timed.time_us * (1.0 if timed.by_default and timed.algorithm != "vendor" else GAIN)
 
-    best = min(timed, key=handicapped)
+    best = min(timed, key=with_handicap)
     others = sorted((one for one in timed if one is not best), key=lambda one: one.time_us)
     return Choice(best, tuple(others), wrong)
 
 
 def settled(points: Sequence[Point]) -> list[Point]:
-    """Points of each key by size, with a change from one size to the next only where it gains :data:`GAIN`."""
+    """Return the points of each key by size, without changes that gain too little.
+
+    The choice changes from one size to the next only where that gains :data:`GAIN`.
+    """
     before: dict[table.Key, Timed] = {}
     found = []
     for point in sorted(points, key=lambda point: point.nbytes):
@@ -245,23 +249,23 @@ def settled(points: Sequence[Point]) -> list[Point]:
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-class _Tuner(harness._Rank):
-    """One rank's part: the harness, with candidates of one communicator for contenders."""
+class Tuner(harness.RankHarness):
+    """The harness of one rank, with candidates of one communicator as its implementations."""
 
-    def __init__(self, plan: TunePlan, comm: Communicator, group: dist.ProcessGroup, control: harness._Control):
-        self.tuned = plan
-        bench = BenchPlan(plan.ops[0], plan.device, plan.dtypes[0], plan.sizes)
+    def __init__(self, config: TuneConfig, comm: Communicator, group: dist.ProcessGroup, control: harness.ControlGroup):
+        self.tune_config = config
+        bench = BenchConfig(config.ops[0], config.device, config.dtypes[0], config.sizes)
         super().__init__(bench, (), comm.device, group, control)
-        self.place = dataclasses.replace(self.place, comm=comm)
+        self.context = dataclasses.replace(self.context, comm=comm)
         self.comm = comm
         self._asked: list[Candidate] = []
-        self._kept: _Case | None = None
+        self._kept: TuneCase | None = None
 
     def points(self) -> list[Point]:
-        plan = self.tuned
+        config = self.tune_config
         found: list[Point] = []
-        combinations = list(itertools.product(plan.ops, plan.dtypes, plan.modes))
-        with harness._progress(plan.progress and self.control.rank == 0, len(combinations)) as advance:
+        combinations = list(itertools.product(config.ops, config.dtypes, config.modes))
+        with harness.progress_bar(config.progress and self.control.rank == 0, len(combinations)) as advance:
             for op, dtype, mode in combinations:
                 advance(f"{op}, {dtype}, {mode}")
                 graph = {p.nbytes: p.choice for p in found if p.key == ("graph", op, dtype)} if mode == "eager" else {}
@@ -269,10 +273,10 @@ class _Tuner(harness._Rank):
         return found
 
     def _sizes(self, op: str, dtype: str, mode: str, known: Mapping[int, Choice]) -> list[Point]:
-        """All sizes of one key, and those between that decide where a row ends."""
+        """Measure all sizes of one key, and the sizes between them that decide where a row ends."""
         unit = wire.DTYPES[dtype] * (1 if op == "all_reduce" else self.control.world_size)
         found: dict[int, Point] = {}
-        wanted = list(dict.fromkeys(align_up(size, unit) for size in self.tuned.sizes))
+        wanted = list(dict.fromkeys(align_up(size, unit) for size in self.tune_config.sizes))
         while wanted:
             for nbytes in wanted:
                 found[nbytes] = Point(mode, op, dtype, nbytes, self._choice(op, dtype, mode, nbytes, known.get(nbytes)))
@@ -285,49 +289,49 @@ class _Tuner(harness._Rank):
         return [found[nbytes] for nbytes in sorted(found)]
 
     def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
-        self.place = dataclasses.replace(self.place, dtype=getattr(torch, dtype))
-        self._kept = None  # before the next is made, as both may not fit
-        self.plan = dataclasses.replace(
-            self.plan, op=op, dtype=dtype, sizes=(nbytes,), eager=mode == "eager", warmup_iters=3
+        self.context = dataclasses.replace(self.context, dtype=getattr(torch, dtype))
+        self._kept = None  # freed before the next is made, as both may not fit
+        self.config = dataclasses.replace(
+            self.config, op=op, dtype=dtype, sizes=(nbytes,), eager=mode == "eager", warmup_iters=3
         )
         launches: dict[str, LaunchShape] | None = None
         if known is not None:
-            # an eager call's kernel is that of a captured one: what differs is what the host adds
+            # an eager call runs the same kernel as a captured one; only the host's share differs
             launches = {}
             for one in sorted((known.best, *known.others), key=lambda one: one.time_us):
                 launches.setdefault(one.algorithm, one.launch)
             launches[known.best.algorithm] = known.best.launch
         problem = CollectiveProblem(Op[op.upper()], nbytes, dtype, self.comm.topology)
-        return search(problem, self._measure, self.tuned.seconds, self.tuned.any_bits, launches)
+        return search(problem, self._measure, self.tune_config.seconds, self.tune_config.any_bits, launches)
 
     def _measure(self, asked: Sequence[Candidate], seconds: float) -> dict[Candidate, float | None]:
         self._asked = list(asked)
-        self.plan = dataclasses.replace(self.plan, budget_s=seconds / len(asked))
-        rows = list(self._size(self.plan.sizes[0], seed=0))
+        self.config = dataclasses.replace(self.config, budget_s=seconds / len(asked))
+        rows = list(self._size(self.config.sizes[0], seed=0))
         return {asked[int(row.algorithm)]: row.time_us for row in rows}
 
     def _case(self, nbytes: int, seed: int) -> Case:
         if self._kept is None:
-            self._kept = _Case(self.place, self.plan.op, nbytes, seed)
+            self._kept = TuneCase(self.context, self.config.op, nbytes, seed)
         self._kept.asked = self._asked
         return self._kept
 
 
-class _Case(Case):
-    """One size, for all stages of its search: calls of the candidates asked for, and one reference."""
+class TuneCase(Case):
+    """One size for all stages of its search: calls of the requested candidates, and one reference."""
 
     asked: Sequence[Candidate] = ()
     _known: Reference | None = None
 
-    def calls(self, names: Sequence[str]) -> list[Call]:
+    def calls(self, names: Sequence[str]) -> list[BenchCall]:
         return [self.call(str(number), candidate) for number, candidate in enumerate(self.asked)]
 
-    def call(self, name: str, candidate: Candidate) -> Call:
-        comm, op, out = self.place.comm, Op[self.op.upper()], self._new()
+    def call(self, name: str, candidate: Candidate) -> BenchCall:
+        comm, op, out = self.context.comm, Op[self.op.upper()], self._new()
         assert comm is not None
         launch = None if candidate.algorithm == "vendor" else candidate.launch
         run = functools.partial(comm._run, op, self.x, out, algorithm=candidate.algorithm, launch=launch)
-        return Call(name, run, lambda: None, self.x, (out,))
+        return BenchCall(name, run, lambda: None, self.x, (out,))
 
     def reference(self) -> Reference:
         if self._known is None:
@@ -335,29 +339,31 @@ class _Case(Case):
         return self._known
 
 
-def measure(plan: TunePlan) -> tuple[str, list[Point]]:
-    """One rank's part. Every rank returns the same: the part that a table is made for, and all points."""
-    largest = align_up(plan.sizes[-1], max(wire.DTYPES[dtype] for dtype in plan.dtypes) * wire.MAX_WORLD_SIZE)
-    comm = Communicator(device=plan.device, max_bytes=harness._workspace(plan.device, largest))
+def measure(config: TuneConfig) -> tuple[str, list[Point]]:
+    """Tune on this rank; every rank returns the same: the name of the hardware for the table, and all points."""
+    largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
+    comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest))
     with comm:
         if not comm.topology.kernels:
             raise ConfigError(f"there is nothing to tune: {comm.topology.obstacle}")
         group = dist.group.WORLD
         assert group is not None
-        part = cpu_model() if plan.device == "cpu" else comm.topology.part
-        return part, settled(_Tuner(plan, comm, group, harness._Control(group)).points())
+        part = cpu_model() if config.device == "cpu" else comm.topology.part
+        return part, settled(Tuner(config, comm, group, harness.ControlGroup(group)).points())
 
 
-def run(plan: TunePlan, world_size: int) -> tuple[str, list[Point]]:
-    """Start ``world_size`` ranks and tune. Tables and overrides of the environment decide nothing meanwhile."""
+def run(config: TuneConfig, world_size: int) -> tuple[str, list[Point]]:
+    """Start ``world_size`` ranks and tune. Tables and environment overrides have no effect meanwhile."""
     settings = {"SHOTCAST_TABLE": "", "SHOTCAST_ALGORITHM": ""}
-    return spawn(measure, world_size, plan, timeout_s=plan.timeout_s, env=settings)[0]
+    return spawn(measure, world_size, config, timeout_s=config.timeout_s, env=settings)[0]
 
 
-def run_under_torchrun(plan: TunePlan) -> tuple[str, list[Point]]:
-    """Tune with the ranks that are there already. All of them call this, and all get the points."""
-    faulthandler.dump_traceback_later(plan.timeout_s, exit=True)  # nobody watches these ranks as spawn watches its own
+def run_under_torchrun(config: TuneConfig) -> tuple[str, list[Point]]:
+    """Tune on the ranks that torchrun started. Every rank calls this and gets all points."""
+    faulthandler.dump_traceback_later(
+        config.timeout_s, exit=True
+    )  # no parent watches these ranks as spawn watches its own
     try:
-        return measure(plan)
+        return measure(config)
     finally:
         faulthandler.cancel_dump_traceback_later()

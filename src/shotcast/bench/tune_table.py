@@ -1,4 +1,4 @@
-"""What tuning has found, as a table for :mod:`shotcast.collectives.choice.table` and to read."""
+"""Results of tuning, as a table for :mod:`shotcast.collectives.choice.table` and as a table to read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shotcast.units import format_size
 
 
 def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
-    """Rows of a table. Sizes in a row that chose alike become one row, up to the largest of them.
+    """Return the rows of a table. Neighbouring sizes with the same choice become one row, up to the largest of them.
 
-    Past the largest size measured a table is silent, unless the vendor library was fastest there: what it is better at
-    is large messages.
+    Beyond the largest measured size the table says nothing, unless the vendor library was fastest there: large messages
+    are what it is better at.
     """
     found: dict[table.Key, list[table.Row]] = {}
     for point in sorted(points, key=lambda point: point.nbytes):
@@ -38,7 +38,7 @@ def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
 def document(
     part: str, world_size: int, points: Sequence[Point], *, environment: Mapping[str, Any], command: str, seconds: float
 ) -> str:
-    """The text of a table, with where it comes from."""
+    """Return the text of a table, with its provenance."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     provenance = {
         date: {
@@ -74,18 +74,26 @@ def _measurement(point: Point) -> dict[str, Any]:
 
 
 def mergeable(old: str, name: str, part: str, world_size: int) -> table.Table:
-    """The table ``old`` as read. Raises ConfigError if it cannot be one with a table of this hardware."""
+    """Return the parsed table ``old``.
+
+    Raises:
+        ConfigError: it cannot be merged with a table of this hardware.
+    """
     before = table.parse(old, name)
     if (before.part, before.world_size) != (part, world_size):
         raise ConfigError(
-            f"{name} is a table of {before.world_size} x {before.part}, and this is {world_size} x {part}; "
+            f"{name} is a table for {before.world_size} x {before.part}; this machine has {world_size} x {part}; "
             "write to another file"
         )
     return before
 
 
 def merged(old: str, new: str, name: str) -> str:
-    """The table ``new``, with what only ``old`` has. Raises ConfigError if they cannot be one table."""
+    """Return the table ``new``, with the entries that only ``old`` has.
+
+    Raises:
+        ConfigError: the two cannot be merged.
+    """
     after = table.parse(new, "just measured")
     before = mergeable(old, name, after.part, after.world_size)
     stays = before.rows.keys() - after.rows.keys()
@@ -115,7 +123,7 @@ def merged(old: str, new: str, name: str) -> str:
 
 
 def view(points: Sequence[Point], world_size: int, device: str) -> View:
-    """What was chosen, to read."""
+    """Return the choices as a table to read."""
     shown = View(title=f"{world_size} {device} ranks", title_justify="left", box=None)
     for name in ("mode", "op", "type", "size", "algorithm", "launch", "us", "next best", "us"):
         shown.add_column(name, justify="right" if name in ("size", "us") else "left", no_wrap=True)
@@ -140,9 +148,10 @@ def _launch(one: Timed) -> str:
 
 
 def wrong(points: Iterable[Point]) -> list[str]:
-    """A line for each candidate that gave wrong results."""
+    """Return a line for each candidate that gave wrong results."""
     return [
-        f"{point.op} of {point.dtype}, {format_size(point.nbytes)}, {point.mode}: {c.algorithm} as {c.launch} is wrong"
+        f"{point.op} of {point.dtype}, {format_size(point.nbytes)}, {point.mode}: "
+        f"{c.algorithm} with {c.launch} gives wrong results"
         for point in points
         for c in point.choice.wrong
     ]

@@ -51,14 +51,16 @@ from shotcast.errors import ConfigError
 from shotcast.units import parse_size
 
 if TYPE_CHECKING:
-    from shotcast.bench.plan import BenchPlan
+    from shotcast.bench.config import BenchConfig
     from shotcast.bench.report import Row
 
-app = typer.Typer(help="Time a collective: own algorithms beside NCCL, Gloo and PyTorch's.", no_args_is_help=True)
+app = typer.Typer(
+    help="Time collectives and the engine: own algorithms compared with NCCL, Gloo and PyTorch.", no_args_is_help=True
+)
 
 
 def _plain_command(op: str) -> None:
-    """Register the benchmark of an operation whose messages are counted in bytes; all take the same options."""
+    """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
 
     def command(
         minbytes: MinBytes = "1K",
@@ -84,9 +86,9 @@ def _plain_command(op: str) -> None:
         markdown_file: MarkdownFile = None,
     ) -> None:
         sizes = sizes_between(minbytes, maxbytes, stepfactor)
-        from shotcast.bench.plan import BenchPlan
+        from shotcast.bench.config import BenchConfig
 
-        plan = BenchPlan(
+        config = BenchConfig(
             op=op,
             sizes=sizes,
             iters=iters,
@@ -99,9 +101,9 @@ def _plain_command(op: str) -> None:
             hidden=hidden if between else 0,
             inner=gemm_k,
             host=host,
-            **_where(device, dtype, algorithms),
+            **_common_options(device, dtype, algorithms),
         )
-        _bench(plan, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
+        _bench(config, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
 
     name = op.replace("_", "-")
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
@@ -133,16 +135,16 @@ def _fused_command(
     plot_kind: PlotKind = "latency",
     markdown_file: MarkdownFile = None,
 ) -> None:
-    """Time all-reduce, residual and RMSNorm as one call: fused, as two kernels, by NCCL, and to FP8."""
-    where = _where(device, dtype, algorithms)
+    """Time all-reduce, residual add and RMSNorm as one call: fused, as two kernels, with NCCL, and with FP8 output."""
+    common = _common_options(device, dtype, algorithms)
     counts = numbers_in(tokens, "--tokens")
     if not counts or min(counts) < 1:
-        raise ConfigError(f"--tokens takes whole numbers from 1 up such as 1,8,64, not {tokens!r}")
+        raise ConfigError(f"--tokens takes positive whole numbers such as 1,8,64, not {tokens!r}")
     from shotcast import wire
-    from shotcast.bench.plan import BenchPlan
+    from shotcast.bench.config import BenchConfig
 
-    item = wire.DTYPES.get(where["dtype"], 1)  # an unknown dtype is the plan's to refuse
-    plan = BenchPlan(
+    item = wire.DTYPES.get(common["dtype"], 1)  # BenchConfig refuses an unknown dtype
+    config = BenchConfig(
         op="all_reduce_rms_norm",
         sizes=tuple(count * hidden * item for count in sorted(counts)),
         iters=iters,
@@ -155,12 +157,12 @@ def _fused_command(
         hidden=hidden,
         inner=gemm_k,
         host=host,
-        **where,
+        **common,
     )
-    _bench(plan, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
+    _bench(config, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
 
 
-def _where(device: Device, dtype: str, algorithms: str) -> dict[str, Any]:
+def _common_options(device: Device, dtype: str, algorithms: str) -> dict[str, Any]:
     name = device_name(device)
     return {
         "device": name,
@@ -172,7 +174,7 @@ def _where(device: Device, dtype: str, algorithms: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Files to write after a benchmark."""
+    """The files to write after a benchmark."""
 
     json_file: Path | None
     plot_file: Path | None
@@ -180,28 +182,28 @@ class _Outputs:
     markdown_file: Path | None
 
 
-def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
-    from shotcast.bench import contenders, harness, report, tables
+def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
+    from shotcast.bench import harness, implementations, markdown, report
     from shotcast.bench.plot import KINDS, check_format, plot
 
-    # before minutes of measuring
+    # checked before minutes of measuring
     if outputs.plot_kind not in KINDS:
-        raise ConfigError(f"there is no picture {outputs.plot_kind!r}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"there is no picture {outputs.plot_kind!r}; choose from {', '.join(KINDS)}")
     if outputs.plot_file is not None:
         check_format(outputs.plot_file)
     job = env.job()
     if job is None or job.rank == 0:
         ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
-    world_sizes = world_sizes_of(world_size, plan.device, job.world_size if job else None)
+    world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []
     for number in world_sizes:
-        measured = harness.run_under_torchrun(plan) if job else harness.run(plan, number)
+        measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
         if not measured:
-            raise ConfigError(f"none of the algorithms serves {plan.op} of {plan.dtype} between {number} ranks")
+            raise ConfigError(f"none of the algorithms serves {config.op} of {config.dtype} between {number} ranks")
         rows += measured
         if job is None or job.rank == 0:
-            for measure in plan.measures:
+            for measure in config.measures:
                 console.print(report.table([row for row in measured if row.measure == measure]))
             if sentences := report.headline(measured):
                 console.print(sentences)
@@ -218,7 +220,7 @@ def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
     if outputs.markdown_file is not None:
-        texts = [tables.markdown([row for row in rows if row.world_size == number]) for number in world_sizes]
+        texts = [markdown.markdown_table([row for row in rows if row.world_size == number]) for number in world_sizes]
         outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
         console.print(f"wrote {outputs.markdown_file}")
     if outputs.plot_file is not None and result is not None:
@@ -227,7 +229,7 @@ def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
     if any(row.errors for row in rows):
         Console(stderr=True).print("shotcast: some results were wrong", style="red")
         raise typer.Exit(1)
-    if allocating := [row.algorithm for row in rows if row.allocations and contenders.is_own(row.algorithm)]:
+    if allocating := [row.algorithm for row in rows if row.allocations and implementations.is_own(row.algorithm)]:
         names = ", ".join(dict.fromkeys(allocating))
         Console(stderr=True).print(f"shotcast: calls with out given allocated GPU memory: {names}", style="red")
         raise typer.Exit(1)
@@ -235,30 +237,32 @@ def _bench(plan: BenchPlan, world_size: str, outputs: _Outputs) -> None:
 
 @app.command("engine")
 def _engine_command(
-    model: Annotated[str, typer.Option("-m", "--model", help="As shotcast generate takes it.")] = "smollm2",
-    layouts: Annotated[str, typer.Option("--layouts", help="TxP: tensor by pipeline parallel.")] = "1x1,2x1",
-    batches: Annotated[str, typer.Option("--batches", help="Requests at once.")] = "1,4,16",
+    model: Annotated[str, typer.Option("-m", "--model", help="A model, as for shotcast generate.")] = "smollm2",
+    layouts: Annotated[str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel.")] = "1x1,2x1",
+    batches: Annotated[str, typer.Option("--batches", help="Numbers of concurrent requests.")] = "1,4,16",
     algorithms: Annotated[
-        str, typer.Option("--algorithms", help="Of all-reduces: auto, one_shot, two_shot, ring, nccl.")
+        str, typer.Option("--algorithms", help="Algorithms of the all-reduces: auto, one_shot, two_shot, ring, nccl.")
     ] = "auto",
-    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of a prompt.")] = 128,
-    output: Annotated[int, typer.Option("--output", help="Tokens of an output.")] = 32,
-    rounds: Annotated[int, typer.Option("--rounds", help="Timed, after one that is not.")] = 3,
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")] = 128,
+    output: Annotated[int, typer.Option("--output", help="Tokens of each output.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", help="Timed rounds; one warm-up round comes first.")] = 3,
     device: DeviceOption = Device.AUTO,
     dtype: Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
-    quantization: Annotated[str, typer.Option("--quantization", help="fp8: as shotcast generate takes it.")] = "",
-    baseline: Annotated[bool, typer.Option("--baseline", help="Also time generate of Transformers.")] = False,
+    quantization: Annotated[str, typer.Option("--quantization", help="fp8, as for shotcast generate.")] = "",
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
+    ] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
-    from shotcast.bench import engine, engine_report
+    from shotcast.bench import engine_bench, engine_report
     from shotcast.bench.plot import check_format
     from shotcast.hardware.detect import detect
 
-    plan = engine.EnginePlan(
+    config = engine_bench.EngineBenchConfig(
         model,
-        tuple(engine.Layout.parse(layout) for layout in names_in(layouts)),
+        tuple(engine_bench.Layout.parse(layout) for layout in names_in(layouts)),
         tuple(numbers_in(batches, "--batches")),
         names_in(algorithms),
         prompt,
@@ -276,9 +280,9 @@ def _engine_command(
     ready_to_write(json_file, plot_file)
     rows = []
     with Console(stderr=True).status("") as status:
-        for row in engine.measure(plan, status.update):
+        for row in engine_bench.measure(config, status.update):
             rows.append(row)
-            if json_file is not None:  # after each, as one may take minutes and the next may fail
+            if json_file is not None:  # after each row: a row may take minutes, and the next may fail
                 json_file.write_text(engine_report.document(rows, environment, command))
     screen.print(engine_report.table(rows))
     if json_file is not None:
@@ -288,9 +292,9 @@ def _engine_command(
         screen.print(f"wrote {plot_file}")
 
 
-Raw = Annotated[list[Path], typer.Option("--json", help="Kept results; give it once a file.")]
-OnlyWorldSize = Annotated[str, typer.Option("--world-size", help="Of the rows, those of these world sizes.")]
-OnlySizes = Annotated[str, typer.Option("--sizes", help="Of the rows, those of these sizes, such as 8K,64K,1M.")]
+Raw = Annotated[list[Path], typer.Option("--json", help="A file of stored results; repeat it for several files.")]
+OnlyWorldSize = Annotated[str, typer.Option("--world-size", help="Only rows of these world sizes.")]
+OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these sizes, such as 8K,64K,1M.")]
 
 
 @app.command("table")
@@ -300,19 +304,19 @@ def _table_command(
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
     world_size: OnlyWorldSize = "",
     sizes: OnlySizes = "",
-    columns: Annotated[str, typer.Option("--columns", help="Of the contenders, these.")] = "",
+    columns: Annotated[str, typer.Option("--columns", help="Only these implementations.")] = "",
 ) -> None:
-    """Print kept results as a Markdown table; runs nothing."""
-    from shotcast.bench import engine_report, tables
+    """Print stored results as a Markdown table; measures nothing."""
+    from shotcast.bench import engine_report, markdown
 
     if kind == "engine":
         if measure or world_size or sizes or columns:
-            raise ConfigError("a table of the engine has no --measure, --world-size, --sizes or --columns")
+            raise ConfigError("a table of the engine takes no --measure, --world-size, --sizes or --columns")
         typer.echo(engine_report.markdown([row for path in json_files for row in engine_report.read(path)]))
         return
-    rows = _kept(json_files, world_size)[0]
+    rows = _stored_rows(json_files, world_size)[0]
     wanted = [parse_size(size) for size in names_in(sizes)]
-    typer.echo(tables.markdown(rows, kind, wanted, names_in(columns), measure))
+    typer.echo(markdown.markdown_table(rows, kind, wanted, names_in(columns), measure))
 
 
 @app.command("plot")
@@ -322,16 +326,16 @@ def _plot_command(
     kind: Annotated[str, typer.Option("--kind", help="latency, speedup-over-ring, summary or engine.")] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
-    """Draw kept results; runs nothing."""
+    """Draw a picture of stored results; measures nothing."""
     from shotcast.bench import engine_report
     from shotcast.bench.plot import plot
 
     if kind == "engine":
         if world_size:
-            raise ConfigError("a picture of the engine has no --world-size")
+            raise ConfigError("a picture of the engine takes no --world-size")
         engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
     else:
-        rows, machine = _kept(json_files, world_size)
+        rows, machine = _stored_rows(json_files, world_size)
         plot(rows, picture, kind, machine)
     typer.echo(f"wrote {picture}")
 
@@ -339,14 +343,14 @@ def _plot_command(
 @app.command("fill")
 def _fill_command(
     documents: Annotated[list[Path], typer.Argument(help="Markdown files.")],
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail where a table is out of date.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is out of date.")] = False,
 ) -> None:
-    """Make the tables of documents anew, each by the command in the comment before it.
+    """Generate the tables in documents again, each with the command in the comment before it.
 
-    A table stands between <!-- shotcast bench table ... --> and <!-- end of table -->. Run it where the paths in the
-    commands begin.
+    A table is between <!-- shotcast bench table ... --> and <!-- end of table -->. Paths in the commands are relative
+    to the current directory.
     """
-    from shotcast.bench.documents import fill
+    from shotcast.bench.doc_tables import fill
 
     stale = []
     for document in documents:
@@ -365,7 +369,7 @@ def _fill_command(
 
 
 def _printed(arguments: list[str]) -> str:
-    """What ``shotcast bench table`` prints with these arguments."""
+    """Return what ``shotcast bench table`` prints with these arguments."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         _command_of(app, "table").main(arguments, "shotcast bench table", standalone_mode=False)
@@ -376,11 +380,11 @@ def _command_of(group: typer.Typer, name: str) -> Any:
     return typer.main.get_group(group).commands[name]
 
 
-def _kept(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
-    """Rows of the files, those of the world sizes asked for; and the machines they were measured on."""
+def _stored_rows(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
+    """Return the rows of the files that have the requested world sizes, and the machines they were measured on."""
     from shotcast.bench import report
 
     results = [report.read(path) for path in json_files]
-    asked = numbers_in(world_size, "--world-size")
-    rows = [row for result in results for row in result.rows if not asked or row.world_size in asked]
+    wanted = numbers_in(world_size, "--world-size")
+    rows = [row for result in results for row in result.rows if not wanted or row.world_size in wanted]
     return rows, "; ".join(dict.fromkeys(result.machine for result in results))

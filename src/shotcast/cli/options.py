@@ -1,4 +1,4 @@
-"""Options that several commands take, and reading their values."""
+"""Options that several commands share, and functions that parse their values."""
 
 from __future__ import annotations
 
@@ -19,35 +19,42 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
-MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 1K.")]
-MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 4M.")]
-StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="Each size is the last one times this.")]
-Iters = Annotated[int, typer.Option("-n", "--iters", help="Timed calls a point, at most.")]
-Warmup = Annotated[int, typer.Option("-w", "--warmup_iters", help="Calls before that.")]
-Check = Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="1: compare results with a float64 sum.")]
-WorldSize = Annotated[
-    str, typer.Option("--world-size", help="Ranks to start, such as 2,4,8. Default: every GPU, or one rank a core.")
+MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="The smallest message, such as 8 or 1K.")]
+MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")]
+StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")]
+Iters = Annotated[int, typer.Option("-n", "--iters", help="The most timed calls at one point.")]
+Warmup = Annotated[int, typer.Option("-w", "--warmup_iters", help="Warm-up calls before the timed ones.")]
+Check = Annotated[
+    int, typer.Option("-c", "--check", min=0, max=1, help="1 compares results with a float64 sum; 0 does not.")
 ]
-DeviceOption = Annotated[Device, typer.Option("--device", help="auto: cuda where there is a GPU.")]
+WorldSize = Annotated[
+    str,
+    typer.Option(
+        "--world-size", help="Numbers of ranks, such as 2,4,8. Default: every GPU, or one rank for each core."
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes cuda if there is a GPU.")]
 Dtype = Annotated[str, typer.Option("-d", "--dtype", help="float32, float16 or bfloat16.")]
 Algorithms = Annotated[
-    str, typer.Option("--algorithms", help="Comma-separated, baselines too. Default: all that are legal.")
+    str, typer.Option("--algorithms", help="Algorithms and baselines, comma-separated. Default: all legal ones.")
 ]
-Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Time for the timed calls of a point.")]
-Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls rather than a captured graph.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for a world size; then the ranks are ended.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write rows and environment to this file.")]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Seconds for the timed calls at one point.")]
+Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, not a captured graph.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for one world size; then the ranks are ended.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows and the environment to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
 PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency, speedup-over-ring or summary.")]
-MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write a table to this file (see bench table).")]
+MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")]
 Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row: the model's hidden size.")]
 Between = Annotated[
     str,
-    typer.Option("--between", help="gemm: also time calls with a matrix product between, tokens x k by k x hidden."),
+    typer.Option(
+        "--between", help="gemm also times calls with a matrix product between them: tokens x k by k x hidden."
+    ),
 ]
-GemmK = Annotated[int, typer.Option("--gemm-k", min=0, help="k of that product. Default: hidden / ranks.")]
-HostTime = Annotated[bool, typer.Option("--host", help="Measure what the host spends on a call, not the call's time.")]
-Tokens = Annotated[str, typer.Option("--tokens", help="Rows of the tensor, comma-separated.")]
+GemmK = Annotated[int, typer.Option("--gemm-k", min=0, help="k of the matrix product. Default: hidden / ranks.")]
+HostTime = Annotated[bool, typer.Option("--host", help="Measure the host time of a call, not the call's own time.")]
+Tokens = Annotated[str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")]
 
 
 def names_in(text: str) -> tuple[str, ...]:
@@ -63,12 +70,12 @@ def numbers_in(text: str, option: str) -> list[int]:
 
 def new_console() -> Console:
     console = Console()
-    # columns in a file or a pipe are not for wrapping
+    # lines in a file or a pipe must not be wrapped
     return console if console.is_terminal else Console(width=160)
 
 
 def ready_to_write(*files: Path | None) -> None:
-    """Refuse what cannot be written, before minutes are spent on what goes there."""
+    """Raise ConfigError if a file cannot be written, before minutes are spent on measuring its contents."""
     for file in files:
         if file is None:
             continue
@@ -83,13 +90,16 @@ def ready_to_write(*files: Path | None) -> None:
 
 
 def sizes_between(minbytes: str, maxbytes: str, stepfactor: int) -> tuple[int, ...]:
-    least, most = parse_size(minbytes), parse_size(maxbytes)
-    if not 0 < least <= most:
-        raise ConfigError(f"sizes go from 1 byte up, the least first: --minbytes {minbytes} --maxbytes {maxbytes}")
+    smallest, largest = parse_size(minbytes), parse_size(maxbytes)
+    if not 0 < smallest <= largest:
+        raise ConfigError(
+            f"sizes must be at least 1 byte, the smallest first: --minbytes {minbytes} --maxbytes {maxbytes}"
+        )
     sizes = []
-    while least <= most:
-        sizes.append(least)
-        least *= stepfactor
+    nbytes = smallest
+    while nbytes <= largest:
+        sizes.append(nbytes)
+        nbytes *= stepfactor
     return tuple(sizes)
 
 
@@ -107,7 +117,7 @@ def world_sizes_of(text: str, device: str, running: int | None) -> list[int]:
         raise ConfigError("a collective takes at least 2 ranks")
     if running is not None:
         if asked not in ([], [running]):
-            raise ConfigError(f"this job has {running} ranks already; leave --world-size out under torchrun")
+            raise ConfigError(f"this job already has {running} ranks; leave out --world-size under torchrun")
         return [running]
     if device == "cpu":
         from shotcast.hardware.detect import available_cores
@@ -117,5 +127,5 @@ def world_sizes_of(text: str, device: str, running: int | None) -> list[int]:
 
     count = torch.cuda.device_count()
     if count < max(asked, default=2):
-        raise ConfigError(f"{max(asked, default=2)} CUDA ranks need as many GPUs, and {count} are visible")
+        raise ConfigError(f"{max(asked, default=2)} CUDA ranks need as many GPUs; {count} are visible")
     return asked or [count]

@@ -26,14 +26,16 @@ from shotcast.errors import ConfigError
 
 
 def tune(
-    op: Annotated[str, typer.Option("--op", help="Comma-separated.")] = "all_reduce,reduce_scatter,all_gather",
-    dtype: Annotated[str, typer.Option("-d", "--dtype", help="Comma-separated.")] = "bfloat16,float16,float32",
+    op: Annotated[
+        str, typer.Option("--op", help="Operations, comma-separated.")
+    ] = "all_reduce,reduce_scatter,all_gather",
+    dtype: Annotated[str, typer.Option("-d", "--dtype", help="Dtypes, comma-separated.")] = "bfloat16,float16,float32",
     mode: Annotated[
-        str, typer.Option("--mode", help="graph, eager or both. Default: both on CUDA; CPU ranks have eager.")
+        str, typer.Option("--mode", help="graph, eager or both. Default: both on CUDA; CPU ranks only have eager.")
     ] = "",
     minbytes: MinBytes = "1K",
     maxbytes: Annotated[
-        str, typer.Option("-e", "--maxbytes", help="Largest message. Default: 256M on CUDA, 16M on the CPU.")
+        str, typer.Option("-e", "--maxbytes", help="The largest message. Default: 256M on CUDA, 16M on the CPU.")
     ] = "",
     stepfactor: Annotated[
         int,
@@ -41,40 +43,44 @@ def tune(
             "-f",
             "--stepfactor",
             min=2,
-            help="Each size is the last one times this; sizes between are added where the choice changes.",
+            help="The factor between neighbouring sizes; sizes between them are added where the choice changes.",
         ),
     ] = 4,
     device: DeviceOption = Device.AUTO,
-    world_size: Annotated[str, typer.Option("--world-size", help="Ranks. Default: every GPU, or one a core.")] = "",
+    world_size: Annotated[
+        str, typer.Option("--world-size", help="The number of ranks. Default: every GPU, or one rank for each core.")
+    ] = "",
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.0, help="Time for the timed calls of a size, all candidates together.")
+        float, typer.Option("--seconds", min=0.0, help="Seconds for the timed calls of all candidates at one size.")
     ] = 1.0,
     any_bits: Annotated[
-        bool, typer.Option("--any-bits", help="Let algorithms win whose sums are rounded in another order (ring, ...).")
+        bool, typer.Option("--any-bits", help="Allow algorithms whose sums are rounded in another order (ring, ...).")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Default: the packaged table's name, such as nvidia_h200_x4.json."),
+        typer.Option(
+            "-o", "--output", help="The file to write. Default: the packaged table's name, such as nvidia_h200_x4.json."
+        ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Keep what the file has for other operations, dtypes and modes.")
+        bool, typer.Option("--merge", help="Keep the file's entries for other operations, dtypes and modes.")
     ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds for everything; then the ranks are ended.")
     ] = 1800.0,
 ) -> None:
-    """Measure what is fastest here, and write it as a table for SHOTCAST_TABLE."""
+    """Measure which algorithms are fastest on this machine, and write them as a table for SHOTCAST_TABLE."""
     where = device_name(device)
     job = env.job()
     world_sizes = world_sizes_of(world_size, where, job.world_size if job else None)
     if len(world_sizes) > 1:
-        raise ConfigError("a table is for one number of ranks; tune each by itself")
+        raise ConfigError("a table is for one number of ranks; tune each number separately")
     from shotcast.bench import tune as tuning
     from shotcast.bench import tune_table
     from shotcast.collectives.choice import table
     from shotcast.hardware.detect import detect, nvidia_driver
 
-    plan = tuning.TunePlan(
+    config = tuning.TuneConfig(
         ops=tuple(dict.fromkeys(names_in(op))),
         device=where,
         dtypes=tuple(dict.fromkeys(names_in(dtype))),
@@ -90,12 +96,12 @@ def tune(
     file = output or Path(table.file_name(part, world_sizes[0]))
     writes = job is None or job.rank == 0
     merging = writes and merge and file.exists()
-    # before time is spent
+    # before time is spent on measuring
     if writes:
         ready_to_write(file)
     if merging:
         tune_table.mergeable(file.read_text(), str(file), part, world_sizes[0])
-    measured, points = tuning.run_under_torchrun(plan) if job else tuning.run(plan, world_sizes[0])
+    measured, points = tuning.run_under_torchrun(config) if job else tuning.run(config, world_sizes[0])
     if not writes:
         return
     command = shlex.join(["shotcast", *sys.argv[1:]])

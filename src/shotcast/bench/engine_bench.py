@@ -1,12 +1,12 @@
-"""What the engine takes for a token: over batch sizes, parallel layouts and all-reduce algorithms.
+"""Measure the engine's time per token over batch sizes, parallel layouts and all-reduce algorithms.
 
-Requests are random tokens, as many at once as the batch says, and end by length alone, so that every layout does the
-same work. Times are the client's: TTFT from the request to its first token, TPOT the mean between later tokens, ITL the
-median.
+Requests are random tokens. A batch is submitted at once, and requests end by length only, so that every layout does the
+same work. Times are measured by the client: TTFT from the request to its first token, TPOT the mean time between later
+tokens, ITL the median.
 
-The roofline is what memory allows: each decoding step reads every weight of a rank once and the keys and values of all
-its sequences, ``time >= bytes / bandwidth``; stages of a pipeline follow each other, so their times add up for one
-sequence. Bandwidth is measured on the ranks, all reading at once.
+The roofline is the limit of memory bandwidth: each decoding step reads all weights of a rank once, and the keys and
+values of all its sequences, so ``time >= bytes / bandwidth``. The stages of a pipeline run one after the other, so for
+one sequence their times add up. The bandwidth is measured on the ranks, with all of them reading at once.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
 
 ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
-"""What a benchmark calls them; "nccl" is Gloo between CPU ranks."""
+"""Names in the benchmark and in the engine; "nccl" means Gloo between CPU ranks."""
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
-"""Nothing of ours beside NCCL's calls."""
+"""Settings under which nothing of ours is added to a call of NCCL."""
 _READ_BYTES = 256 << 20
 _READS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks: each of ``pipeline_parallel`` stages has ``tensor_parallel``."""
+    """A parallel layout: ``pipeline_parallel`` stages of ``tensor_parallel`` ranks each."""
 
     tensor_parallel: int
     pipeline_parallel: int
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """From ``TxP``, such as 4x1 or 2x2."""
+        """Parse ``TxP``, such as 4x1 or 2x2."""
         try:
             tensor, pipeline = map(int, text.split("x"))
             if min(tensor, pipeline) < 1:
                 raise ValueError(text)
         except ValueError:
             raise ConfigError(
-                f"a layout is TxP, tensor by pipeline parallel, such as 4x1 or 2x2, not {text!r}"
+                f"a layout must be TxP (tensor by pipeline parallel) such as 4x1 or 2x2, not {text!r}"
             ) from None
         return cls(tensor, pipeline)
 
@@ -68,8 +68,11 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """What to measure: each batch with each algorithm on each layout; and first, as ``baseline``, Transformers."""
+class EngineBenchConfig:
+    """What to measure: each batch with each algorithm on each layout.
+
+    With ``baseline``, Transformers is measured first.
+    """
 
     model: str
     layouts: tuple[Layout, ...]
@@ -85,53 +88,53 @@ class EnginePlan:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.algorithms if name not in ALGORITHMS]:
-            raise ConfigError(f"there is no algorithm {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
+            raise ConfigError(f"there is no algorithm {unknown[0]!r}; choose from {', '.join(ALGORITHMS)}")
         if min((self.prompt, self.rounds, *self.batches)) < 1 or self.output < 2:
             raise ConfigError(
-                "batches, prompt and rounds are 1 or more, output 2 or more (there is no TPOT of one token)"
+                "batches, prompt and rounds must be at least 1, and output at least 2 (one token has no TPOT)"
             )
 
 
-def measure(plan: EnginePlan, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
-    """Measure the points of a plan, one engine for each layout and algorithm."""
-    most = max(layout.tensor_parallel * layout.pipeline_parallel for layout in plan.layouts)
-    plan = replace(plan, device=resolved(EngineConfig(plan.model, most, device=plan.device)).device)
-    if plan.baseline:
+def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
+    """Measure all points of a configuration, with one engine for each layout and algorithm."""
+    most = max(layout.tensor_parallel * layout.pipeline_parallel for layout in config.layouts)
+    config = replace(config, device=resolved(EngineConfig(config.model, most, device=config.device)).device)
+    if config.baseline:
         advance(TRANSFORMERS)
-        # a process of its own, so that its memory and threads are gone before the next
-        yield from spawn(transformers_rows, 1, plan)[0]
+        # in a process of its own, so that its memory and threads are gone before the next measurement
+        yield from spawn(transformers_rows, 1, config)[0]
     bandwidths: dict[int, float] = {}
-    for layout in plan.layouts:
+    for layout in config.layouts:
         ranks = layout.tensor_parallel * layout.pipeline_parallel
         if ranks not in bandwidths:
-            bandwidths[ranks] = min(spawn(read_bandwidth_gbps, ranks, plan.device))
-        # one rank has nobody to talk to, so it is measured once
-        for algorithm in plan.algorithms if layout.tensor_parallel > 1 else plan.algorithms[:1]:
+            bandwidths[ranks] = min(spawn(read_bandwidth_gbps, ranks, config.device))
+        # a single rank does not communicate, so it is measured once
+        for algorithm in config.algorithms if layout.tensor_parallel > 1 else config.algorithms[:1]:
             advance(f"{layout} {algorithm}")
             with (
                 _environment(_NCCL if algorithm == "nccl" else {}),
                 LLM(
-                    plan.model,
+                    config.model,
                     tensor_parallel=layout.tensor_parallel,
                     pipeline_parallel=layout.pipeline_parallel,
-                    device=plan.device,
-                    dtype=plan.dtype,
-                    quantization=plan.quantization,
-                    max_model_len=plan.prompt + plan.output,
-                    max_sequences=max(plan.batches),
+                    device=config.device,
+                    dtype=config.dtype,
+                    quantization=config.quantization,
+                    max_model_len=config.prompt + config.output,
+                    max_sequences=max(config.batches),
                     prefix_caching=False,
                     algorithm=ALGORITHMS[algorithm],
-                    # what stamps take is captured when the model is loaded, not in the round that has them
-                    stamp_every=int(plan.device == "cuda"),
+                    # graphs with timestamps are captured when the model is loaded, not in the round that uses them
+                    stamp_every=int(config.device == "cuda"),
                 ) as llm,
             ):
-                for batch in plan.batches:
-                    yield _point(plan, layout, algorithm, batch, llm, bandwidths[ranks])
+                for batch in config.batches:
+                    yield _point(config, layout, algorithm, batch, llm, bandwidths[ranks])
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Of ranks that are started meanwhile. What is set already stays."""
+    """Set variables for ranks that start inside the block; those that are already set keep their value."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(new)
     try:
@@ -141,27 +144,32 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
-    """The batches by ``generate`` of Hugging Face Transformers: same weights, dtype, prompts' length and threads."""
+def transformers_rows(config: EngineBenchConfig) -> list[EngineRow]:
+    """Measure the batches with ``generate`` of Hugging Face Transformers.
+
+    The weights, the dtype, the length of the prompts and the number of threads are the same as for the engine.
+    """
     from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
-    path = find_model(plan.model)
+    path = find_model(config.model)
     folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    dtype = plan.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
+    dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
-    loaded = loaded.eval().to(plan.device)
-    bandwidth = read_bandwidth_gbps(plan.device)
-    checkpoint = open_checkpoint(plan.model)
+    loaded = loaded.eval().to(config.device)
+    bandwidth = read_bandwidth_gbps(config.device)
+    checkpoint = open_checkpoint(config.model)
     rows = []
-    for batch in plan.batches:
+    for batch in config.batches:
         numbers = torch.Generator().manual_seed(batch)
 
-        def timed(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> list[float]:
-            """Seconds to each token."""
-            prompts = torch.randint(checkpoint.config.vocab, (batch, plan.prompt), generator=numbers).to(plan.device)
+        def token_times(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> list[float]:
+            """Return the seconds until each token."""
+            prompts = torch.randint(checkpoint.config.vocab, (batch, config.prompt), generator=numbers).to(
+                config.device
+            )
             times: list[float] = []
 
-            def look(tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            def record_time(tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
                 times.append(time.perf_counter() - started)
                 return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
@@ -173,15 +181,15 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
                 min_new_tokens=length,
                 do_sample=False,
                 pad_token_id=0,
-                stopping_criteria=StoppingCriteriaList([look]),
+                stopping_criteria=StoppingCriteriaList([record_time]),
             )
             return times
 
-        timed(2)
-        runs = [timed(plan.output) for _ in range(plan.rounds)]
+        token_times(2)
+        runs = [token_times(config.output) for _ in range(config.rounds)]
         rows.append(
             _row(
-                plan,
+                config,
                 checkpoint.config,
                 Layout(1, 1),
                 TRANSFORMERS,
@@ -189,9 +197,9 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
                 dtype,
                 bandwidth,
                 ttft_ms=median(run[0] for run in runs) * 1e3,
-                tpot_ms=median((run[-1] - run[0]) / (plan.output - 1) for run in runs) * 1e3,
+                tpot_ms=median((run[-1] - run[0]) / (config.output - 1) for run in runs) * 1e3,
                 itl_ms=median(after - before for run in runs for before, after in itertools.pairwise(run)) * 1e3,
-                tokens_per_s=median(batch * plan.output / run[-1] for run in runs),
+                tokens_per_s=median(batch * config.output / run[-1] for run in runs),
                 communication=0.0,
             )
         )
@@ -200,7 +208,10 @@ def transformers_rows(plan: EnginePlan) -> list[EngineRow]:
 
 
 def read_bandwidth_gbps(device: str) -> float:
-    """GB/s (1e9) at which this rank reads memory far larger than its caches, while the others do the same."""
+    """Return the GB/s (1e9) at which this rank reads memory while all others read too.
+
+    The memory is far larger than the caches.
+    """
     with Communicator(device=device) as comm:
         data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, device=comm.device)
         times = []
@@ -217,7 +228,7 @@ def _read_s(data: torch.Tensor) -> float:
 
 
 def _read_cuda_s(data: torch.Tensor) -> float:
-    """Of several reads in a row, so that the host is ahead."""
+    """Return the seconds of one read, timed over several in a row so that the host runs ahead of the GPU."""
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     data.sum()
     before.record()
@@ -228,30 +239,32 @@ def _read_cuda_s(data: torch.Tensor) -> float:
     return before.elapsed_time(after) / 1e3 / _READS
 
 
-def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float) -> EngineRow:
-    params = SamplingParams(temperature=0.0, max_tokens=plan.output, ignore_eos=True)
+def _point(
+    config: EngineBenchConfig, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float
+) -> EngineRow:
+    params = SamplingParams(temperature=0.0, max_tokens=config.output, ignore_eos=True)
     numbers = random.Random(batch)
     model = llm.model
 
-    def round_of() -> tuple[list[RequestOutput], float]:
-        prompts = [[numbers.randrange(model.vocab) for _ in range(plan.prompt)] for _ in range(batch)]
+    def run_round() -> tuple[list[RequestOutput], float]:
+        prompts = [[numbers.randrange(model.vocab) for _ in range(config.prompt)] for _ in range(batch)]
         started = time.perf_counter()
         outputs = llm.generate(prompts, params)
         return outputs, time.perf_counter() - started
 
-    # The first round warms up. On CUDA it has the stamps besides, which take time, so that no timed one has them.
-    llm.stamp_every(int(plan.device == "cuda"))
+    # The first round warms up. On CUDA it also records timestamps; they take time, so timed rounds have none.
+    llm.stamp_every(int(config.device == "cuda"))
     stats = [llm.stats()]
-    round_of()
+    run_round()
     stats.append(llm.stats())
     llm.stamp_every(0)
-    rounds = [round_of() for _ in range(plan.rounds)]
+    rounds = [run_round() for _ in range(config.rounds)]
     stats.append(llm.stats())
-    before, after = stats[:2] if plan.device == "cuda" else stats[1:]
+    before, after = stats[:2] if config.device == "cuda" else stats[1:]
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     return _row(
-        plan,
+        config,
         model,
         layout,
         algorithm,
@@ -261,19 +274,19 @@ def _point(plan: EnginePlan, layout: Layout, algorithm: str, batch: int, llm: LL
         ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
         itl_ms=median(_gaps_s(rounds)) * 1e3,
-        tokens_per_s=median(batch * plan.output / seconds for _, seconds in rounds),
+        tokens_per_s=median(batch * config.output / seconds for _, seconds in rounds),
         communication=(after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
     )
 
 
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
-    """Between neighbouring tokens of all requests."""
+    """Return the seconds between neighbouring tokens of all requests."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
     return [later - earlier for one in times for earlier, later in itertools.pairwise(one)]
 
 
 def _row(
-    plan: EnginePlan,
+    config: EngineBenchConfig,
     model: ModelConfig,
     layout: Layout,
     algorithm: str,
@@ -287,26 +300,29 @@ def _row(
     tokens_per_s: float,
     communication: float,
 ) -> EngineRow:
-    """A point with its roofline: weights, and keys and values of sequences that are computed together, read once."""
+    """Return the row of a point, with its roofline.
+
+    The roofline reads once the weights, and the keys and values of the sequences that are computed together.
+    """
     item = getattr(torch, dtype).itemsize
-    cache_item = 4 if plan.device == "cpu" else item
-    quantization = "" if algorithm == TRANSFORMERS else plan.quantization
-    # of the embeddings only rows of the batch's tokens are read, unless they are the head as well
+    cache_item = 4 if config.device == "cpu" else item
+    quantization = "" if algorithm == TRANSFORMERS else config.quantization
+    # only the embeddings of the batch's tokens are read, unless the matrix is also the output head
     not_read = 0 if model.tied else model.vocab * model.hidden * item
     weights = weight_bytes(model, item, quantization=quantization) - not_read
     a_token = kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)
-    together = max(1.0, batch / layout.pipeline_parallel)
-    kept = together * (plan.prompt + plan.output // 2) * a_token
-    roofline_ms = (weights + kept) / layout.tensor_parallel / bandwidth / 1e6
+    concurrent = max(1.0, batch / layout.pipeline_parallel)
+    cache_bytes = concurrent * (config.prompt + config.output // 2) * a_token
+    roofline_ms = (weights + cache_bytes) / layout.tensor_parallel / bandwidth / 1e6
     return EngineRow(
-        plan.model,
-        plan.device,
+        config.model,
+        config.device,
         dtype,
         str(layout),
         algorithm,
         batch,
-        plan.prompt,
-        plan.output,
+        config.prompt,
+        config.output,
         ttft_ms,
         tpot_ms,
         itl_ms,

@@ -1,33 +1,34 @@
-"""What a benchmark of collectives measures."""
+"""The configuration of a benchmark of collectives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from shotcast import wire
-from shotcast.bench import contenders
-from shotcast.bench.work import WORKS
+from shotcast.bench import implementations
+from shotcast.bench.gemm import WORK_BETWEEN
 from shotcast.errors import ConfigError
 from shotcast.units import align_up
 
 MIN_CALLS = 5
-"""Of a point and contender, timed."""
+"""The least number of timed calls of an implementation at one point."""
 
 
 @dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """What to measure; picklable, as it travels to the ranks.
+class BenchConfig:
+    """What to measure. It is picklable, as it is sent to the ranks.
 
     Attributes:
-        sizes: bytes of the whole tensor, ascending. A size is raised to what the ranks can share out evenly.
-        algorithms: contenders; empty for all that are legal but those on request.
-        iters: timed calls a point at most.
-        budget_s: seconds of timed calls a point and contender; at least :data:`MIN_CALLS` calls are timed.
+        sizes: bytes of the whole tensor, ascending. A size is rounded up to one that divides evenly among the ranks.
+        algorithms: names of implementations; empty for all legal ones except those measured on request only.
+        iters: the largest number of timed calls at one point.
+        budget_s: seconds of timed calls for each implementation at one point; at least :data:`MIN_CALLS` calls are
+            timed.
         timeout_s: seconds for all sizes at one world size; then the ranks are ended.
-        hidden: elements of a row (a token), for fused operations and work between calls.
-        between: the work that also is put between calls, ``gemm``; empty for none.
+        hidden: elements of a row (a token), for fused operations and for work between calls.
+        between: work that is also put between calls: ``gemm``, or empty for none.
         inner: columns of the matrix product's left operand; 0 for hidden / ranks.
-        host: measure the host's time rather than the calls'.
+        host: measure the host time of a call instead of the call's own time.
     """
 
     op: str
@@ -48,49 +49,49 @@ class BenchPlan:
     host: bool = False
 
     def __post_init__(self) -> None:
-        if self.op not in contenders.OPS:
-            raise ConfigError(f"there is no benchmark of {self.op!r}; there are {', '.join(contenders.OPS)}")
+        if self.op not in implementations.OPS:
+            raise ConfigError(f"there is no benchmark of {self.op!r}; choose from {', '.join(implementations.OPS)}")
         if self.dtype not in wire.REDUCIBLE:
             raise ConfigError(f"dtype {self.dtype!r} is not measured; choose from {', '.join(wire.REDUCIBLE)}")
         if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"device is cpu or cuda, not {self.device!r}")
-        known = contenders.known(self.op, self.device)
+            raise ConfigError(f"device must be cpu or cuda, not {self.device!r}")
+        known = implementations.known(self.op, self.device)
         if unknown := [name for name in self.algorithms if name not in known]:
             raise ConfigError(
                 f"unknown algorithms for {self.op} on {self.device}: {', '.join(unknown)}; known: {', '.join(known)}"
             )
-        if self.between and self.between not in WORKS:
-            raise ConfigError(f"there is no work {self.between!r} between calls; there is {', '.join(WORKS)}")
+        if self.between and self.between not in WORK_BETWEEN:
+            raise ConfigError(f"there is no work {self.between!r} between calls; choose from {', '.join(WORK_BETWEEN)}")
         if self.between and not self.op.startswith("all_reduce"):
             raise ConfigError(f"work between calls is measured for all-reduces, not for {self.op}")
         if self.between and self.host:
             raise ConfigError("host time is measured without work between calls")
         if self.host and self.eager:
-            raise ConfigError("host time is that of eager calls already; eager would measure the GPU")
+            raise ConfigError("host already measures eager calls; leave out eager, which would measure the GPU")
         if self.hidden < 0 or self.inner < 0 or (not self.hidden and (self.between or self._fused)):
-            raise ConfigError(f"rows need a hidden size from 1 up (and an inner one), not {self.hidden}, {self.inner}")
+            raise ConfigError(f"hidden must be at least 1 (and inner at least 0), not {self.hidden} and {self.inner}")
         if self.iters < MIN_CALLS:
             raise ConfigError(f"a median needs at least {MIN_CALLS} timed calls, not {self.iters}")
         if self.warmup_iters < 0:
             raise ConfigError(f"warm-up calls cannot be negative: {self.warmup_iters}")
         if not self.sizes or min(self.sizes) < 1:
-            raise ConfigError("message sizes start at 1 byte")
+            raise ConfigError("message sizes must be at least 1 byte")
 
     @property
     def _fused(self) -> bool:
-        return self.op in contenders.FUSED_OPS
+        return self.op in implementations.FUSED_OPS
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What is measured of each contender."""
+        """The measures of each implementation."""
         return ("host",) if self.host else ("call", "between") if self.between else ("call",)
 
-    def contenders(self) -> tuple[str, ...]:
-        """Names in the order of the report. ``vendor`` is the library that stands there by its own name."""
-        return self.algorithms or contenders.default(self.op, self.device)
+    def implementations(self) -> tuple[str, ...]:
+        """Return the names in the order of the report. ``vendor`` is listed as the library that it is."""
+        return self.algorithms or implementations.default(self.op, self.device)
 
     def nbytes(self, world_size: int) -> tuple[int, ...]:
-        """Sizes that hold whole elements: whole rows, and equally many a rank where the tensor is shared out."""
+        """Return the sizes in whole elements: whole rows, or equal parts for each rank where the tensor is divided."""
         multiple = wire.DTYPES[self.dtype]
         if self._fused or self.between:
             multiple *= self.hidden

@@ -1,55 +1,58 @@
-"""Markdown tables of kept results: what documentation shows is made from the raw files, and a test compares the two.
+"""Markdown tables of stored results: documentation shows tables made from the raw files, and a test compares the two.
 
-Five kinds, each from rows of one operation and dtype, message sizes down:
+Each of the five kinds is made from rows of one operation and dtype, with message sizes down the side:
 
 ``times``
-    Microseconds of every contender, and how much longer the best NCCL (or Gloo) takes than the fastest algorithm with
-    the bits of the numerics contract.
+    Microseconds of every implementation, and the time of the best NCCL (or Gloo) divided by that of the fastest
+        algorithm with the bits of the numerics contract.
 ``summary``
     The best of each family, world sizes side by side.
 ``ratios``
-    The best library over the fastest own algorithm, and the own ring over two-shot; world sizes side by side.
+    The time of the best library over the fastest own algorithm, and of the own ring over two-shot; world sizes side by
+        side.
 ``fused``
-    By tokens: microseconds of every contender, and what the fused forms take above the plain all-reduce.
+    For each number of tokens: microseconds of every implementation, and what the fused forms take above the plain
+        all-reduce.
 ``between``
-    What is saved over the best NCCL (or Gloo) with calls back to back, and with work between the calls.
+    The time saved over the best NCCL (or Gloo) with calls back to back, and with work between the calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shotcast.bench import contenders
+from shotcast.bench import implementations
 from shotcast.bench.report import Row, above_plain_us
 from shotcast.errors import ConfigError
 
 _Cells = list[list[str]]
 
 
-def markdown(
+def markdown_table(
     rows: Sequence[Row], kind: str = "", sizes: Sequence[int] = (), columns: Sequence[str] = (), measure: str = ""
 ) -> str:
-    """The table as lines of Markdown.
+    """Return the table as lines of Markdown.
 
     Args:
         rows: of one operation, dtype and device.
-        kind: one of :data:`KINDS`; by default what the rows are for.
+        kind: one of :data:`KINDS`; by default the one that suits the rows.
         sizes: message sizes in bytes to show; by default all.
-        columns: contenders to show in ``times`` and ``fused``; by default all. Ratios are of all that were measured.
-        measure: which rows ``times`` shows; by default ``call`` where there are such.
+        columns: implementations to show in ``times`` and ``fused``; by default all. Ratios consider all that were
+            measured.
+        measure: which rows ``times`` shows; by default ``call`` if there are such rows.
 
     Raises:
-        ConfigError: the rows do not fit one table, or nothing fits the request.
+        ConfigError: the rows do not fit one table, or no row matches the request.
     """
     if not rows:
-        raise ConfigError("there is nothing to show: no rows")
-    one(rows, "op", "dtype", "device")
+        raise ConfigError("there are no rows to show")
+    require_same(rows, "op", "dtype", "device")
     measures = {row.measure for row in rows}
     if not kind:
-        fused = rows[0].op in contenders.FUSED_OPS
+        fused = rows[0].op in implementations.FUSED_OPS
         kind = "between" if "between" in measures else "fused" if fused else "times"
     if kind not in KINDS:
-        raise ConfigError(f"there is no table {kind!r}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"there is no table {kind!r}; choose from {', '.join(KINDS)}")
     if absent := sorted(set(columns) - {row.algorithm for row in rows}):
         raise ConfigError(f"these were not measured: {', '.join(absent)}")
     if absent_sizes := sorted(set(sizes) - {row.nbytes for row in rows}):
@@ -66,16 +69,18 @@ def markdown(
     return _lines(*KINDS[kind](rows))
 
 
-def one(rows: Sequence[Row], *facts: str) -> None:
+def require_same(rows: Sequence[Row], *facts: str) -> None:
     """Raise ConfigError unless all rows agree on each of these fields."""
     for fact in facts:
         values = sorted({getattr(row, fact) for row in rows})
         if len(values) > 1:
-            raise ConfigError(f"one table or picture shows one {fact}; these rows have {', '.join(map(str, values))}")
+            raise ConfigError(
+                f"one table or picture shows only one {fact}; these rows have {', '.join(map(str, values))}"
+            )
 
 
 def size_name(nbytes: int) -> str:
-    """``65536`` as ``64 KB``: binary multiples, as nccl-tests writes them."""
+    """Return ``65536`` as ``64 KB``: binary multiples, as nccl-tests writes them."""
     for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if nbytes >= factor:
             return f"{nbytes / factor:.4g} {unit}"
@@ -83,27 +88,27 @@ def size_name(nbytes: int) -> str:
 
 
 def fastest(rows: Sequence[Row], nbytes: int, belongs: Callable[[Row], bool]) -> Row | None:
-    """The fastest of the rows of a size that belong; None if none was timed."""
+    """Return the fastest row of a size among those that ``belongs`` selects; None if none was timed."""
     timed = [row for row in rows if row.nbytes == nbytes and row.time_us is not None and belongs(row)]
     return min(timed, key=lambda row: row.time_us or 0.0, default=None)
 
 
 def own_bits(row: Row) -> bool:
-    return contenders.has_own_bits(row.algorithm, row.world_size)
+    return implementations.has_own_bits(row.algorithm, row.world_size)
 
 
 def library(row: Row) -> bool:
-    return contenders.is_library(row.algorithm)
+    return implementations.is_library(row.algorithm)
 
 
 FAMILIES: dict[str, Callable[[Row], bool]] = {
     "shotcast": own_bits,
-    "NCCL": lambda row: contenders.is_nccl(row.algorithm),
+    "NCCL": lambda row: implementations.is_nccl(row.algorithm),
     "Gloo": lambda row: row.algorithm == "gloo",
-    "PyTorch": lambda row: contenders.is_torch(row.algorithm),
+    "PyTorch": lambda row: implementations.is_torch(row.algorithm),
     "our ring": lambda row: row.algorithm == "ring",
 }
-"""Contenders that a summary shows as one: the fastest of each family at each size."""
+"""Implementations that a summary shows as one: the fastest of each family at each size."""
 
 
 def measured_families(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
@@ -115,10 +120,10 @@ def measured_families(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
 
 
 def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
-    one(rows, "world_size", "hidden")
+    require_same(rows, "world_size", "hidden")
     name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
     compared = any(own_bits(row) for row in rows) and any(library(row) for row in rows)
-    head = ["", *(contenders.label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
+    head = ["", *(implementations.label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
     cells = []
     for nbytes in _sizes(rows):
         here = {row.algorithm: row for row in rows if row.nbytes == nbytes}
@@ -156,13 +161,13 @@ def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
 
 
 def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
-    one(rows, "world_size", "hidden")
-    above = {"fused": contenders.FUSED_ALGORITHMS, **{name: (name,) for name in (*contenders.FP8, "unfused")}}
+    require_same(rows, "world_size", "hidden")
+    above = {"fused": implementations.FUSED_ALGORITHMS, **{name: (name,) for name in (*implementations.FP8, "unfused")}}
     above = {name: group for name, group in above.items() if any(row.algorithm in group for row in rows)}
-    if not any(row.algorithm in contenders.PLAIN for row in rows):
+    if not any(row.algorithm in implementations.PLAIN for row in rows):
         above = {}
-    head = ["tokens", "size", *(contenders.label(column) for column in columns)]
-    head += [f"above plain: {contenders.label(name)}" for name in above]
+    head = ["tokens", "size", *(implementations.label(column) for column in columns)]
+    head += [f"above plain: {implementations.label(name)}" for name in above]
     cells = []
     for nbytes in _sizes(rows):
         here = {row.algorithm: row for row in rows if row.nbytes == nbytes}
@@ -176,11 +181,11 @@ def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
 
 
 def _between(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
-    one(rows, "world_size", "hidden")
+    require_same(rows, "world_size", "hidden")
     worked = [row for row in rows if row.measure == "between"]
     if not worked:
         raise ConfigError("there are no rows with work between calls")
-    one(worked, "work")
+    require_same(worked, "work")
     name = "Gloo" if rows[0].device == "cpu" else "NCCL"
     head = ["", "tokens", f"{worked[0].work} alone", "back to back: shotcast", name, "saved"]
     head += ["with work between: shotcast", name, "saved", "kept"]
@@ -227,14 +232,14 @@ def _sizes(rows: Sequence[Row]) -> list[int]:
 
 
 def _world_sizes(rows: Sequence[Row]) -> list[int]:
-    """In the order in which the files were given."""
+    """Return the world sizes in the order in which the files were given."""
     return list(dict.fromkeys(row.world_size for row in rows))
 
 
 def _in_order(rows: Sequence[Row]) -> list[str]:
-    """Contenders that were measured, in the order of reports; strangers last."""
+    """Return the measured implementations in the order of reports, unknown names last."""
     measured = list(dict.fromkeys(row.algorithm for row in rows))
-    order = contenders.known(rows[0].op, rows[0].device)
+    order = implementations.known(rows[0].op, rows[0].device)
     return [name for name in order if name in measured] + [name for name in measured if name not in order]
 
 

@@ -1,14 +1,14 @@
-"""Who is measured, by name: own algorithms, and what they are compared with. Names and facts alone, no torch.
+"""Names of the implementations that are measured: own algorithms and baselines. Needs no torch.
 
-CPU: Gloo. CUDA: NCCL as it chooses (``nccl``), NCCL held to its ring or tree (``nccl_ring``, ``nccl_tree``) or to one
-of its protocols (``nccl_ll``, ``nccl_ll128``, ``nccl_simple``), and the kernels that PyTorch builds on symmetric memory
-(``torch_one_shot``, ``torch_two_shot``). On request only, ``nccl_symmetric``: NCCL on tensors in memory that was
-registered with it. The best NCCL is the fastest of all that were measured.
+CPU ranks have Gloo. CUDA has NCCL with its own choice (``nccl``), NCCL restricted to its ring or tree (``nccl_ring``,
+``nccl_tree``) or to one of its protocols (``nccl_ll``, ``nccl_ll128``, ``nccl_simple``), and the kernels that PyTorch
+builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). ``nccl_symmetric``, NCCL on tensors in memory that
+was registered with it, is measured on request only. "Best NCCL" is the fastest of all NCCL forms that were measured.
 
 A fused operation (``all_reduce_rms_norm``) also has ``unfused`` (own all-reduce, then a kernel for residual and norm),
-``plain`` (own all-reduce alone: what the fusion adds is above that; ``plain_one_shot`` and ``plain_two_shot`` name its
-algorithm), ``fp8_static`` and ``fp8_dynamic`` (the fused forms that quantize), and NCCL or Gloo followed by the same
-kernel for residual and norm.
+``plain`` (own all-reduce alone: the time above it is the cost of the fused part; ``plain_one_shot`` and
+``plain_two_shot`` name its algorithm), ``fp8_static`` and ``fp8_dynamic`` (the fused forms that quantize), and NCCL or
+Gloo followed by the same kernel for residual and norm.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FUSED_OPS = ("all_reduce_rms_norm",)
 OPS = PLAIN_OPS + FUSED_OPS
 
 OWN = (*(name for name in wire.ALGORITHMS if name != "vendor"), "auto")
-"""Own algorithms, and what the Communicator chooses by itself."""
+"""Own algorithms, and ``auto``: the choice of the Communicator."""
 PLAIN = {"plain": "auto", "plain_one_shot": "one_shot", "plain_two_shot": "two_shot"}
-"""The own all-reduce without what is fused to it, with its algorithm."""
+"""The own all-reduce without the fused residual and norm, and its algorithm."""
 FP8 = {"fp8_static": "static", "fp8_dynamic": "dynamic"}
 FUSED_ALGORITHMS = ("one_shot", "two_shot", "auto")
 FUSED = ("unfused", *PLAIN, *FP8)
-"""Contenders of fused operations beside the algorithms; all by the Communicator."""
+"""Implementations of fused operations besides the algorithms; the Communicator runs all of them."""
 
 NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "nccl_ring": {"NCCL_ALGO": "Ring"},
@@ -35,7 +35,7 @@ NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "nccl_ll128": {"NCCL_PROTO": "LL128"},
     "nccl_simple": {"NCCL_PROTO": "Simple"},
 }
-"""NCCL reads these variables when a communicator starts, so each has ranks of its own."""
+"""Environment variables that NCCL reads when a communicator starts, so each of these names runs on ranks of its own."""
 NCCL_SYMMETRIC = "nccl_symmetric"
 
 _LABELS = {
@@ -60,7 +60,7 @@ _LABELS = {
 
 
 def baselines(op: str, device: str) -> tuple[str, ...]:
-    """What an operation is compared with unless asked otherwise."""
+    """Return the baselines of an operation that are measured by default."""
     if device == "cpu":
         return ("gloo",)
     if op in FUSED_OPS:
@@ -72,13 +72,13 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
 
 
 def default(op: str, device: str) -> tuple[str, ...]:
-    """All who are measured when nobody is named, in the order of the report."""
+    """Return the implementations that are measured by default, in the order of the report."""
     own = (*FUSED_ALGORITHMS, *FUSED) if op in FUSED_OPS else OWN
     return (*own, *baselines(op, device))
 
 
 def known(op: str, device: str) -> tuple[str, ...]:
-    """All who can be named for an operation."""
+    """Return all names that can be requested for an operation."""
     extra: tuple[str, ...] = ()
     if device == "cuda":
         settings = [name for name in NCCL_SETTINGS if name != "nccl_tree" or op not in ("reduce_scatter", "all_gather")]
@@ -87,7 +87,7 @@ def known(op: str, device: str) -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Made by the Communicator."""
+    """Return whether the Communicator runs this implementation."""
     return name in OWN or name == "vendor" or name in FUSED
 
 
@@ -100,15 +100,18 @@ def is_torch(name: str) -> bool:
 
 
 def is_library(name: str) -> bool:
-    """NCCL in any of its forms, or Gloo."""
+    """Return whether this is NCCL in any of its forms, or Gloo."""
     return is_nccl(name) or name == "gloo"
 
 
 def has_own_bits(name: str, world_size: int) -> bool:
-    """An algorithm with the bits of the numerics contract, whatever the size; the ring has them with two ranks."""
+    """Return whether an algorithm gives the bits of the numerics contract at every size.
+
+    The ring does with two ranks.
+    """
     return name in ("one_shot", "two_shot") or (name == "ring" and world_size == 2)
 
 
 def label(name: str) -> str:
-    """The name as tables and pictures write it."""
+    """Return the name as tables and pictures show it."""
     return _LABELS.get(name, name)

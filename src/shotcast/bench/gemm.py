@@ -1,4 +1,4 @@
-"""What a GPU does between two collectives: the matrix product that precedes an all-reduce in decoding."""
+"""The matrix product that a GPU computes between two collectives, as before an all-reduce in decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import torch
 
-WORKS = ("gemm",)
+WORK_BETWEEN = ("gemm",)
 _WEIGHT_BYTES = 256 << 20
 _MOST_WEIGHTS = 16
 
@@ -15,9 +15,9 @@ _MOST_WEIGHTS = 16
 class Gemm:
     """``out = a x w``, [tokens, inner] x [inner, hidden], into the tensor that the next collective reads.
 
-    The weights take turns, so that they come from memory as those of a model's layers do, and not from a cache:
-    together they hold 256 MiB, but for no more than 16 of them. The default ``inner`` is hidden / ranks: the output
-    projection of an attention whose heads are divided among the ranks.
+    Several weight matrices take turns, so that they are read from memory like the layers of a model, not from a cache.
+    Together they hold 256 MiB, but there are at most 16. The default ``inner`` is hidden / ranks: the output projection
+    of an attention whose heads are divided among the ranks.
     """
 
     def __init__(self, tokens: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device):
@@ -34,5 +34,5 @@ class Gemm:
         self._weights = itertools.cycle([matrix(inner, hidden) for _ in range(count)])
 
     def __call__(self, out: torch.Tensor) -> None:
-        """Fill ``out``, contiguous, tokens x hidden elements; allocates nothing."""
+        """Fill ``out``, which is contiguous and has tokens x hidden elements; allocates nothing."""
         torch.mm(self._a, next(self._weights), out=out.view(self._shape))

@@ -1,10 +1,10 @@
-"""Tables in documents that are made from kept results: which command makes each, and its text.
+"""Tables in documents that are generated from stored results: the command that makes each table, and its text.
 
     <!-- shotcast bench table --json benchmarks/data/h200/all_reduce_bf16_x4.json --sizes 1K,8K -->
     (the table)
     <!-- end of table -->
 
-Long commands go on over several lines of the comment.
+A long command may continue over several lines of the comment.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TABLE = re.compile(rf"{re.escape(_BEGIN)}(?P<arguments>.*?)-->\n(?P<table>.*?){
 
 
 def fill(text: str, make: Callable[[list[str]], str]) -> str:
-    """The document with every table made anew by ``make(arguments)``.
+    """Return the document with every table generated again by ``make(arguments)``.
 
     Raises:
         ConfigError: a table has no end.
     """
     if text.count(_BEGIN) != text.count(_END) or len(_TABLE.findall(text)) != text.count(_BEGIN):
-        raise ConfigError(f"each table stands between '{_BEGIN}... -->' and '{_END}'; here one has no such end")
+        raise ConfigError(f"each table must be between '{_BEGIN}... -->' and '{_END}'; one has no such end")
 
     def made(match: re.Match[str]) -> str:
         table = make(shlex.split(match["arguments"])).strip()

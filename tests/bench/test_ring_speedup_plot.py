@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_report import row
 
-from shotcast.bench import over_ring, plot
+from shotcast.bench import plot, ring_speedup_plot
 from shotcast.errors import ConfigError
 
 KB = 1 << 10
@@ -28,13 +28,13 @@ def test_the_fastest_of_one_and_two_steps_and_auto_counts() -> None:
         row("ring", 8 * KB, 30.0), row("one_shot", 8 * KB, 20.0), row("auto", 8 * KB, 12.0),
         row("ring", 16 * KB, 30.0), row("gloo", 16 * KB, 1.0),
     ]  # fmt: skip
-    assert over_ring.ratios(points, "ring") == [(4 * KB, 3.0), (8 * KB, 2.5)]
-    assert over_ring.ratios(points, "nccl_ring") == []
+    assert ring_speedup_plot.ratios(points, "ring") == [(4 * KB, 3.0), (8 * KB, 2.5)]
+    assert ring_speedup_plot.ratios(points, "nccl_ring") == []
 
 
 @pytest.mark.parametrize(("nbytes", "shown"), [(2 * KB, 0), (4 * KB, 1), (1024 * KB, 1), (2048 * KB, 0)])
 def test_sizes_of_decoding(nbytes: int, shown: int) -> None:
-    assert len(over_ring.ratios([row("ring", nbytes), row("one_shot", nbytes)], "ring")) == shown
+    assert len(ring_speedup_plot.ratios([row("ring", nbytes), row("one_shot", nbytes)], "ring")) == shown
 
 
 def lines(figure) -> list[dict[str, list[float]]]:
@@ -46,21 +46,23 @@ def lines(figure) -> list[dict[str, list[float]]]:
 
 
 def test_one_panel_a_world_size_and_a_line_a_ring() -> None:
-    figure = over_ring.figure([*rows(world_size=4), *(r for r in rows(world_size=2) if r.algorithm != "nccl_ring")])
-    ours, nccl = over_ring.RINGS["ring"][1], over_ring.RINGS["nccl_ring"][1]
+    figure = ring_speedup_plot.figure(
+        [*rows(world_size=4), *(r for r in rows(world_size=2) if r.algorithm != "nccl_ring")]
+    )
+    ours, nccl = ring_speedup_plot.RINGS["ring"][1], ring_speedup_plot.RINGS["nccl_ring"][1]
     assert lines(figure) == [{ours: [3.0] * 3}, {ours: [3.0] * 3, nccl: [4.0] * 3}]
     assert [axes.get_title() for axes in figure.axes] == ["2 GPUs: 2 ring steps", "4 GPUs: 6 ring steps"]
 
 
 def test_rows_of_another_measure_are_left_out() -> None:
     host = [row(name, 4 * KB, 1.0, device="cuda", measure="host") for name in ("ring", "one_shot")]
-    assert len(lines(over_ring.figure([*rows(), *host]))[0][over_ring.RINGS["ring"][1]]) == 3
+    assert len(lines(ring_speedup_plot.figure([*rows(), *host]))[0][ring_speedup_plot.RINGS["ring"][1]]) == 3
     with pytest.raises(ConfigError, match="needs an all_reduce of 4 KB to 1 MB"):
-        over_ring.figure(host)
+        ring_speedup_plot.figure(host)
 
 
 def test_everything_a_reader_needs_is_on_it() -> None:
-    figure = over_ring.figure(rows(), "NVIDIA H200, NCCL 2.28.9")
+    figure = ring_speedup_plot.figure(rows(), "NVIDIA H200, NCCL 2.28.9")
     figure.draw_without_rendering()
     (axes,) = figure.axes
     texts = [text.get_text() for text in (*axes.texts, *axes.get_xticklabels(), *figure.texts)]
@@ -79,7 +81,7 @@ def test_writes_a_picture(tmp_path: Path) -> None:
 
 def test_lines_are_inside_the_axes() -> None:
     fast = [row("ring", 4 * KB, 90.0), row("one_shot", 4 * KB, 10.0)]
-    for axes in over_ring.figure([*fast, *rows(world_size=2, device="cpu")]).axes:
+    for axes in ring_speedup_plot.figure([*fast, *rows(world_size=2, device="cpu")]).axes:
         low, high = axes.get_ylim()
         assert low <= 0
         assert high > 9
@@ -96,9 +98,9 @@ def test_lines_are_inside_the_axes() -> None:
 )
 def test_rows_that_make_no_such_picture(drawn: list, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        over_ring.figure(drawn)
+        ring_speedup_plot.figure(drawn)
 
 
 def test_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no picture 'pie'; there are latency, speedup-over-ring, summary"):
+    with pytest.raises(ConfigError, match="no picture 'pie'; choose from latency, speedup-over-ring, summary"):
         plot.plot(rows(), tmp_path / "a.png", "pie")

@@ -1,9 +1,9 @@
-"""The MultiShot claim as a picture: how much longer a ring takes than all-reduce in one or two steps, by message size.
+"""The MultiShot claim as a picture: the speed-up of all-reduce in one or two steps over a ring, by message size.
 
     speed-up = time(ring) / time(MultiShot)
 
-for two rings, our own and NCCL's. MultiShot is the fastest of one-shot, two-shot and what ``auto`` chose. One panel a
-world size; sizes from 4 KB to 1 MB, those of decoding, on an axis of powers of two.
+The picture shows two rings, our own and NCCL's. MultiShot is the fastest of one-shot, two-shot and ``auto``'s choice.
+There is one panel for each world size; sizes run from 4 KB to 1 MB, those of decoding, on an axis of powers of two.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
 
+from shotcast.bench.markdown import fastest, require_same, size_name
 from shotcast.bench.report import Row
-from shotcast.bench.tables import fastest, one, size_name
 from shotcast.errors import ConfigError
 
 SMALLEST, LARGEST = 4 << 10, 1 << 20
 MULTISHOT = ("one_shot", "two_shot", "auto")
 RINGS = {"nccl_ring": ("NCCL's ring", "#D55E00", "s"), "ring": ("our ring", "#0072B2", "o")}
-"""Contender: how it is called, its colour (of Okabe and Ito's palette, told apart by everybody), its marker."""
+"""For each implementation: its name in the picture, its colour (from Okabe and Ito's palette), its marker."""
 CLAIM = 3.0
-"""The title of NVIDIA's article: "3x Faster AllReduce with NVSwitch and TensorRT-LLM MultiShot", November 2024."""
+"""The claim in the title of NVIDIA's article "3x Faster AllReduce with NVSwitch and TensorRT-LLM MultiShot" (2024)."""
 
 
 def ratios(rows: Sequence[Row], ring: str) -> list[tuple[int, float]]:
-    """Message size in bytes, and the time of ``ring`` over MultiShot's, for rows of one world size."""
+    """Return message sizes in bytes with the time of ``ring`` divided by MultiShot's, for rows of one world size."""
     points = []
     for nbytes in sorted({row.nbytes for row in rows if SMALLEST <= row.nbytes <= LARGEST}):
         slow = fastest(rows, nbytes, lambda row: row.algorithm == ring)
@@ -39,13 +39,13 @@ def ratios(rows: Sequence[Row], ring: str) -> list[tuple[int, float]]:
 
 
 def figure(rows: Sequence[Row], caption: str = "") -> Any:
-    """The picture as a matplotlib figure; ``caption`` stands below it.
+    """Draw the picture as a matplotlib figure, with ``caption`` below it.
 
     Raises:
-        ConfigError: no all-reduce of 4 KB to 1 MB was timed by both a ring and MultiShot.
+        ConfigError: no all-reduce of 4 KB to 1 MB was timed with both a ring and MultiShot.
     """
     rows = [row for row in rows if row.measure == "call"]
-    one(rows, "op", "dtype", "device")
+    require_same(rows, "op", "dtype", "device")
     panels: dict[int, dict[str, list[tuple[int, float]]]] = {}
     for world_size in sorted({row.world_size for row in rows if row.op == "all_reduce"}):
         mine = [row for row in rows if row.world_size == world_size]
@@ -99,7 +99,10 @@ def _panel(axes: Any, lines: dict[str, list[tuple[int, float]]], title: str) -> 
 def _line(
     axes: Any, points: list[tuple[int, float]], name: str, color: str, marker: str, ceiling: list[tuple[int, float]]
 ) -> None:
-    """One ring, its name and figures beside it, on the side with more room: ``ceiling`` is the next line above."""
+    """Draw one ring with its name and figures, on the side with more room.
+
+    ``ceiling`` is the next line above.
+    """
     x, y = [size for size, _ in points], [ratio for _, ratio in points]
     axes.plot(x, y, color=color, marker=marker, markersize=5.5, linewidth=2.2, zorder=3)
     start = y[: max(1, len(y) // 2)]
@@ -119,7 +122,7 @@ def _line(
         axes.annotate(text, points[position], xytext=(0, 7 * sign), ha="center", fontsize=9, **side)
     text = f"{name} / MultiShot"
     if not ceiling:
-        # over the peak, but within the axes
+        # above the peak, but within the axes
         inner = min(max(peak, len(points) // 4), len(points) - 1 - len(points) // 4)
         at = (x[inner], max(y[max(inner - 1, 0) : inner + 2]))
         axes.annotate(text, at, xytext=(0, 20), ha="center", fontweight="bold", fontsize=10, **side)

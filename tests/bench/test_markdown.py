@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_report import row
 
-from shotcast.bench import tables
+from shotcast.bench import markdown
 from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 
@@ -30,7 +30,7 @@ TIMES = [
 
 
 def test_times_in_order_with_the_best_nccl_over_the_best_with_own_bits() -> None:
-    assert cells(tables.markdown(TIMES)) == [
+    assert cells(markdown.markdown_table(TIMES)) == [
         ["", "ring", "one-shot", "two-shot", "NCCL (default)", "NCCL LL", "torch one-shot", "best NCCL / own bits"],
         ["512 B", "", "", "3.0", "9.0", "", "", "3.01x"],
         ["1 MB", "100.0", "2000", "1234", "5000", "2469", "1.0", "2.00x"],
@@ -38,7 +38,7 @@ def test_times_in_order_with_the_best_nccl_over_the_best_with_own_bits() -> None
 
 
 def test_columns_leave_the_ratio_alone() -> None:
-    text = tables.markdown(TIMES, columns=["nccl", "two_shot"], sizes=[1 << 20])
+    text = markdown.markdown_table(TIMES, columns=["nccl", "two_shot"], sizes=[1 << 20])
     assert cells(text) == [
         ["", "NCCL (default)", "two-shot", "best NCCL / own bits"],
         ["1 MB", "5000", "1234", "2.00x"],
@@ -51,13 +51,13 @@ def test_two_ranks_count_the_ring_as_own_bits() -> None:
         row("one_shot", 64, 20.0, world_size=2),
         row("gloo", 64, 90.0, world_size=2),
     ]
-    assert cells(tables.markdown(rows))[1][-1] == "9.00x"
+    assert cells(markdown.markdown_table(rows))[1][-1] == "9.00x"
     four = [row("ring", 64, 10.0), row("one_shot", 64, 20.0), row("gloo", 64, 90.0)]
-    assert cells(tables.markdown(four))[1][-1] == "4.50x"
+    assert cells(markdown.markdown_table(four))[1][-1] == "4.50x"
 
 
 def test_without_a_library_there_is_no_ratio() -> None:
-    assert cells(tables.markdown([row("ring"), row("one_shot")]))[0] == ["", "ring", "one-shot"]
+    assert cells(markdown.markdown_table([row("ring"), row("one_shot")]))[0] == ["", "ring", "one-shot"]
 
 
 def test_a_wrong_result_is_an_empty_cell() -> None:
@@ -65,12 +65,12 @@ def test_a_wrong_result_is_an_empty_cell() -> None:
         op="all_reduce", device="cpu", world_size=4, dtype="bfloat16", algorithm="one_shot", nbytes=64,
         medians_us=[], p99s_us=[], errors=3,
     )  # fmt: skip
-    assert cells(tables.markdown([wrong, row("ring", 64, 5.0)]))[1] == ["64 B", "5.0", ""]
+    assert cells(markdown.markdown_table([wrong, row("ring", 64, 5.0)]))[1] == ["64 B", "5.0", ""]
 
 
 def test_summary_puts_world_sizes_side_by_side_and_marks_the_fastest() -> None:
     rows = [*TIMES, gpu("one_shot", 512, 2.0, world_size=2), gpu("nccl_tree", 512, 1.5, world_size=2)]
-    assert cells(tables.markdown(rows, "summary")) == [
+    assert cells(markdown.markdown_table(rows, "summary")) == [
         ["", "4 GPUs: shotcast", "NCCL", "PyTorch", "our ring", "2 GPUs: shotcast", "NCCL", "PyTorch", "our ring"],
         ["512 B", "**3.0**", "9.0", "", "", "2.0", "**1.5**", "", ""],
         ["1 MB", "1234", "2469", "**1.0**", "100.0", "", "", "", ""],
@@ -80,7 +80,7 @@ def test_summary_puts_world_sizes_side_by_side_and_marks_the_fastest() -> None:
 def test_ratios() -> None:
     rows = [row("ring", 64, 30.0), row("two_shot", 64, 20.0), row("one_shot", 64, 10.0), row("gloo", 64, 125.0)]
     rows.append(row("gloo", 64, 10.0, world_size=2))
-    assert cells(tables.markdown(rows, "ratios")) == [
+    assert cells(markdown.markdown_table(rows, "ratios")) == [
         ["", "4 ranks: Gloo / shotcast", "ring / two-shot", "2 ranks: Gloo / shotcast", "ring / two-shot"],
         ["64 B", "12x", "1.50x", "", ""],
     ]
@@ -98,7 +98,7 @@ FUSED = [
 
 
 def test_fused_says_what_is_above_the_fastest_plain_all_reduce() -> None:
-    assert cells(tables.markdown(FUSED)) == [
+    assert cells(markdown.markdown_table(FUSED)) == [
         ["tokens", "size", "one-shot", "auto", "unfused", "plain", "plain one-shot", "FP8 dynamic", "NCCL (default)",
          "above plain: fused", "above plain: FP8 dynamic", "above plain: unfused"],
         ["2", "256 B", "8.0", "7.5", "9.0", "6.5", "6.0", "5.8", "20.0", "+1.5", "-0.2", "+3.0"],
@@ -107,7 +107,7 @@ def test_fused_says_what_is_above_the_fastest_plain_all_reduce() -> None:
 
 def test_without_plain_nothing_is_above_it() -> None:
     rows = [fused("one_shot", 8.0), fused("unfused", 9.0)]
-    assert cells(tables.markdown(rows))[0] == ["tokens", "size", "one-shot", "unfused"]
+    assert cells(markdown.markdown_table(rows))[0] == ["tokens", "size", "one-shot", "unfused"]
 
 
 def between(algorithm: str, back_us: float, between_us: float, nbytes: int = 256) -> list[Row]:
@@ -117,7 +117,7 @@ def between(algorithm: str, back_us: float, between_us: float, nbytes: int = 256
 
 def test_between_compares_what_is_saved() -> None:
     rows = [*between("one_shot", 2.0, 3.0), *between("nccl", 12.0, 11.0), *between("nccl_ll", 10.0, 12.0)]
-    assert cells(tables.markdown(rows)) == [
+    assert cells(markdown.markdown_table(rows)) == [
         ["", "tokens", "gemm 64x64 alone", "back to back: shotcast", "NCCL", "saved",
          "with work between: shotcast", "NCCL", "saved", "kept"],
         ["256 B", "2", "7.2", "2.0", "10.0", "8.0", "3.0", "11.0", "8.0", "100%"],
@@ -126,15 +126,15 @@ def test_between_compares_what_is_saved() -> None:
 
 def test_between_without_a_saving_keeps_no_share_of_it() -> None:
     rows = [*between("one_shot", 12.0, 3.0), *between("nccl", 10.0, 11.0)]
-    assert cells(tables.markdown(rows))[1][-5:] == ["-2.0", "3.0", "11.0", "8.0", ""]
+    assert cells(markdown.markdown_table(rows))[1][-5:] == ["-2.0", "3.0", "11.0", "8.0", ""]
 
 
 def test_host_rows_are_shown_where_there_are_no_others_or_on_request() -> None:
     host = gpu("one_shot", 64, 20.0, measure="host")
-    assert cells(tables.markdown([host]))[1] == ["64 B", "20.0"]
+    assert cells(markdown.markdown_table([host]))[1] == ["64 B", "20.0"]
     both = [host, gpu("one_shot", 64, 2.0)]
-    assert cells(tables.markdown(both))[1] == ["64 B", "2.0"]
-    assert cells(tables.markdown(both, measure="host"))[1] == ["64 B", "20.0"]
+    assert cells(markdown.markdown_table(both))[1] == ["64 B", "2.0"]
+    assert cells(markdown.markdown_table(both, measure="host"))[1] == ["64 B", "20.0"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_host_rows_are_shown_where_there_are_no_others_or_on_request() -> None:
         ([], {}, "no rows"),
         ([row(), row(dtype="float32")], {}, "one dtype; these rows have bfloat16, float32"),
         ([row(), row(world_size=2)], {}, "one world_size; these rows have 2, 4"),
-        ([row()], {"kind": "pie"}, "no table 'pie'; there are times, summary"),
+        ([row()], {"kind": "pie"}, "no table 'pie'; choose from times, summary"),
         ([row()], {"columns": ["nccl"]}, "not measured: nccl"),
         ([row()], {"sizes": [3 << 10]}, "not measured: 3 KB"),
         ([row()], {"kind": "between"}, "no rows with work"),
@@ -152,9 +152,9 @@ def test_host_rows_are_shown_where_there_are_no_others_or_on_request() -> None:
 )
 def test_what_does_not_fit_is_an_error(rows: list[Row], arguments: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        tables.markdown(rows, **arguments)  # type: ignore[arg-type]
+        markdown.markdown_table(rows, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(8, "8 B"), (1536, "1.5 KB"), (1 << 20, "1 MB"), (3 << 30, "3 GB")])
 def test_size_names(nbytes: int, text: str) -> None:
-    assert tables.size_name(nbytes) == text
+    assert markdown.size_name(nbytes) == text

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from shotcast.bench import work
+from shotcast.bench import gemm
 
 
-def gemm(**change: int) -> work.Gemm:
+def small_gemm(**change: int) -> gemm.Gemm:
     sizes = {"tokens": 3, "inner": 8, "hidden": 16, **change}
-    return work.Gemm(**sizes, dtype=torch.float32, device=torch.device("cpu"))
+    return gemm.Gemm(**sizes, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_fills_the_tensor_that_the_call_reads() -> None:
-    made, out = gemm(), torch.full([3 * 16], float("nan"))
+    made, out = small_gemm(), torch.full([3 * 16], float("nan"))
     made(out)
     assert not out.isnan().any()
-    expected = made._a.double() @ next(work.itertools.islice(made._weights, 15, None)).double()
+    expected = made._a.double() @ next(gemm.itertools.islice(made._weights, 15, None)).double()
     assert torch.allclose(out.view(3, 16).double(), expected, atol=1e-5)
 
 
 def test_weights_take_turns() -> None:
-    made = gemm()
+    made = small_gemm()
     results = []
     for _ in range(17):
         out = torch.empty(3, 16)
@@ -32,8 +32,8 @@ def test_weights_take_turns() -> None:
 
 
 def test_weights_are_more_than_a_cache_holds_and_no_more(monkeypatch) -> None:
-    monkeypatch.setattr(work, "_WEIGHT_BYTES", 5 * 8 * 16 * 4 - 1)
-    made = gemm()
+    monkeypatch.setattr(gemm, "_WEIGHT_BYTES", 5 * 8 * 16 * 4 - 1)
+    made = small_gemm()
     first = torch.empty(3, 16)
     made(first)
     again = [torch.empty(3, 16) for _ in range(5)]
@@ -43,4 +43,4 @@ def test_weights_are_more_than_a_cache_holds_and_no_more(monkeypatch) -> None:
 
 
 def test_name_says_the_sizes_that_do_not_change() -> None:
-    assert gemm(tokens=1).name == gemm(tokens=9).name == "gemm 8x16"
+    assert small_gemm(tokens=1).name == small_gemm(tokens=9).name == "gemm 8x16"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shotcast.bench.documents import fill
+from shotcast.bench.doc_tables import fill
 from shotcast.cli import app
 from shotcast.errors import ConfigError
 

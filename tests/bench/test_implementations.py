@@ -1,0 +1,49 @@
+"""Who is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from shotcast import wire
+from shotcast.bench import implementations
+
+
+@pytest.mark.parametrize("op", implementations.OPS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_name_belongs_to_one_family(op: str, device: str) -> None:
+    for name in implementations.known(op, device):
+        families = (
+            implementations.is_own(name),
+            implementations.is_nccl(name),
+            implementations.is_torch(name),
+            name == "gloo",
+        )
+        assert sum(families) == 1, name
+
+
+def test_every_own_algorithm_can_be_measured() -> None:
+    assert set(wire.ALGORITHMS) | {"auto"} <= set(implementations.known("all_reduce", "cuda"))
+
+
+def test_the_protocols_of_nccl_are_among_the_baselines() -> None:
+    protocols = {setting.get("NCCL_PROTO") for setting in implementations.NCCL_SETTINGS.values()}
+    assert {"LL", "LL128", "Simple"} <= protocols
+    for op in implementations.PLAIN_OPS:
+        assert {"nccl_ll", "nccl_ll128", "nccl_simple"} <= set(implementations.default(op, "cuda"))
+
+
+def test_registered_memory_is_measured_on_request_alone() -> None:
+    assert implementations.NCCL_SYMMETRIC in implementations.known("all_reduce", "cuda")
+    assert implementations.NCCL_SYMMETRIC not in implementations.default("all_reduce", "cuda")
+    assert implementations.NCCL_SYMMETRIC not in implementations.known("all_gather", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "has"),
+    [
+        ("one_shot", 8, True), ("two_shot", 8, True), ("ring", 2, True), ("ring", 3, False), ("auto", 2, False),
+        ("two_shot_fp8", 2, False), ("nccl", 2, False),
+    ],
+)  # fmt: skip
+def test_own_bits(name: str, world_size: int, has: bool) -> None:
+    assert implementations.has_own_bits(name, world_size) is has
