@@ -12,13 +12,14 @@ from rich.console import Console
 from shotcast import __version__
 from shotcast.cli import bench
 from shotcast.cli.doctor import doctor
-from shotcast.cli.engine import chat, generate, serve
+from shotcast.cli.generate import chat, generate
+from shotcast.cli.serve import serve
 from shotcast.cli.tune import tune
 from shotcast.errors import RankFailed, ShotcastError
 
 
 class _Group(typer.core.TyperGroup):
-    """Our own errors become one line and exit code 2."""
+    """The command group: errors of this package become one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -35,15 +36,15 @@ def _one_line(error: ShotcastError) -> str:
         if isinstance(error.__cause__, ShotcastError):
             return _one_line(error.__cause__)
         lines = [line for line in error.detail.splitlines() if line.strip() and not line.startswith("(ranks that")]
-        # A traceback ends with what was raised; anything else begins with what happened.
-        what = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        return f"rank {error.rank} failed: {what} (--traceback shows all of it)"
+        # A traceback ends with the exception; any other text begins with what happened.
+        message = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return f"rank {error.rank} failed: {message} (use --traceback for the details)"
     return " ".join(str(error).split())
 
 
 app = typer.Typer(
     cls=_Group,
-    help="Language models on the GPUs of a node, or on CPU processes, over fast, deterministic collectives.",
+    help="Run language models on the GPUs of a node, or on CPU processes, with fast, deterministic collectives.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _leave_job() -> None:
-    """Leave torch.distributed, where a rank joined it: its threads may not outlive an orderly exit."""
+    """Leave torch.distributed if a rank joined it: its threads must not outlive an orderly exit."""
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
 

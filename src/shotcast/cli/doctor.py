@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def doctor() -> None:
-    """Show what this machine has, and what that means for ranks on it."""
+    """Show the hardware and software of this machine, and what they mean for ranks on it."""
     from shotcast.hardware.advice import Level, findings
     from shotcast.hardware.detect import detect
 

@@ -1,0 +1,168 @@
+"""``shotcast generate`` and ``shotcast chat``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shotcast.cli.engine_options import (
+    Algorithm,
+    Dtype,
+    MaxModelLen,
+    MaxTokens,
+    MinP,
+    Model,
+    PipelineParallel,
+    Quantization,
+    Seed,
+    SequenceParallel,
+    Temperature,
+    TensorParallel,
+    TopK,
+    TopP,
+    engine_options,
+    say,
+)
+from shotcast.cli.options import Device, DeviceOption
+from shotcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shotcast.engine.llm import LLM
+    from shotcast.engine.requests import RequestOutput, SamplingParams
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to complete, or with --chat the message to answer.")],
+    model: Model = "smollm2",
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    quantization: Quantization = "",
+    max_model_len: MaxModelLen = 0,
+    algorithm: Algorithm = "auto",
+    sequence_parallel: SequenceParallel = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+) -> None:
+    """Complete a prompt, and report how long it took."""
+    from shotcast.engine.llm import LLM
+    from shotcast.engine.requests import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    options = engine_options(
+        model,
+        device,
+        tensor_parallel,
+        pipeline_parallel,
+        dtype,
+        quantization,
+        max_model_len,
+        algorithm=algorithm,
+        sequence_parallel=sequence_parallel,
+        max_sequences=1,
+    )
+    with LLM(**options) as llm:
+        tokens = llm.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
+        output = _print_answer(llm.stream(tokens, params))
+        if output is None:
+            raise KeyboardInterrupt
+        say(_summary(llm, output))
+
+
+def chat(
+    model: Model = "smollm2",
+    system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    quantization: Quantization = "",
+    max_model_len: MaxModelLen = 0,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+) -> None:
+    """Chat with a model. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer."""
+    from shotcast.engine.llm import LLM
+    from shotcast.engine.requests import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    options = engine_options(
+        model, device, tensor_parallel, pipeline_parallel, dtype, quantization, max_model_len, max_sequences=1
+    )
+    messages = [{"role": "system", "content": system}] if system else []
+    with LLM(**options) as llm:
+        while (line := _read_line()) != "":
+            messages.append({"role": "user", "content": line})
+            _answer(llm, messages, params)
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:
+    """Answer the last of ``messages`` and append the answer.
+
+    Without an answer, or without room for one, remove the last message again.
+    """
+    answer = None
+    try:
+        answer = _print_answer(llm.stream(llm.tokenizer.chat(messages), params))
+    except ConfigError as error:
+        say(f"{error}")
+    if answer is None:
+        messages.pop()
+    else:
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+def _read_line() -> str:
+    """Return the line that the user typed; empty at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _print_answer(outputs: Iterator[RequestOutput]) -> RequestOutput | None:
+    """Print an answer as it arrives; Ctrl-C ends it. Return None if none of it had arrived."""
+    output = None
+    with contextlib.suppress(KeyboardInterrupt):
+        for output in outputs:
+            typer.echo(output.delta, nl=False)
+            sys.stdout.flush()
+    typer.echo()
+    if output is not None and output.error:
+        say(f"the answer ended with an error: {output.error}")
+    return output
+
+
+def _summary(llm: LLM, output: RequestOutput) -> str:
+    """Return a line about the time that an answer took."""
+    stats, config = llm.stats(), llm.config
+    ranks = (
+        f"{config.tensor_parallel} x {config.pipeline_parallel}" if config.pipeline_parallel > 1 else f"{config.ranks}"
+    )
+    summary = (
+        f"{len(output.prompt_tokens)} tokens in, {len(output.tokens)} out on {ranks} {config.device} rank"
+        f"{'s' if config.ranks > 1 else ''}; first after {(output.ttft_s or 0.0) * 1e3:.0f} ms"
+    )
+    if output.tpot_s:
+        summary += f", then {output.tpot_s * 1e3:.1f} ms each ({1 / output.tpot_s:.1f} tokens/s)"
+    if config.ranks > 1 and stats.step_s:
+        summary += f"; {stats.communication_s / stats.step_s:.1%} of the time in communication"
+    return summary

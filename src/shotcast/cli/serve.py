@@ -1,0 +1,124 @@
+"""``shotcast serve``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from shotcast.cli.engine_options import (
+    Algorithm,
+    Dtype,
+    KvCache,
+    MaxBatchTokens,
+    MaxModelLen,
+    MaxSequences,
+    Model,
+    PipelineParallel,
+    Quantization,
+    RankTimeout,
+    SequenceParallel,
+    StampEvery,
+    TensorParallel,
+    engine_options,
+    say,
+)
+from shotcast.cli.options import Device, DeviceOption
+
+
+def serve(
+    model: Model = "smollm2",
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str,
+        typer.Option("--api-key", envvar="SHOTCAST_API_KEY", help="The key that clients must send; none by default."),
+    ] = "",
+    served_model_name: Annotated[
+        str, typer.Option("--served-model-name", help="The name in the API. Default: the model's name.")
+    ] = "",
+    tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    quantization: Quantization = "",
+    max_model_len: MaxModelLen = 0,
+    max_sequences: MaxSequences = 64,
+    max_batch_tokens: MaxBatchTokens = 2048,
+    kv_cache: KvCache = "0",
+    algorithm: Algorithm = "auto",
+    sequence_parallel: SequenceParallel = False,
+    rank_timeout: RankTimeout = 60.0,
+    stamp_every: StampEvery = 128,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", help="Concurrent requests; further ones get status 429.")
+    ] = 256,
+    max_prompt_tokens: Annotated[
+        int, typer.Option("--max-prompt-tokens", help="Tokens of a prompt; 0 for the model's limit.")
+    ] = 0,
+    max_output_tokens: Annotated[
+        int, typer.Option("--max-output-tokens", help="Tokens of an output; 0 for the model's limit.")
+    ] = 0,
+    max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request body.")] = "1M",
+    drain: Annotated[
+        float, typer.Option("--drain", help="Seconds that running requests have to finish at shutdown.")
+    ] = 10.0,
+    restart: Annotated[bool, typer.Option("--restart", help="Restart the ranks when one dies.")] = False,
+) -> None:
+    """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
+    from shotcast.server.main import ServerConfig, reserve, run
+    from shotcast.server.restart import run_again
+    from shotcast.units import parse_size
+
+    options = engine_options(
+        model,
+        device,
+        tensor_parallel,
+        pipeline_parallel,
+        dtype,
+        quantization,
+        max_model_len,
+        max_sequences=max_sequences,
+        max_batch_tokens=max_batch_tokens,
+        kv_cache_bytes=parse_size(kv_cache),
+        algorithm=algorithm,
+        sequence_parallel=sequence_parallel,
+        timeout_s=rank_timeout,
+        stamp_every=stamp_every,
+    )
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_key=api_key or None,
+        served_model_name=served_model_name or None,
+        max_queue=max_queue,
+        max_prompt_tokens=max_prompt_tokens or None,
+        max_output_tokens=max_output_tokens or None,
+        max_body_bytes=parse_size(max_body),
+        drain_s=drain,
+    )
+    import logging
+
+    from shotcast.engine.async_llm import AsyncLLM
+    from shotcast.engine.tokenizer import Tokenizer
+
+    Tokenizer.find(model)
+    # until the server listens and handles these signals itself, exit in order
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def listening(bound: int) -> None:
+        say(f"serving {model} at http://{host}:{bound}/v1")
+
+    def start() -> AsyncLLM:
+        llm = AsyncLLM(**options)
+        options["device"] = llm.config.device  # a restart must take the same device
+        return llm
+
+    if restart:
+        raise typer.Exit(run_again(start, config, listening))
+    with reserve(config) as address:
+        raise typer.Exit(run(start(), config, listening, address))
