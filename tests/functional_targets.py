@@ -110,8 +110,12 @@ def refused() -> None:
         n = comm.world_size
         x = torch.ones(2 * n, 3)
         for error, text, call in [
-            (shotcast.ConfigError, "group is a shotcast.Communicator", lambda: ours.all_reduce(x, "sum", "0")),
-            (shotcast.ConfigError, "group is a shotcast.Communicator", lambda: ours.broadcast(x, 0, dist.group.WORLD)),
+            (shotcast.ConfigError, "group must be a shotcast.Communicator", lambda: ours.all_reduce(x, "sum", "0")),
+            (
+                shotcast.ConfigError,
+                "group must be a shotcast.Communicator",
+                lambda: ours.broadcast(x, 0, dist.group.WORLD),
+            ),
             (shotcast.ConfigError, "one of sum, avg, max, min, product", lambda: ours.all_reduce(x, "band", comm)),
             (shotcast.ConfigError, "one of sum", lambda: ours.all_reduce(x, dist.ReduceOp.SUM, comm)),
             (shotcast.UnsupportedError, "avg takes floating", lambda: ours.all_reduce(x.int(), "avg", comm)),

@@ -106,7 +106,7 @@ class TestBench:
         from shotcast.bench import harness
         from shotcast.bench.report import Row
 
-        point = Row.of(
+        point = Row.from_ranks(
             op="all_reduce", device="cpu", world_size=2, dtype="float32", algorithm="ring", nbytes=64,
             medians_us=[], p99s_us=[], errors=3,
         )  # fmt: skip
@@ -142,7 +142,7 @@ class TestBench:
         from shotcast.bench.report import Row
 
         def rows(algorithm: str) -> list[Row]:
-            point = Row.of(
+            point = Row.from_ranks(
                 op="all_reduce", device="cuda", world_size=2, dtype="float32", algorithm=algorithm, nbytes=64,
                 medians_us=[1.0], p99s_us=[1.0], errors=0, measure="host", allocations=3,
             )  # fmt: skip
@@ -344,7 +344,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("tokens", ["", "0", "1,x", "-1"])
     def test_tokens(self, tokens: str) -> None:
-        assert "--tokens takes whole numbers" in refused(
+        assert "--tokens takes positive whole numbers" in refused(
             "bench", "all-reduce-rms-norm", "--device=cpu", f"--tokens={tokens}"
         )
 

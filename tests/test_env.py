@@ -117,5 +117,7 @@ def test_a_folder_too_long_for_sockets_is_named(monkeypatch: pytest.MonkeyPatch,
     with socket.socket(socket.AF_UNIX) as server, pytest.raises(FileNotFoundError):
         server.bind(f"{longest}/pymp-12345678/listener-12345678")
     monkeypatch.setattr(tempfile, "tempdir", longest + "x")
-    with pytest.raises(ConfigError, match=r"/x+, too long a path for sockets; set TMPDIR to one of at most 75 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"/x+, a path that is too long for sockets; set TMPDIR to a path of at most 75 bytes"
+    ):
         start()

@@ -48,7 +48,7 @@ def test_mismatch_lists_calls_by_rank() -> None:
 
 def test_mismatch_of_calls_that_only_another_rank_knows() -> None:
     error = errors.CollectiveMismatch(0, {}, [0], [], 12)
-    assert "in its header; differing ranks: 0. What each called, the rank says that found it. Every" in str(error)
+    assert "in its header; differing ranks: 0. The rank that found the mismatch reports the calls. Every" in str(error)
 
 
 @pytest.mark.parametrize(("error", "builtin"), [(errors.ConfigError, ValueError), (errors.UnsupportedError, TypeError)])

@@ -1,4 +1,4 @@
-"""Every environment variable that shotcast reads, typed, in one place."""
+"""Every environment variable that shotcast reads, with its type."""
 
 from __future__ import annotations
 
@@ -38,72 +38,78 @@ _FLAG = {"0": False, "1": True, "false": False, "true": True}
 
 
 def algorithm() -> str:
-    """SHOTCAST_ALGORITHM: overrides the choice of every call that does not name its algorithm."""
+    """SHOTCAST_ALGORITHM: the algorithm of every call that does not name one."""
     names = ("auto", "ring", "one_shot", "two_shot", "two_shot_fp8", "multimem", "vendor")
     return _read("SHOTCAST_ALGORITHM", _choice(*names), "auto", ", ".join(names))
 
 
 def table_path() -> str:
-    """SHOTCAST_TABLE: a tuned table (JSON) that goes before the packaged ones; empty for none."""
+    """SHOTCAST_TABLE: a tuned table (JSON) that takes precedence over the packaged ones; empty for none."""
     return os.environ.get("SHOTCAST_TABLE", "")
 
 
 def cpu_kernels() -> str:
-    """SHOTCAST_CPU_KERNELS: ``compiled`` host code, or Triton's ``interpreter`` running the GPU kernels (slow)."""
+    """SHOTCAST_CPU_KERNELS: ``compiled`` host code, or the GPU kernels in Triton's ``interpreter`` (slow)."""
     return _read("SHOTCAST_CPU_KERNELS", _choice("compiled", "interpreter"), "compiled", "compiled or interpreter")
 
 
 def multicast() -> bool:
-    """SHOTCAST_MULTICAST: 0 keeps kernels from using multicast addresses where the allocator offers them."""
+    """SHOTCAST_MULTICAST: 0 keeps kernels from using multicast addresses that the allocator offers."""
     return _read("SHOTCAST_MULTICAST", lambda text: _FLAG[text.lower()], True, "0 or 1")
 
 
 def allow_fp8() -> bool:
-    """SHOTCAST_ALLOW_FP8: 1 lets ``auto`` take two_shot_fp8, which loses precision, in every communicator that does not
-    say by ``allow_fp8``."""
+    """SHOTCAST_ALLOW_FP8: 1 lets ``auto`` choose two_shot_fp8, which loses precision.
+
+    It holds for communicators that are constructed without ``allow_fp8``.
+    """
     return _read("SHOTCAST_ALLOW_FP8", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def nvtx() -> bool:
-    """SHOTCAST_NVTX: 1 puts an NVTX range around each CUDA call, for profilers; that takes a microsecond or two."""
+    """SHOTCAST_NVTX: 1 puts an NVTX range around each CUDA call, for profilers; this costs a microsecond or two."""
     return _read("SHOTCAST_NVTX", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def check_vendor() -> bool:
-    """SHOTCAST_CHECK_VENDOR: 0 leaves out the step in which ranks compare a call that the vendor library serves. Then
-    one that ranks make differently hangs, as it does there: for measuring that library."""
+    """SHOTCAST_CHECK_VENDOR: 0 skips the comparison of a call between ranks before the vendor library serves it.
+
+    A call that differs between ranks then hangs, as it does in that library. Use it to measure that library.
+    """
     return _read("SHOTCAST_CHECK_VENDOR", lambda text: _FLAG[text.lower()], True, "0 or 1")
 
 
 def share_gpus() -> bool:
-    """SHOTCAST_SHARE_GPUS: 1 lets several ranks run on one GPU, by turns. Kernels and memory are those of as many GPUs,
-    and so is what they compute; their speed is not: a call that waits for a rank waits for its turn. So what measures
-    does without. An engine of many ranks a GPU wants a lower ``memory_fraction``."""
+    """SHOTCAST_SHARE_GPUS: 1 lets several ranks run on one GPU by turns.
+
+    Kernels, memory and results are those of as many GPUs, but the speed is not: a call that waits for a rank waits for
+    its turn. So measurements do not use it. With many ranks on a GPU, an engine needs a lower ``memory_fraction``.
+    """
     return _read("SHOTCAST_SHARE_GPUS", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def shm_dir() -> str:
-    """SHOTCAST_SHM_DIR: where CPU ranks keep their shared memory while they map it; a tmpfs."""
+    """SHOTCAST_SHM_DIR: the tmpfs in which CPU ranks create their shared memory."""
     return os.environ.get("SHOTCAST_SHM_DIR", "/dev/shm")
 
 
 def socket_dir() -> str:
-    """TMPDIR: where Unix sockets are made, in folders of their own.
+    """TMPDIR: the folder in which Unix sockets are created, each in a folder of its own.
 
-    Linux takes paths of at most 107 bytes, and multiprocessing's, of a process that is started, are the longest.
+    Linux allows paths of at most 107 bytes; the longest ones are those of multiprocessing in a process that it starts.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _SOCKET_DIR_BYTES:
         raise ConfigError(
-            f"temporary files are in {folder}, too long a path for sockets; set TMPDIR to one of at most "
-            f"{_SOCKET_DIR_BYTES} bytes"
+            f"temporary files are in {folder}, a path that is too long for sockets; set TMPDIR to a path of at "
+            f"most {_SOCKET_DIR_BYTES} bytes"
         )
     return folder
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnv:
-    """Where this process stands in its job, as torchrun and :func:`shotcast.spawn` tell it."""
+    """The ranks of this process in its job, as torchrun and :func:`shotcast.spawn` set them."""
 
     rank: int
     world_size: int
@@ -111,7 +117,10 @@ class JobEnv:
 
 
 def job() -> JobEnv | None:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; None when none of the first two is set."""
+    """Return the job from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Return None if neither RANK nor WORLD_SIZE is set.
+    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -126,5 +135,5 @@ def job() -> JobEnv | None:
     world_size = _read("WORLD_SIZE", int, 1, number)
     local_rank = _read("LOCAL_RANK", int, rank, number)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK={rank} does not lie in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}")
+        raise ConfigError(f"RANK={rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}")
     return JobEnv(rank, world_size, local_rank)

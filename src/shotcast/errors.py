@@ -1,4 +1,4 @@
-"""Every exception shotcast raises on purpose."""
+"""The exceptions that shotcast raises deliberately."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 
 class ShotcastError(RuntimeError):
-    """Base of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class ConfigError(ShotcastError, ValueError):
-    """An argument, an environment variable or a file says something that cannot be done."""
+    """An argument, an environment variable or a file asks for something that cannot be done."""
 
 
 class UnsupportedError(ShotcastError, TypeError):
-    """The input is well formed, but nothing here (nor the vendor library) serves it."""
+    """The input is well formed, but neither this package nor the vendor library can serve it."""
 
 
 class ClosedError(ShotcastError):
@@ -26,9 +26,9 @@ class CollectiveTimeout(ShotcastError):
 
     Attributes:
         rank: the rank that reports.
-        missing: ranks that had not arrived when the deadline expired, ascending.
-        op: name of the operation, for example ``"all_reduce"``.
-        epoch: number of the call on this communicator, counted from 1.
+        missing: the ranks that had not arrived when the deadline expired, ascending.
+        op: the name of the operation, for example ``"all_reduce"``.
+        epoch: the number of the call on this communicator, counted from 1.
     """
 
     def __init__(self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float):
@@ -37,10 +37,10 @@ class CollectiveTimeout(ShotcastError):
         self.op = op
         self.epoch = epoch
         self.timeout_s = timeout_s
-        who = ", ".join(map(str, self.missing)) or "none named (all started the call, data did not arrive)"
+        missing_ranks = ", ".join(map(str, self.missing)) or "none (all started the call, but data did not arrive)"
         super().__init__(
             f"rank {rank}: {op} (call {epoch}) did not complete within {timeout_s:g} s; "
-            f"missing ranks: {who}. The communicator is stopped: reset() it when every rank is alive, "
+            f"missing ranks: {missing_ranks}. The communicator is stopped: reset() it when every rank is alive, "
             f"otherwise close() it and build a new one"
         )
 
@@ -53,10 +53,10 @@ class CollectiveMismatch(ShotcastError):
 
     Attributes:
         rank: the rank that reports.
-        calls: what each rank called (a readable description by rank), as far as it is known.
-        differing: ranks that are not in the largest group of equal calls, ascending.
-        fields: what differs, a subset of ``("op", "dtype", "algorithm", "root", "nbytes")``.
-        epoch: number of the call on this communicator, counted from 1.
+        calls: a description of each rank's call, by rank, as far as it is known.
+        differing: the ranks outside the largest group of equal calls, ascending.
+        fields: the fields that differ, a subset of ``("op", "dtype", "algorithm", "root", "nbytes")``.
+        epoch: the number of the call on this communicator, counted from 1.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class CollectiveMismatch(ShotcastError):
         self.differing = tuple(differing)
         self.fields = tuple(fields)
         self.epoch = epoch
-        what = "; ".join(f"rank {r}: {call}" for r, call in sorted(self.calls.items()))
-        what = what or "What each called, the rank says that found it"
+        descriptions = "; ".join(f"rank {r}: {call}" for r, call in sorted(self.calls.items()))
+        descriptions = descriptions or "The rank that found the mismatch reports the calls"
         super().__init__(
             f"rank {rank}: call {epoch} differs between ranks in {', '.join(self.fields) or 'its header'}; "
-            f"differing ranks: {', '.join(map(str, self.differing)) or 'unknown'}. {what}. "
+            f"differing ranks: {', '.join(map(str, self.differing)) or 'unknown'}. {descriptions}. "
             f"Every rank must make the same calls in the same order; reset() the communicator to go on"
         )
 
@@ -97,10 +97,10 @@ class RankFailed(ShotcastError):
 
 
 class EngineDead(ShotcastError):
-    """The inference engine stopped for good, with all it was computing.
+    """The inference engine stopped for good; all unfinished requests are lost.
 
     Attributes:
-        reason: what stopped it, for example which rank failed.
+        reason: why it stopped, for example which rank failed.
     """
 
     def __init__(self, reason: str):

@@ -1,15 +1,15 @@
 """The functions of ``torch.distributed._functional_collectives``, served by a :class:`shotcast.Communicator`.
 
-Code written for those runs with these: where they take a process group, pass a communicator. Differences:
+Code written for those functions runs with these: pass a communicator where they take a process group. Differences:
 
 - Results are ordinary tensors: complete on the CPU, enqueued on the current stream on CUDA. :func:`wait_tensor` (and
-  PyTorch's own) returns them as they are.
+  PyTorch's own) returns them unchanged.
 - Results are differentiable where the communicator's calls are (sums, averages and copies), under every name: the
-  ``_autograd`` names are the same functions. PyTorch's plain names are so from 2.12 on.
+  ``_autograd`` names are the same functions. PyTorch's plain names are differentiable from 2.12 on.
 - ``avg`` is the sum, rounded to the dtype, divided by the number of ranks and rounded again. It takes floating point.
 - ``src`` is a rank of the communicator. Uneven splits are refused.
 
-They trace under ``torch.compile(fullgraph=True)``, alone and mixed with PyTorch's.
+The functions can be traced under ``torch.compile(fullgraph=True)``, alone and mixed with PyTorch's.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product"
 
 
 def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str = "") -> torch.Tensor:  # noqa: N803
-    """The tensors of all ranks reduced elementwise, on every rank; like ``self``.
+    """Reduce the tensors of all ranks elementwise; return the result, shaped like ``self``, on every rank.
 
     Args:
         self: any shape.
-        reduceOp: ``sum``, ``avg``, ``max``, ``min`` or ``product``, in any case.
-        group: who takes part.
+        reduceOp: ``sum``, ``avg``, ``max``, ``min`` or ``product``, in upper or lower case.
+        group: the communicator.
         tag: not used.
     """
     reduction = _reduction(reduceOp, self)
@@ -56,7 +56,7 @@ def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str 
 
 
 def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Communicator, tag: str = "") -> torch.Tensor:
-    """The tensors of all ranks, of equal shape, joined along ``gather_dim``."""
+    """Concatenate the tensors of all ranks, which have equal shapes, along ``gather_dim``."""
     parts, x = _communicator(group).world_size, _plain(self)
     if x.dim() == 0:
         x = x.view(1)
@@ -74,7 +74,7 @@ def reduce_scatter_tensor(
     group: Communicator,
     tag: str = "",
 ) -> torch.Tensor:
-    """This rank's part of the reduced tensors, cut along ``scatter_dim`` into equal parts; as :func:`all_reduce`."""
+    """Reduce as :func:`all_reduce` does; return this rank's part of ``scatter_dim``, divided into equal parts."""
     parts, reduction, dim = _communicator(group).world_size, _reduction(reduceOp, self), _dimension(scatter_dim, self)
     if self.shape[dim] % parts:
         raise ConfigError(f"dimension {scatter_dim} of {list(self.shape)} is not divisible among {parts} ranks")
@@ -90,9 +90,9 @@ def all_to_all_single(
     group: Communicator,
     tag: str = "",
 ) -> torch.Tensor:
-    """Part i of this rank's tensor goes to rank i; the parts received, joined in the order of ranks.
+    """Send part i of this rank's tensor to rank i; return the received parts, concatenated by rank.
 
-    Split sizes are None or say that the parts are equal. Raises UnsupportedError otherwise.
+    Split sizes must be None or equal. Raises UnsupportedError otherwise.
     """
     parts, x = _communicator(group).world_size, _plain(self)
     for sizes in (output_split_sizes, input_split_sizes):
@@ -102,13 +102,13 @@ def all_to_all_single(
 
 
 def broadcast(self: torch.Tensor, src: int, group: Communicator, tag: str = "") -> torch.Tensor:
-    """The tensor of rank ``src`` of the communicator, on every rank. Not differentiable, like PyTorch's."""
+    """Return the tensor of rank ``src`` of the communicator on every rank. Not differentiable, like PyTorch's."""
     _communicator(group)
     return group.broadcast(_plain(self).detach().clone(), src)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, which is ready; a result of PyTorch's functions is waited for."""
+    """Return ``tensor``, which is ready already; wait for a result of PyTorch's own functions."""
     return _plain(tensor, contiguous=False)
 
 
@@ -119,16 +119,16 @@ all_to_all_single_autograd: Callable[..., torch.Tensor] = all_to_all_single
 
 def _communicator(group: Communicator) -> Communicator:
     if not isinstance(group, Communicator):
-        raise ConfigError(f"group is a shotcast.Communicator, not {type(group).__name__}")
+        raise ConfigError(f"group must be a shotcast.Communicator, not {type(group).__name__}")
     return group
 
 
 def _reduction(name: str, x: torch.Tensor) -> str:
     reduction = name.lower() if isinstance(name, str) else name
     if reduction not in _REDUCTIONS:
-        raise ConfigError(f"reduceOp is one of {', '.join(_REDUCTIONS)}; it is {name!r}")
+        raise ConfigError(f"reduceOp must be one of {', '.join(_REDUCTIONS)}, not {name!r}")
     if reduction == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise UnsupportedError(f"avg takes floating point, not {x.dtype}")
+        raise UnsupportedError(f"avg takes floating-point tensors, not {x.dtype}")
     return reduction
 
 
@@ -139,7 +139,7 @@ def _dimension(dim: int, x: torch.Tensor) -> int:
 
 
 def _plain(x: torch.Tensor, contiguous: bool = True) -> torch.Tensor:
-    """``x`` without the wrapper in which PyTorch's functions return a result that may be on its way."""
+    """Return ``x`` without the wrapper in which PyTorch's functions return an unfinished result."""
     if not is_compiling():  # there are no wrappers in a graph
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

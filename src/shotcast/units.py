@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them."""
+"""Byte counts in text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _FACTOR = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of ``"8"``, ``"64K"``, ``"1.5MB"``, ``"16MiB"`` (binary multiples, as nccl-tests reads them)."""
+    """Parse ``"8"``, ``"64K"``, ``"1.5MB"`` or ``"16MiB"`` to bytes (binary multiples, as nccl-tests reads them)."""
     if isinstance(text, int):
         if text < 0:
-            raise ConfigError(f"a size is not negative: {text}")
+            raise ConfigError(f"a size cannot be negative: {text}")
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?\s*", text.upper())
     if not match:
@@ -25,7 +25,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """``65536`` as ``"64 KiB"``; exact, so sizes that are no whole multiple stay in smaller units."""
+    """Format ``65536`` as ``"64 KiB"``. The text is exact: a size that is not a whole multiple keeps a smaller unit."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -33,7 +33,7 @@ def format_size(nbytes: int) -> str:
 
 
 def about_size(nbytes: int) -> str:
-    """For reading, three digits: ``10011474841`` as ``"9.32 GiB"``, ``65536`` as ``"64 KiB"``."""
+    """Format a size with three digits, for reading: ``10011474841`` as ``"9.32 GiB"``, ``65536`` as ``"64 KiB"``."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             value = nbytes / factor
@@ -44,5 +44,5 @@ def about_size(nbytes: int) -> str:
 
 
 def align_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``value``."""
+    """Return the least multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -61,7 +61,7 @@ def test_without_a_library_there_is_no_ratio() -> None:
 
 
 def test_a_wrong_result_is_an_empty_cell() -> None:
-    wrong = Row.of(
+    wrong = Row.from_ranks(
         op="all_reduce", device="cpu", world_size=4, dtype="bfloat16", algorithm="one_shot", nbytes=64,
         medians_us=[], p99s_us=[], errors=3,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from shotcast.errors import ConfigError
 
 def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> Row:
     facts = {"op": "all_reduce", "device": "cpu", "world_size": 4, "dtype": "bfloat16", "errors": 0, **change}
-    return Row.of(
+    return Row.from_ranks(
         algorithm=algorithm,
         nbytes=nbytes,
         medians_us=[time_us - 3, time_us],
@@ -43,7 +43,7 @@ def test_row_takes_the_slowest_rank() -> None:
 
 
 def test_wrong_result_has_no_time() -> None:
-    point = Row.of(
+    point = Row.from_ranks(
         op="all_reduce", device="cpu", world_size=2, dtype="float32", algorithm="ring", nbytes=8,
         medians_us=[], p99s_us=[], errors=3,
     )  # fmt: skip
@@ -77,7 +77,7 @@ def test_table_has_the_columns_of_nccl_tests() -> None:
 
 
 def test_table_shows_what_was_not_compared_or_timed() -> None:
-    wrong = Row.of(
+    wrong = Row.from_ranks(
         op="all_gather", device="cpu", world_size=4, dtype="float32", algorithm="ring", nbytes=64,
         medians_us=[], p99s_us=[], errors=7,
     )  # fmt: skip

@@ -45,7 +45,7 @@ class TestEnvironment:
         ({"RANK": None}, ("incomplete: RANK not set",)),
         ({"MASTER_ADDR": None}, ("incomplete: MASTER_ADDR not set",)),
         ({"MASTER_PORT": None}, ("incomplete: MASTER_PORT not set",)),
-        ({"RANK": "1"}, ("RANK=1 does not lie in 0..WORLD_SIZE-1 with WORLD_SIZE=1",)),
+        ({"RANK": "1"}, ("RANK=1 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=1",)),
         ({"RANK": "one"}, ("RANK='one' is not accepted", "a whole number")),
         ({"WORLD_SIZE": "2.0"}, ("WORLD_SIZE='2.0' is not accepted", "a whole number")),
         ({"SHOTCAST_ALGORITHM": "tree"}, ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, ring, one_shot")),
@@ -173,7 +173,7 @@ class TestSharedMemory:
         for said in shotcast.spawn(targets.constructed, 2, env, timeout_s=50):
             assert "rank 0: cannot create shared memory in " in said
             assert "rank 1: " in said
-            assert "SHOTCAST_SHM_DIR names another tmpfs" in said
+            assert "Set SHOTCAST_SHM_DIR to use another tmpfs" in said
 
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter"])
     def test_too_little(self, kernels: str) -> None:

@@ -81,7 +81,7 @@ def test_a_machine_that_obeys_the_model_is_found(link: LinkCost) -> None:
     ids=["nothing", "one size", "one algorithm", "larger is faster"],
 )
 def test_measurements_that_say_too_little_are_refused(points: list[Measured]) -> None:
-    with pytest.raises(ConfigError, match=f"{len(points)} measurements do not give the model's constants"):
+    with pytest.raises(ConfigError, match=f"{len(points)} measurements do not determine the constants of the model"):
         fit(points)
 
 

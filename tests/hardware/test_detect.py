@@ -146,7 +146,7 @@ class TestAdvice:
 
     def test_small_shm(self, host: HostFacts) -> None:
         facts = dataclasses.replace(host, shm_bytes=32 << 20, shm_free_bytes=32 << 20)
-        assert "has 32 MiB free; 8 CPU ranks ask for up to 34 MiB" in self.texts(facts, Level.PROBLEM)
+        assert "has 32 MiB free; 8 CPU ranks need up to 34 MiB" in self.texts(facts, Level.PROBLEM)
 
     def test_no_shm(self, host: HostFacts) -> None:
         facts = dataclasses.replace(host, shm_bytes=0, shm_free_bytes=0)
@@ -155,9 +155,9 @@ class TestAdvice:
     def test_cores(self, host: HostFacts) -> None:
         few = dataclasses.replace(host, cores=1, cores_installed=4)
         assert "may use 1 of 4 cores" in self.texts(few, Level.NOTE)
-        assert "Beyond one rank, CPU ranks take turns on the 1 core:" in self.texts(few, Level.NOTE)
+        assert "Beyond one rank, CPU ranks share the 1 core:" in self.texts(few, Level.NOTE)
         many = dataclasses.replace(host, cores=64, cores_installed=64)
-        assert "take turns" not in self.texts(many, Level.NOTE)
+        assert "CPU ranks share" not in self.texts(many, Level.NOTE)
 
     def test_good_node(self, host: HostFacts) -> None:
         facts = self.gpus(host, 8)
@@ -167,14 +167,14 @@ class TestAdvice:
 
     def test_multicast_off(self, host: HostFacts) -> None:
         facts = self.gpus(host, 2, multicast_disabled_by="SHOTCAST_MULTICAST")
-        assert "SHOTCAST_MULTICAST switches it off, so peer stores are used" in self.texts(facts, Level.NOTE)
+        assert "SHOTCAST_MULTICAST disables it, so peer stores are used" in self.texts(facts, Level.NOTE)
 
     def test_gpus_apart(self, host: HostFacts) -> None:
         peers = ((True, True, False), (True, True, True), (False, True, True))
-        assert "GPUs 0-2 cannot reach" in self.texts(self.gpus(host, 3, peer_access=peers), Level.PROBLEM)
+        assert "GPUs 0-2 cannot access" in self.texts(self.gpus(host, 3, peer_access=peers), Level.PROBLEM)
 
     def test_one_gpu_and_too_many(self, host: HostFacts) -> None:
-        assert "With one GPU" in self.texts(self.gpus(host, 1), Level.NOTE)
+        assert "One GPU has no other" in self.texts(self.gpus(host, 1), Level.NOTE)
         assert "groups of up to 8" in self.texts(self.gpus(host, 16), Level.NOTE)
 
     def test_no_triton(self, host: HostFacts) -> None:

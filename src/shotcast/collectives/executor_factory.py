@@ -36,7 +36,7 @@ class BuiltExecutor(NamedTuple):
 def build_executor(
     group: dist.ProcessGroup, host: StoreGroup, device: torch.device, max_bytes: int, timeout_s: float
 ) -> BuiltExecutor:
-    """Allocate the workspace and the executor of a communicator. Collective; all ranks get the same kind."""
+    """Allocate the workspace and build the executor of a communicator. Collective; all ranks get the same kind."""
     if host.world_size > wire.MAX_WORLD_SIZE:
         too_many = f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}"
         return BuiltExecutor(None, "", too_many, False)

@@ -1,4 +1,4 @@
-"""Constants of the cost model from measurements."""
+"""Fit the constants of the cost model to measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shotcast.errors import ConfigError
 
 
 class Measured(NamedTuple):
-    """One measurement, named as by :func:`shotcast.cost.collective.collective_us`."""
+    """One measurement; the fields are those of :func:`shotcast.cost.collective.collective_us`."""
 
     op: str
     algorithm: str
@@ -22,13 +22,13 @@ class Measured(NamedTuple):
 
 
 def fit(points: Iterable[Measured]) -> LinkCost:
-    r"""The constants f, a, 1/b, 1/m, in which the model is linear, with the least squares of relative errors:
+    r"""Fit the constants f, a, 1/b, 1/m, in which the model is linear, by least squares of the relative errors:
 
     .. math:: \min \sum_p (T_p / t_p - 1)^2
 
     Raises:
-        ConfigError: the measurements do not determine all four (too few, or of one kind), or contradict the model (a
-            constant comes out negative).
+        ConfigError: the measurements do not determine all four (there are too few, or they are of one kind), or they
+            contradict the model (a constant is negative).
     """
     rows = []
     for op, algorithm, nbytes, world_size, time_us in points:
@@ -40,8 +40,8 @@ def fit(points: Iterable[Measured]) -> LinkCost:
     fixed_us, step_us, per_bw, per_local = (float(value) for value in solution / scale)
     if rank < 4 or min(fixed_us, step_us, per_bw, per_local) <= 0:
         raise ConfigError(
-            f"{len(rows)} measurements do not give the model's constants; it takes several algorithms, sizes and world "
-            f"sizes, measured where nothing else runs (f {fixed_us:.3g}, a {step_us:.3g} us, 1/b {per_bw:.3g}, 1/m "
-            f"{per_local:.3g} ns a byte)"
+            f"{len(rows)} measurements do not determine the constants of the model; use several algorithms, sizes "
+            f"and world sizes, measured while nothing else runs (f {fixed_us:.3g}, a {step_us:.3g} us, "
+            f"1/b {per_bw:.3g}, 1/m {per_local:.3g} ns a byte)"
         )
     return LinkCost(fixed_us, step_us, 1 / per_bw, 1 / per_local)

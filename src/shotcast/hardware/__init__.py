@@ -1,1 +1,1 @@
-"""Facts about the machine: data sheets of known parts, and what this host has. No torch at import."""
+"""Facts about the machine: data sheets of known hardware, and the hardware of this host. No torch at import."""

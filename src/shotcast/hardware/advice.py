@@ -1,4 +1,4 @@
-"""What the facts about a host mean for somebody who wants to run ranks on it."""
+"""Advice for running ranks on a host, from the facts about it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence. A problem keeps something from working; a note makes it slower or otherwise different."""
+    """One sentence of advice. A problem prevents something; a note says what is slower or otherwise different."""
 
     level: Level
     text: str
 
 
 SHM_PER_RANK_BYTES = 17 << 18
-"""What a CPU rank asks of the tmpfs at most; a test compares it with what one takes."""
+"""The most that a CPU rank takes of the tmpfs; a test compares it with what a rank takes."""
 
 
 def findings(facts: HostFacts) -> list[Finding]:
-    """Sentences about ``facts``, CPU ranks first."""
+    """Return the advice for ``facts``, CPU ranks first."""
     return [*_cpu(facts), *_gpu(facts)]
 
 
@@ -47,8 +47,8 @@ def _cpu(facts: HostFacts) -> list[Finding]:
         found.append(
             Finding(
                 Level.PROBLEM,
-                f"{facts.shm_dir} has {about_size(facts.shm_free_bytes)} free; {MAX_WORLD_SIZE} CPU ranks ask for up "
-                f"to {about_size(shm_needed_bytes)}. Give it more (docker run --shm-size=1g), or pass a smaller "
+                f"{facts.shm_dir} has {about_size(facts.shm_free_bytes)} free; {MAX_WORLD_SIZE} CPU ranks need up "
+                f"to {about_size(shm_needed_bytes)}. Enlarge it (docker run --shm-size=1g), or pass a smaller "
                 "max_bytes.",
             )
         )
@@ -67,8 +67,8 @@ def _cpu(facts: HostFacts) -> list[Finding]:
         found.append(
             Finding(
                 Level.NOTE,
-                f"Beyond {ranks}, CPU ranks take turns on the {_count(facts.cores, 'core')}: right, but a call then "
-                "waits for the scheduler.",
+                f"Beyond {ranks}, CPU ranks share the {_count(facts.cores, 'core')}: results are correct, but a call "
+                "then waits for the scheduler.",
             )
         )
     return found
@@ -82,7 +82,7 @@ def _gpu(facts: HostFacts) -> list[Finding]:
         found.append(
             Finding(
                 Level.PROBLEM,
-                "Triton is not installed, which the GPU kernels are written in: pip install 'shotcast[triton]'.",
+                "Triton is not installed, and the GPU kernels are written in it: pip install 'shotcast[triton]'.",
             )
         )
     found.append(_world_sizes(facts))
@@ -90,12 +90,13 @@ def _gpu(facts: HostFacts) -> list[Finding]:
     for name in dict.fromkeys(gpu.name for gpu in facts.gpus):
         spec = catalog.find(name)
         if spec is None:
-            found.append(Finding(Level.NOTE, f"{name} is not in the catalog: the cost model has no figures for it."))
+            found.append(Finding(Level.NOTE, f"{name} is not in the catalog, so the cost model has no figures for it."))
         else:
             link = spec.link
             found.append(
                 Finding(
-                    Level.GOOD, f"{name}: {link.name}, {link.usable_bw_gbps:g} GB/s each way to expect ({link.source})."
+                    Level.GOOD,
+                    f"{name}: {link.name}, expect {link.usable_bw_gbps:g} GB/s in each direction ({link.source}).",
                 )
             )
     return found
@@ -112,7 +113,7 @@ def _why_no_gpu(facts: HostFacts) -> str:
 def _world_sizes(facts: HostFacts) -> Finding:
     count = len(facts.gpus)
     if count == 1:
-        return Finding(Level.NOTE, "With one GPU there is nobody to exchange tensors with on CUDA; CPU ranks work.")
+        return Finding(Level.NOTE, "One GPU has no other to exchange tensors with; CPU ranks work.")
     if not facts.all_peers:
         apart = [
             f"{i}-{j}"
@@ -122,24 +123,25 @@ def _world_sizes(facts: HostFacts) -> Finding:
         ]
         return Finding(
             Level.PROBLEM,
-            f"GPUs {', '.join(apart)} cannot reach each other's memory, which own algorithms need; NCCL serves those.",
+            f"GPUs {', '.join(apart)} cannot access each other's memory, which own algorithms need; NCCL serves those.",
         )
     if count > MAX_WORLD_SIZE:
         return Finding(
             Level.NOTE,
-            f"{count} GPUs reach each other; own algorithms serve groups of up to {MAX_WORLD_SIZE}, NCCL larger.",
+            f"{count} GPUs can access each other's memory; own algorithms serve groups of up to {MAX_WORLD_SIZE}, NCCL "
+            "serves larger ones.",
         )
     sizes = "2" if count == 2 else f"2 to {count}"
-    return Finding(Level.GOOD, f"All {count} GPUs reach each other's memory: world sizes {sizes} are served.")
+    return Finding(Level.GOOD, f"All {count} GPUs can access each other's memory: world sizes {sizes} are served.")
 
 
 def _multicast(facts: HostFacts) -> Finding:
     if not all(gpu.multicast for gpu in facts.gpus):
-        return Finding(Level.NOTE, "No multicast on these GPUs: a store to all ranks is one store to each of them.")
+        return Finding(Level.NOTE, "These GPUs have no multicast: a store to all ranks is one store to each of them.")
     if facts.multicast_disabled_by:
         return Finding(
             Level.NOTE,
-            f"The GPUs offer multicast; {facts.multicast_disabled_by} switches it off, so peer stores are used.",
+            f"The GPUs offer multicast; {facts.multicast_disabled_by} disables it, so peer stores are used.",
         )
     return Finding(
         Level.GOOD,

@@ -1,4 +1,4 @@
-"""Known GPUs. Every figure names its source; throughput is dense, bandwidth of links is each way."""
+"""Known GPUs. Each figure names its source; throughput is dense, and link bandwidth is for one direction."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CATALOG = (
 
 
 def find(device_name: str) -> GpuSpec | None:
-    """The part that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None when it is not known here."""
+    """Return the GPU that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None if the catalog lacks it."""
     for spec in CATALOG:
         if re.search(spec.pattern, device_name):
             return spec

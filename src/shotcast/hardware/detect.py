@@ -1,4 +1,4 @@
-"""What this host has. Everything is a query: nothing is allocated on a GPU, no setting is changed."""
+"""Detect the hardware of this host. It only queries: it allocates nothing on a GPU and changes no setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GpuFacts:
     """One visible GPU.
 
     Attributes:
-        multicast: the driver reports multicast objects for it (NVSwitch); None when the driver cannot be asked.
+        multicast: whether the driver reports multicast objects for it (NVSwitch); None if the driver cannot be asked.
     """
 
     index: int
@@ -36,15 +36,15 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What doctor shows and a benchmark records.
+    """The facts about a host that doctor shows and a benchmark records.
 
     Attributes:
-        cores: processor time this process may use, in cores (affinity and cgroup quota).
-        shm_bytes, shm_free_bytes: size of the tmpfs that CPU ranks share, and what is free; 0 when it does not exist.
+        cores: processor time that this process may use, in cores (by affinity and cgroup quota).
+        shm_bytes, shm_free_bytes: size and free space of the tmpfs that CPU ranks share; 0 if it does not exist.
         versions: of Python and the libraries; a library that is not installed is absent.
         peer_access: ``peer_access[i][j]`` says whether GPU i may read and write GPU j's memory.
-        multicast_disabled_by: environment variable that keeps multicast off, or "".
-        cuda_error: why there is no GPU although CUDA is in this PyTorch build, or "".
+        multicast_disabled_by: the environment variable that disables multicast, or "".
+        cuda_error: why there is no GPU although this PyTorch is built with CUDA, or "".
     """
 
     cpu_model: str
@@ -66,7 +66,7 @@ class HostFacts:
 
     @property
     def all_peers(self) -> bool:
-        """Every GPU reaches every other one's memory."""
+        """Whether every GPU has access to the memory of every other one."""
         return all(access for i, row in enumerate(self.peer_access) for j, access in enumerate(row) if i != j)
 
     def as_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class HostFacts:
 
 
 def detect() -> HostFacts:
-    """Look at the host. Imports torch and, where it is a CUDA build, initialises CUDA in this process."""
+    """Detect the host. Imports torch and, if it is a CUDA build, initialises CUDA in this process."""
     import torch
 
     shm_dir = env.shm_dir()
@@ -106,14 +106,17 @@ def detect() -> HostFacts:
 
 
 def available_cores() -> int:
-    """Cores this process can keep busy: its affinity mask, cut by the cgroup's quota; at least 1."""
+    """Return the cores this process can keep busy: its affinity mask, limited by the cgroup's quota; at least 1."""
     affinity = len(os.sched_getaffinity(0))
     quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(affinity, math.ceil(quota))) if quota is not None else affinity
 
 
 def cgroup_quota(root: Path, membership: Path) -> float | None:
-    """Cores that the cgroup (version 2, or 1) grants, the least of this group and those above it; None if unlimited."""
+    """Return the cores that the cgroup (version 1 or 2) grants; None if it sets no limit.
+
+    The least quota of this group and the groups above it counts.
+    """
     quotas = []
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -134,10 +137,10 @@ def cgroup_quota(root: Path, membership: Path) -> float | None:
 
 
 def cpu_model() -> str:
-    """The processor's name, as the kernel gives it; its architecture where there is none."""
+    """Return the processor's name as the kernel gives it, or its architecture if there is none."""
     try:
         with open("/proc/cpuinfo") as file:
-            for line in file:  # of many cores, only the first is read
+            for line in file:  # only the entry of the first core is read
                 key, _, value = line.partition(":")
                 if key.strip() in ("model name", "Model"):
                     return value.strip()
@@ -147,7 +150,7 @@ def cpu_model() -> str:
 
 
 def _meminfo() -> dict[str, int]:
-    """Bytes by key of /proc/meminfo."""
+    """Return the bytes of each key of /proc/meminfo."""
     facts = {}
     for line in _read(Path("/proc/meminfo")).splitlines():
         key, _, value = line.partition(":")
@@ -180,7 +183,7 @@ def _versions(torch: Any) -> dict[str, str]:
                 versions[name] = importlib.metadata.version(distribution)
             except importlib.metadata.PackageNotFoundError:
                 continue
-    versions["torch"] = torch.__version__  # also says which build it is
+    versions["torch"] = torch.__version__  # this also names the build
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
@@ -216,10 +219,10 @@ def _gpus(torch: Any) -> tuple[tuple[GpuFacts, ...], tuple[tuple[bool, ...], ...
 
 
 def multicast_disabled_by() -> str:
-    """The environment variable that switches multicast off, or ""."""
+    """Return the environment variable that disables multicast, or ""."""
     if not env.multicast():
         return "SHOTCAST_MULTICAST"
-    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # PyTorch's allocator, which ours is built on, reads it
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # PyTorch's allocator, which allocates our memory, reads it
     return name if os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y") else ""
 
 
@@ -233,7 +236,7 @@ def _libcuda() -> Any:
 
 
 def _cuda_driver_version() -> int:
-    """CUDA version the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
+    """Return the CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
     version = ctypes.c_int(0)
     library = _libcuda()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
@@ -242,7 +245,7 @@ def _cuda_driver_version() -> int:
 
 
 def nvidia_driver() -> str:
-    """Version of the kernel driver, such as 580.159.04; empty without one."""
+    """Return the version of the kernel driver, such as 580.159.04; empty without one."""
     return _read(Path("/sys/module/nvidia/version")).strip()
 
 

@@ -1,4 +1,4 @@
-"""What a part can do on paper, and what a link does in fact."""
+"""Specifications of GPUs and links: data-sheet figures, and measured link bandwidths."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """What joins a GPU to the others of its node.
+    """The link between a GPU and the other GPUs of its node.
 
     Attributes:
-        paper_bw_gbps: GB/s each way of one GPU to all others together. Data sheets add both ways.
-        measured_bw_gbps: GB/s each way that copies reach, or None where nobody here measured.
-        source: where the figures are from.
+        paper_bw_gbps: GB/s in each direction, from one GPU to all others together. Data sheets add both directions.
+        measured_bw_gbps: GB/s in each direction that copies reach; None if it was not measured here.
+        source: of the figures.
     """
 
     name: str
@@ -22,7 +22,7 @@ class LinkSpec:
 
     @property
     def usable_bw_gbps(self) -> float:
-        """The measured figure where there is one, otherwise that of the data sheet."""
+        """The measured bandwidth if there is one, else that of the data sheet."""
         return self.paper_bw_gbps if self.measured_bw_gbps is None else self.measured_bw_gbps
 
 
@@ -31,12 +31,12 @@ class GpuSpec:
     """One kind of GPU.
 
     Attributes:
-        pattern: regular expression that the name reported by CUDA matches.
-        memory_bytes: as sold, in decimal gigabytes; CUDA reports somewhat less as usable.
+        pattern: a regular expression that matches the name reported by CUDA.
+        memory_bytes: as sold, in decimal gigabytes; CUDA reports slightly less as usable.
         memory_bw_gbps: GB/s of device memory.
         bf16_tflops: dense bfloat16 tensor-core throughput, without sparsity.
         multicast: the switch of its node offers multicast stores and in-switch reduction (NVLink SHARP).
-        source: where the figures are from.
+        source: of the figures.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Starting the ranks of a job on one machine, and watching over them."""
+"""Start the ranks of a job on one machine, and watch over them."""

@@ -1,4 +1,4 @@
-"""Symmetric memory of GPUs of one node, from PyTorch. The only file that touches its private interface."""
+"""Symmetric memory of the GPUs of one node, from PyTorch. The only file that uses PyTorch's private interface to it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class CudaBuffer:
 
     Args:
         group: the process group; all GPUs have peer access to each other.
-        nbytes: bytes a rank.
+        nbytes: bytes on each rank.
         device: this rank's GPU.
-        order: rank in the process group by rank here.
-        shared: several ranks have one GPU.
+        order: for each rank of the communicator, its rank in the process group.
+        shared: several ranks share a GPU.
 
     Raises:
         ConfigError: PyTorch cannot allocate or map the memory (the cause is chained).
@@ -48,15 +48,15 @@ class CudaBuffer:
         self.multicast_address = int(self._handle.multicast_ptr or 0) if env.multicast() else 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Rank ``rank``'s bytes from ``offset`` on as a tensor; raises ConfigError beyond the end."""
+        """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         if self._tensor is None:
             raise ClosedError("this symmetric buffer is closed")
         if offset < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes:
-            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} goes beyond the buffer's {self.nbytes} bytes")
+            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the buffer's {self.nbytes} bytes")
         return self._handle.get_buffer(self._order[rank], tuple(shape), dtype, offset // dtype.itemsize)
 
     def close(self) -> None:
-        """Let go of the memory. Every rank must have finished with it. Does nothing twice."""
+        """Release the memory. Every rank must have finished with it. A second call does nothing."""
         if self._tensor is None:
             return
         self._tensor = None

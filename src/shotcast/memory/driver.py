@@ -1,4 +1,4 @@
-"""The CUDA driver's own functions, where PyTorch has no way or a slow one."""
+"""Functions of the CUDA driver that PyTorch does not offer, or only in a slow form."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @functools.cache
 def library() -> Any:
-    """The driver's library; it is there wherever a GPU is."""
+    """Return the driver's library, which every machine with a GPU has."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def check(error: int, what: str) -> None:
-    """Raise RuntimeError if a function of the driver, which was to do ``what``, returned an error."""
+    """Raise RuntimeError if a function of the driver returned an error; ``what`` names the operation."""
     if error:
         text = ctypes.c_char_p()
         library().cuGetErrorString(error, ctypes.byref(text))

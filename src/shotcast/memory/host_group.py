@@ -1,4 +1,4 @@
-"""The ranks of a communicator, seen from the host: small objects exchanged through the job's key-value store."""
+"""The ranks of a communicator, seen from the host: they exchange small objects through the job's key-value store."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _NAMING = threading.Lock()
 
 
 def _job_store() -> dist.Store:
-    """The store of the job's rendezvous. PyTorch has no public name for it."""
+    """Return the store of the job's rendezvous, for which PyTorch has no public name."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def new_group(job_ranks: Sequence[int], name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A process group that only its members make.
+    """Create a process group that only its members take part in creating.
 
-    PyTorch names such a group after how many groups this process has, which is not the same on all ranks; they would
-    wait for one another under different names. So ``name``, on which they agree, is put in the place of that.
+    PyTorch names such a group after the number of groups in this process, which differs between ranks: they would wait
+    for one another under different names. So this function replaces that name by ``name``, on which the ranks agree.
 
     Args:
-        job_ranks: the members, ascending, by rank in the job.
-        name: of no other group of the job.
-        backend: as ``dist.get_backend_config`` says it.
-        timeout_s: of the group's operations.
+        job_ranks: the members by rank in the job, ascending.
+        name: a name that no other group of the job has.
+        backend: as ``dist.get_backend_config`` returns it.
+        timeout_s: for the group's operations.
     """
     from torch.distributed import distributed_c10d
 
     with _NAMING:
-        usual, thread = distributed_c10d._process_group_name, threading.get_ident()
+        original, thread = distributed_c10d._process_group_name, threading.get_ident()
 
-        def agreed(ranks: Any, use_hashed_name: bool) -> Any:
-            return name if threading.get_ident() == thread else usual(ranks, use_hashed_name)
+        def agreed_name(ranks: Any, use_hashed_name: bool) -> Any:
+            return name if threading.get_ident() == thread else original(ranks, use_hashed_name)
 
-        distributed_c10d._process_group_name = agreed
+        distributed_c10d._process_group_name = agreed_name
         try:
             return dist.new_group(
                 list(job_ranks),
@@ -55,18 +55,18 @@ def new_group(job_ranks: Sequence[int], name: str, backend: str, timeout_s: floa
                 group_desc=name,
             )
         finally:
-            distributed_c10d._process_group_name = usual
+            distributed_c10d._process_group_name = original
 
 
 class StoreGroup:
-    """A :class:`~shotcast.memory.symmetric.HostGroup` over the store of a torch.distributed process group.
+    """A :class:`~shotcast.memory.symmetric.HostGroup` on the store of a torch.distributed process group.
 
-    Every rank builds its objects for one process group in the same order; that is what keeps their keys apart.
+    Every rank creates its objects for one process group in the same order, which keeps their keys apart.
 
     Args:
         group: the process group.
-        timeout_s: default for how long a rank may be awaited.
-        order: rank in the process group by rank here.
+        timeout_s: the default for how long a rank is awaited.
+        order: for each rank of the communicator, its rank in the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int]):
@@ -75,23 +75,24 @@ class StoreGroup:
         self.world_size = len(self.order)
         self._timeout_s = timeout_s
         name = group.group_name
-        self.name = f"{name}/{_built[name]}"  # the same on all ranks; no other object of this process has it
+        self.name = f"{name}/{_built[name]}"  # the same on all ranks, and unique in this process
         self._store = dist.PrefixStore(f"shotcast/{self.name}", _job_store())
         _built[name] += 1
         self._step = 0
 
     def store(self, name: str) -> dist.Store:
-        """A part of the job's store for ``name`` alone."""
+        """Return a part of the job's store that is reserved for ``name``."""
         return dist.PrefixStore(name, self._store)
 
     def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
-        """Every rank's ``value`` (picklable), by rank.
+        """Return every rank's ``value`` (picklable), by rank.
 
-        No timeout holds where the process of the store itself is stopped: PyTorch waits for its answer without end.
+        The timeout does not hold if the process that hosts the store is stopped: PyTorch waits for its answer without
+        end.
 
         Raises:
-            CollectiveTimeout: naming the ranks that did not come within ``timeout_s``. They still may: this rank has
-                not taken the step either, so its next call is the one that meets theirs.
+            CollectiveTimeout: naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
+                rank has not taken the step either, so its next call is the one that meets theirs.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self._step
@@ -100,30 +101,30 @@ class StoreGroup:
         values, missing = [], []
         for rank in range(self.world_size):
             key = f"{step}/{rank}"
-            if self._comes(key, deadline):
+            if self._arrives(key, deadline):
                 values.append(pickle.loads(self._store.get(key)))
             else:
                 missing.append(rank)
         if missing:
             raise CollectiveTimeout(self.rank, missing, what, step, timeout_s)
         self._step += 1
-        if step >= 2:  # everybody has come to step - 1, so everybody has read step - 2
+        if step >= 2:  # every rank has reached step - 1, so every rank has read step - 2
             self._store.delete_key(f"{step - 2}/{self.rank}")
         return values
 
-    def _comes(self, key: str, deadline: float) -> bool:
+    def _arrives(self, key: str, deadline: float) -> bool:
         left = deadline - time.monotonic()
         if left > 0:
             try:
-                self._store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would be without end
+                self._store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would wait without end
             except dist.DistNetworkError:
                 raise
-            except RuntimeError:  # DistStoreError of most stores; FileStore has none of its own
+            except RuntimeError:  # most stores raise DistStoreError; FileStore raises this
                 pass
             else:
                 return True
-        return self._store.check([key])  # however long the store takes to say so: who came in time is not missing
+        return self._store.check([key])  # a rank that arrived in time is not missing, however late the store says so
 
     def barrier(self, timeout_s: float | None = None, what: str = "barrier") -> None:
-        """Returns once every rank has called. Raises CollectiveTimeout naming the ranks that did not come."""
+        """Wait until every rank has called. Raises CollectiveTimeout naming the ranks that did not arrive."""
         self.all_gather(None, timeout_s, what)

@@ -1,4 +1,4 @@
-"""Tensors of a fused call beside its input."""
+"""Tensors of a fused call other than its input."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class NormTensors(NamedTuple):
-    """What the residual add and RMSNorm after a sum read and write.
+    """The tensors that the residual add and RMSNorm after a sum read and write.
 
-    R rows end up on this rank: all of ``x``'s, or after a reduce-scatter its share. What a plan's
+    R rows end up on this rank: all rows of ``x`` or, after a reduce-scatter, its share. A tensor that a plan's
     :class:`~shotcast.wire.Norm` does not ask for is None.
 
     Attributes:
-        residual: [R, hidden], dtype of the call.
-        weight: [hidden], dtype of the call.
+        residual: [R, hidden], of the call's dtype.
+        weight: [hidden], of the call's dtype.
         eps: added to the mean square.
-        new_residual: [R, hidden], written: sum + residual, rounded. May be ``residual`` itself.
-        normed: [R, hidden] (all ranks' rows, where they are gathered), written.
-        quantized: as ``normed``, float8_e4m3fn, written.
+        new_residual: [R, hidden], written: sum + residual, rounded. It may be ``residual`` itself.
+        normed: [R, hidden] (the rows of all ranks, if they are gathered), written.
+        quantized: like ``normed`` in float8_e4m3fn, written.
         scale: float32; one value, read (static), or [rows of quantized, 1], written (dynamic).
     """
 

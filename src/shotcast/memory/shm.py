@@ -1,8 +1,8 @@
-"""Symmetric memory of CPU ranks: one POSIX shared-memory segment per rank, mapped by all of them.
+"""Symmetric memory of CPU ranks: one POSIX shared-memory segment for each rank, mapped by all of them.
 
-A segment has a name only while the ranks find each other; after that it lives as long as its mappings, so however a
-job ends, nothing is left behind. A creator that is killed in that short time leaves a file whose lock is free: the next
-buffer that anybody of the same user creates removes it.
+A segment has a name only until the ranks have found each other. After that it lives as long as its mappings, so nothing
+is left behind however a job ends. A creator that is killed in that short time leaves a file whose lock is free: the
+next buffer that any process of the same user creates removes it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def _lock(descriptor: int) -> bool:
 
 
 def sweep(directory: str) -> list[str]:
-    """Removes segments in ``directory`` that killed processes of this user left; returns their names.
+    """Remove segments in ``directory`` that killed processes of this user left; return their names.
 
-    A segment is stale when its lock can be taken: the creator holds it from creation until it removes the name. (A
-    creator that has not come to locking yet finds its segment taken or gone, and makes another.)
+    A segment is stale if its lock can be taken: the creator holds the lock from creation until it removes the name. (A
+    creator that has not locked its segment yet finds it taken or gone, and makes another.)
     """
     removed = []
     try:
@@ -71,7 +71,7 @@ def sweep(directory: str) -> list[str]:
 
 
 def _create(directory: str, nbytes: int) -> tuple[str, int]:
-    """A new locked segment with its memory reserved: (path, descriptor). Raises OSError, leaving nothing."""
+    """Create a locked segment with its memory reserved; return path and descriptor. An OSError leaves none behind."""
     for _ in range(_ATTEMPTS):
         path = os.path.join(directory, _prefix() + secrets.token_hex(8))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -85,7 +85,7 @@ def _create(directory: str, nbytes: int) -> tuple[str, int]:
                 os.unlink(path)
             os.close(descriptor)
             raise
-        # A sweep came between creation and locking.
+        # A sweep ran between creation and locking.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os.close(descriptor)
@@ -93,7 +93,7 @@ def _create(directory: str, nbytes: int) -> tuple[str, int]:
 
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    # Page tables are filled now rather than by faults in the first collective.
+    # Fill the page tables now; otherwise the first collective would take the page faults.
     return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
@@ -111,7 +111,9 @@ def _map_peer(path: str, nbytes: int) -> mmap.mmap:
 def _explain(error: OSError, directory: str, nbytes: int, world_size: int) -> str:
     wanted = f"{about_size(nbytes * world_size)} for {world_size} ranks ({about_size(nbytes)} each)"
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT):
-        return f"cannot create shared memory in {directory}, {wanted}: {error}. SHOTCAST_SHM_DIR names another tmpfs"
+        return (
+            f"cannot create shared memory in {directory}, {wanted}: {error}. Set SHOTCAST_SHM_DIR to use another tmpfs"
+        )
     try:
         state = os.statvfs(directory)
         free = about_size(state.f_bavail * state.f_frsize)
@@ -125,20 +127,21 @@ def _explain(error: OSError, directory: str, nbytes: int, world_size: int) -> st
 
 
 def _raise_failures(group: HostGroup, failure: str | None) -> None:
-    """Collective: raises on every rank what failed on any."""
+    """Raise on every rank the failures of all ranks. Collective."""
     failures = group.all_gather(failure)
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
-    if told:
-        raise ConfigError(told)
+    message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+    if message:
+        raise ConfigError(message)
 
 
 class ShmBuffer:
-    """``nbytes`` (rounded up to whole pages) of zeroed shared memory per rank, mapped by every rank of ``group``.
+    """``nbytes`` (rounded up to whole pages) of zeroed shared memory on each rank, mapped by every rank of ``group``.
 
-    Construction is collective. It raises ConfigError on every rank when it fails on one (message: which rank, how much
-    was wanted and free, what to do), and CollectiveTimeout when a rank does not come. No file outlives construction.
+    Construction is collective. If it fails on one rank, it raises ConfigError on every rank (with the rank, the wanted
+    and free memory, and what to do); if a rank does not arrive, it raises CollectiveTimeout. No file outlives
+    construction.
 
-    The mappings end with :meth:`close` and the last tensor that :meth:`view` gave out.
+    The mappings end with :meth:`close` and with the last tensor that :meth:`view` returned.
     """
 
     def __init__(self, group: HostGroup, nbytes: int):
@@ -159,19 +162,19 @@ class ShmBuffer:
             except OSError as error:
                 failure = _explain(error, directory, self._nbytes, group.world_size)
             offers = group.all_gather((path, failure, self._nbytes))
-            told = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(offers) if text is not None)
+            message = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(offers) if text is not None)
             sizes = [size for _, _, size in offers]
-            if not told and len(set(sizes)) > 1:
-                told = f"the ranks ask for different sizes of shared memory: {sizes}"
-            if told:
-                raise ConfigError(told)
+            if not message and len(set(sizes)) > 1:
+                message = f"the ranks request different sizes of shared memory: {sizes}"
+            if message:
+                raise ConfigError(message)
             try:
                 for rank, (peer_path, _, _) in enumerate(offers):
                     own = rank == group.rank
                     maps.append(_map(descriptor, self._nbytes) if own else _map_peer(peer_path, self._nbytes))
             except OSError as error:
                 failure = f"cannot map the shared memory of rank {len(maps)}: {error}"
-            # Also the barrier after which names are no longer needed.
+            # This is also the barrier after which the names are no longer needed.
             _raise_failures(group, failure)
         except BaseException:
             for mapping in maps:
@@ -193,21 +196,22 @@ class ShmBuffer:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where each rank's memory lies in this process, by rank; valid until :meth:`close`. ClosedError after."""
+        """The address of each rank's memory in this process, by rank; valid until :meth:`close`, then ClosedError."""
         if not self._maps:
             raise ClosedError("this shared memory was closed")
         return self._addresses
 
     @property
     def multicast_address(self) -> int:
-        """0: every store to shared memory reaches all ranks already."""
+        """0, as every store to shared memory reaches all ranks already."""
         return 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Rank ``rank``'s bytes from ``offset`` on as a tensor of ``shape``; it keeps the memory mapped while it lives.
+        """Return rank ``rank``'s bytes from ``offset`` on as a tensor of ``shape``, which keeps the memory mapped.
 
-        Raises ConfigError when that is not inside the memory, or ``offset`` is no multiple of the item size, and
-        ClosedError after :meth:`close`.
+        Raises:
+            ConfigError: this is not inside the memory, or ``offset`` is not a multiple of the item size.
+            ClosedError: after :meth:`close`.
         """
         if not self._maps:
             raise ClosedError("this shared memory was closed")
@@ -225,8 +229,11 @@ class ShmBuffer:
         return torch.frombuffer(self._maps[rank], dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def close(self) -> None:
-        """Ends this process's mappings, those of living views when the last of them dies. Does nothing twice."""
-        # Not mmap.close(): a tensor made by torch.frombuffer holds the map, but not in a way that close() respects.
+        """End this process's mappings; a mapping with living views ends with the last of them.
+
+        A second call does nothing.
+        """
+        # Not mmap.close(): it does not respect that a tensor made by torch.frombuffer still uses the map.
         self._maps = ()
 
     def __enter__(self) -> ShmBuffer:

@@ -1,6 +1,6 @@
-"""What CUDA device and stream are current, asked for at little cost. The only file that uses PyTorch's private ways.
+"""The current CUDA device and stream, at little cost. The only file that uses PyTorch's private functions for them.
 
-Their public forms check and wrap, for a microsecond or so each; an eager call makes several such questions.
+Their public forms check and wrap, which takes a microsecond or so each, and an eager call needs several.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import torch
 
 
 def raw_stream(device_index: int) -> int:
-    """Handle of the current stream of a GPU."""
+    """Return the handle of the current stream of a GPU."""
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def current_device() -> int:
-    """Index of the current GPU."""
+    """Return the index of the current GPU."""
     return torch._C._cuda_getDevice()
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured in a graph."""
+    """Return whether the current stream is being captured in a graph."""
     return torch._C._cuda_isCurrentStreamCapturing()

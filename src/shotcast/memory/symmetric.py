@@ -1,4 +1,4 @@
-"""What symmetric memory is, wherever it lies."""
+"""The interfaces of symmetric memory and of the ranks that share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class HostGroup(Protocol):
-    """The ranks of one communicator, seen from the host: rank numbers, and small objects exchanged slowly."""
+    """The ranks of one communicator, seen from the host: rank numbers, and a slow exchange of small objects."""
 
     @property
     def rank(self) -> int: ...
@@ -18,19 +18,20 @@ class HostGroup(Protocol):
     def world_size(self) -> int: ...
 
     def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Every rank's ``value`` (picklable), by rank. Raises CollectiveTimeout naming the ranks that did not come."""
+        """Return every rank's ``value`` (picklable), by rank. Raises CollectiveTimeout naming the missing ranks."""
         ...
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Returns once every rank has called. Raises CollectiveTimeout naming the ranks that did not come."""
+        """Wait until every rank has called. Raises CollectiveTimeout naming the missing ranks."""
         ...
 
 
 class SymmetricBuffer(Protocol):
     """``nbytes`` of memory on every rank, mapped by all of them.
 
-    ``addresses[r]`` is where rank r's bytes lie in *this* process (or on this process's GPU); ``multicast_address`` is
-    an address whose stores reach all ranks at once, or 0. New memory is zero. The owner closes it; views die with it.
+    ``addresses[r]`` is the address of rank r's bytes in *this* process (or on this process's GPU);
+    ``multicast_address`` is an address whose stores reach all ranks at once, or 0. New memory is zero. The owner closes
+    it, which ends its views.
     """
 
     @property
@@ -43,7 +44,7 @@ class SymmetricBuffer(Protocol):
     def multicast_address(self) -> int: ...
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Rank ``rank``'s bytes from ``offset`` on as a tensor; raises ConfigError beyond the end."""
+        """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         ...
 
     def close(self) -> None: ...
