@@ -1,4 +1,4 @@
-"""Barrier: the header exchange that every call makes, and nothing beside it."""
+"""Barrier: the header exchange that every call performs, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ from shotcast.transport.triton.sync import enter, exchange_headers
 
 @kernel
 def barrier(own, peers, rank, header, WORLD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr):
+    """Return once every rank has begun this call."""
     call = enter(own, peers, rank, header, WARPS, PDL)
     exchange_headers(call, call.rank * 0, False, WORLD, WARPS, PDL)

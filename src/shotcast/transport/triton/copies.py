@@ -1,11 +1,11 @@
-"""Copies in one step: all_gather (also uneven), all_to_all, broadcast. Bytes move; nothing is computed.
+"""Copies in one step: all_gather (also with uneven parts), all_to_all and broadcast.
 
     all_gather:  out = x_0, x_1, ..., x_{N-1}                   each rank sends x to all
     all_to_all:  out_i = part_i(x_0), ..., part_i(x_{N-1})      each rank sends part j to rank j
     broadcast:   out_i = x_root                                 the root sends x to all
 
-Floating-point data goes through sentinel slots, exact but for the payload of NaNs; anything else goes as flag cells, at
-twice the bytes, exact.
+Floating-point data goes through sentinel slots, exact but for the payload of NaNs. Any other data goes as flag cells,
+exact to the bit, at twice the bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def copy(
     header,
     root,
     part_nbytes,  # bytes of the largest part
-    start0,  # part r lies in out at byte start_r, and ends where part r + 1 begins
+    start0,  # part r of out is the bytes from start_r to start_(r + 1)
     start1,
     start2,
     start3,
@@ -69,53 +69,54 @@ def copy(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Copy x into out on the ranks that KIND names: GATHER, EXCHANGE (all_to_all) or BROADCAST."""
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     addresses = peer_addresses(peers, rank, worker, WORLD)
     starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
-    mine = part_nbytes  # bytes that this rank sends
-    begins = part_nbytes * 0  # where they lie in out
-    seat = rank
+    own_nbytes = part_nbytes  # bytes that this rank sends
+    own_start = part_nbytes * 0  # where they lie in out
+    slot_index = rank
     senders: tl.constexpr = 1 if KIND == BROADCAST else WORLD
     if KIND == GATHER:
         for r in tl.static_range(WORLD):
-            mine = tl.where(rank == r, starts[r + 1] - starts[r], mine)
-            begins = tl.where(rank == r, starts[r], begins)
+            own_nbytes = tl.where(rank == r, starts[r + 1] - starts[r], own_nbytes)
+            own_start = tl.where(rank == r, starts[r], own_start)
     if KIND == BROADCAST:
-        mine = tl.where(rank == root, part_nbytes, 0)
-        seat = rank * 0
+        own_nbytes = tl.where(rank == root, part_nbytes, 0)
+        slot_index = rank * 0
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
-    tiles = tiles_to_send(x, rank, worker, mine, offs, KIND == EXCHANGE, UNIT, WORLD)
+    tiles = tiles_to_send(x, rank, worker, own_nbytes, offs, KIND == EXCHANGE, UNIT, WORLD)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
-    quads = (part_nbytes + 15) // 16  # of a slot
+    quads = (part_nbytes + 15) // 16  # quads of a slot
     extent = 0 if CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
     else:
         if CELLS:
-            box = cells_offset(call.epoch, cells_at, cells_quads)
+            buffer = cells_offset(call.epoch, cells_at, cells_quads)
             stride = quads * 2
         else:
-            box = slots_offset(call.generation, slots_at, slots_quads)
+            buffer = slots_offset(call.generation, slots_at, slots_quads)
             stride = quads
-        reach = (mine + 15) // 16 * 4
-        place = box + seat * stride
-        for start in range(worker * BLOCK, reach, workers * BLOCK):
+        own_span = (own_nbytes + 15) // 16 * 4
+        own_slot = buffer + slot_index * stride
+        for start in range(worker * BLOCK, own_span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
                 for i in tl.static_range(WORLD - 1):
                     words = tiles[i] if CELLS else escape_sentinel(tiles[i])
-                    store_to(call, addresses[i], place, offs, words, offs < reach, CELLS)
+                    store_to(call, addresses[i], own_slot, offs, words, offs < own_span, CELLS)
             else:
                 words = tiles[0] if CELLS else escape_sentinel(tiles[0])
-                store_to_all(call, addresses, place, offs, words, offs < reach, CELLS, MULTICAST, WORLD - 1)
-                store_words(out, begins, offs, tiles[0], mine, UNIT)
-            tiles = tiles_to_send(x, rank, worker, mine, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
-        left = leave_epoch(call, extent, not CELLS)
+                store_to_all(call, addresses, own_slot, offs, words, offs < own_span, CELLS, MULTICAST, WORLD - 1)
+                store_words(out, own_start, offs, tiles[0], own_nbytes, UNIT)
+            tiles = tiles_to_send(x, rank, worker, own_nbytes, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
+        dirty = leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
         if not CELLS:
-            clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK)
+            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
@@ -125,14 +126,14 @@ def copy(
             for r in tl.static_range(senders):
                 size = starts[r + 1] - starts[r]
                 if not MULTICAST:
-                    size = tl.where(rank == (root if KIND == BROADCAST else r), 0, size)  # it sends itself nothing
+                    size = tl.where(rank == (root if KIND == BROADCAST else r), 0, size)  # it sends nothing to itself
                 sizes = sizes + (size,)
                 masks = masks + (offs < (size + 15) // 16 * 4,)
             first = root if KIND == BROADCAST else rank * 0
-            parts, call = await_words(call, box, stride, offs, masks, first, CELLS, senders, WORLD)
+            parts, call = await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
             for r in tl.static_range(senders):
                 store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT)
             if KIND == EXCHANGE:
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, own_words, part_nbytes, UNIT)
             if CLEAR_AFTER_READ:
-                clear_parts(call, box, stride, offs, masks, senders)
+                clear_parts(call, buffer, stride, offs, masks, senders)

@@ -2,8 +2,8 @@
 
     row_i = sum over r of x_r[i];  every rank norms every row
 
-Wins for small messages, as one-shot does. A program has one tile of one row: it sends it to all, adds up the peers',
-and norms it with the other programs of the row (see ``fused_tiles.py``).
+It wins for small messages, as one-shot does. A program has one tile of one row. It sends the tile to all ranks, sums it
+with those of the peers, and norms it together with the other programs of the row (``fused_tiles.py``).
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def one_shot_rms_norm(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a tile, ROW_TILES tiles of BLOCK words a row.
+    """Sum x over all ranks, add the residual, and norm the rows.
 
-    The next kernel, which mostly loads weights first, is let in at once; and what is to be summed is on its way while
-    the epoch is read. Either saves half a microsecond between products.
+    There is one program for each tile of BLOCK words, ROW_TILES tiles to a row. The next kernel, which usually loads
+    weights first, is allowed to launch at once. And the words to sum are loaded while the epoch is read. Each of these
+    saves half a microsecond between matrix products.
     """
     release_next_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
@@ -69,20 +70,20 @@ def one_shot_rms_norm(
     extent = tiles * (TILE * WORLD)
     tile = tl.program_id(0) - 1
     offs = tl.arange(0, BLOCK)
-    _, _, at, here = tile_bounds(tile, tiles, ROW, BLOCK, ROW_TILES)
+    _, _, tile_start, tile_nbytes = tile_bounds(tile, tiles, ROW, BLOCK, ROW_TILES)
     addresses = peer_addresses(peers, rank, tile, WORLD)
     await_prior_kernel(PDL)
-    words = load_words(x, at, offs, here, 16)
+    words = load_words(x, tile_start, offs, tile_nbytes, 16)
     residual_tiles = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, ROW_TILES, False)
     weight_tiles = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, ROW_TILES, True)
-    call = enter(own, peers, rank, header, WARPS, False)  # it has been waited for
+    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, False)
     else:
         slots = slots_offset(call.generation, slots_at, slots_quads)
-        span = here // 16 * 4
-        place = slots + (rank * tiles + tile) * TILE
-        store_to_all(call, addresses, place, offs, escape_sentinel(words), offs < span, False, False, WORLD - 1)
+        span = tile_nbytes // 16 * 4
+        slot = slots + (rank * tiles + tile) * TILE
+        store_to_all(call, addresses, slot, offs, escape_sentinel(words), offs < span, False, False, WORLD - 1)
         dirty = leave_epoch(call, extent, True)
         clear_previous(call, dirty, slots_at, slots_quads, tile, tl.num_programs(0) - 1, BLOCK)
         masks = arrival_masks(call, offs, span, 0, span, WORLD, True)

@@ -1,11 +1,12 @@
-"""Reduce-scatter of rows, with residual add, RMSNorm and FP8 in the same kernel, and a second shot where all gather.
+"""Reduce-scatter of rows with residual add, RMSNorm and FP8 in one kernel, and optionally an all-gather.
 
-    reduce_scatter:  row_i = sum over r of x_r[i], for i mine    each rank norms its rows
-    with gather:     and sends them, normed, to all              sequence parallelism in one kernel
+    reduce_scatter:  row_i = sum over r of x_r[i], for the rows i of this rank    each rank norms its rows
+    with gather:     and sends them, normed, to all                               sequence parallelism in one kernel
 
-The gather form is a two-shot whose second shot carries the norm, or its FP8 and scales, instead of the sum. After the
-program of the headers come programs that push tiles, then programs that norm whole rows: a row's sum of squares needs
-all of it at once. A program waits only for programs of lower index, or of its own on other ranks.
+The gather form is a two-shot whose second shot carries the norm, or its FP8 values and scales, instead of the sum.
+Program 0 exchanges the headers. Then come programs that push tiles, and then programs that norm whole rows, because a
+row's sum of squares needs all of it at once. A program waits only for programs of lower index, or of its own index on
+other ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from shotcast.transport.triton.sync import (
 
 @triton.constexpr_function
 def smaller(a, b):
+    """Return the smaller of two compile-time numbers."""
     return min(a, b)
 
 
 @triton.jit
 def sum_of_slots(
     call,
-    at,
+    slots,
     stride,
-    mine,
+    own_words,
     SPAN: tl.constexpr,
     OWN: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -50,20 +52,22 @@ def sum_of_slots(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Sum of SPAN words of each rank's slot, in rank order. Returns (words, call).
+    """Sum SPAN words of each rank's slot, in rank order. Returns (words, call).
 
-    GROUP slots are polled at once, as many as registers hold. With OWN, this rank's words are ``mine``, from no slot;
-    then all slots are one group.
+    GROUP slots are polled at once, as many as fit in registers. With OWN, this rank's words are ``own_words``, which
+    are in no slot; then all slots are one group.
     """
     offs = tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, WORLD, GROUP):
-        place = at + first * stride
+        group_slots = slots + first * stride
         masks = arrival_masks(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
-        parts, call = await_words(call, place, stride, offs, masks, first, False, smaller(GROUP, WORLD - first), WORLD)
+        parts, call = await_words(
+            call, group_slots, stride, offs, masks, first, False, smaller(GROUP, WORLD - first), WORLD
+        )
         if OWN:
-            parts = insert_own(parts, mine, call.rank, WORLD)
+            parts = insert_own(parts, own_words, call.rank, WORLD)
         low, high = sum_on(low, high, parts, smaller(GROUP, WORLD - first), DTYPE)
     return pack(low, high, DTYPE), call
 
@@ -87,7 +91,7 @@ def take_rows(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row ``row`` of the ranks from FIRST on, COUNT of them, from the second shot to the outputs. Returns the call."""
+    """Copy row ``row`` of COUNT ranks, from rank FIRST on, from the second shot to the outputs. Returns the call."""
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     NORM_QUADS: tl.constexpr = ROW // 16 if KEEPS_NORMED else 0
     FP8_QUADS: tl.constexpr = (HIDDEN + 15) // 16 if QUANTIZE != NONE else 0
@@ -95,29 +99,31 @@ def take_rows(
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4
     SENT_QUADS: tl.constexpr = NORM_QUADS + FP8_QUADS + SCALE_QUADS
     offs = tl.arange(0, BLOCK)
-    at = second_shot + (FIRST * rows + row) * SENT_QUADS
+    slots = second_shot + (FIRST * rows + row) * SENT_QUADS
     stride = rows * SENT_QUADS
     if KEEPS_NORMED:
         span = ROW // 4
         masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
-        parts, call = await_words(call, at, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
+        parts, call = await_words(call, slots, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
-            there = (FIRST + r) * rows + row
-            left = tl.where(call.rank == FIRST + r, 0, ROW)
-            store_words(normed, there * ROW, offs, nan_unless(call.live, parts[r], DTYPE), left, 16)
+            out_row = (FIRST + r) * rows + row
+            row_nbytes = tl.where(call.rank == FIRST + r, 0, ROW)
+            store_words(normed, out_row * ROW, offs, nan_unless(call.live, parts[r], DTYPE), row_nbytes, 16)
     if QUANTIZE != NONE:
         span = (FP8_QUADS + SCALE_QUADS) * 4
         masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
-        parts, call = await_words(call, at + NORM_QUADS, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
+        parts, call = await_words(call, slots + NORM_QUADS, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
-            there = (FIRST + r) * rows + row
-            left = tl.where(call.rank == FIRST + r, 0, HIDDEN)
+            out_row = (FIRST + r) * rows + row
+            row_nbytes = tl.where(call.rank == FIRST + r, 0, HIDDEN)
             words = tl.where(call.live != 0, parts[r], 0x7F7F7F7F)
-            store_words(quantized, there * HIDDEN, offs, words, left, FP8_UNIT)
+            store_words(quantized, out_row * HIDDEN, offs, words, row_nbytes, FP8_UNIT)
             if QUANTIZE == DYNAMIC:
                 factor = tl.sum(tl.where(offs == FP8_QUADS * 4, parts[r], 0), axis=0)
                 factor = nan_unless(call.live, factor, tl.float32)
-                tl.store(scale.to(tl.int64).to(tl.pointer_type(tl.int32)) + there, factor, mask=call.rank != FIRST + r)
+                tl.store(
+                    scale.to(tl.int64).to(tl.pointer_type(tl.int32)) + out_row, factor, mask=call.rank != FIRST + r
+                )
     return call
 
 
@@ -135,7 +141,7 @@ def scatter_rms_norm(
     peers,
     rank,
     header,
-    nbytes,  # of the rows that each rank sums
+    nbytes,  # bytes of the rows that each rank sums
     row_programs,
     slots_at,
     slots_quads,
@@ -152,20 +158,24 @@ def scatter_rms_norm(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sum this rank's rows of x over all ranks, add the residual, and norm them.
+
+    With GATHER, all ranks then gather the normed rows.
+    """
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
-    # a gathered row: the norm, if kept, then its FP8, then a quad of its scale
+    # a gathered row consists of the norm (if kept), its FP8 values, and one quad for its scale
     NORM_QUADS: tl.constexpr = ROW // 16 if KEEPS_NORMED else 0
     FP8_QUADS: tl.constexpr = (HIDDEN + 15) // 16 if QUANTIZE != NONE else 0
     SENT_QUADS: tl.constexpr = NORM_QUADS + FP8_QUADS + (1 if QUANTIZE == DYNAMIC else 0)
     FP8_WORDS: tl.constexpr = FP8_QUADS * 4
     FP8_BLOCK: tl.constexpr = ROW_BLOCK // (DTYPE.primitive_bitwidth // 8)
-    EARLY: tl.constexpr = ROW_BLOCK <= 4096  # registers of longer rows hold nothing while they poll
-    OWN: tl.constexpr = GROUP == WORLD  # this rank's part of its own rows is read where it lies
-    # a row of its own goes straight to the output; but what the switch brings back must have come before its slot is
-    # cleared, so then it is waited for like the others'
+    EARLY: tl.constexpr = ROW_BLOCK <= 4096  # longer rows leave no registers for this while they poll
+    OWN: tl.constexpr = GROUP == WORLD  # this rank reads its own part of its rows from x
+    # This rank's rows go directly to the output. With MULTICAST the switch sends them back here too, and they must have
+    # arrived before their slots are cleared; so this rank waits for them as for those of others.
     SKIP_SELF: tl.constexpr = GROUP == WORLD and not MULTICAST
     call = enter(own, peers, rank, header, WARPS, PDL)
-    quads = nbytes // 16  # of one slot
+    quads = nbytes // 16  # quads of one slot
     rows = nbytes // ROW
     extent = quads * WORLD
     if GATHER:
@@ -178,7 +188,7 @@ def scatter_rms_norm(
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
     elif program <= pushers:
         worker = program - 1
-        summers = peer_addresses(peers, rank, worker, WORLD, OWN)
+        addresses = peer_addresses(peers, rank, worker, WORLD, OWN)
         span = quads * 4
         for start in range(worker * BLOCK, span, pushers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
@@ -187,14 +197,14 @@ def scatter_rms_norm(
                 parts = parts + (load_words(x, rotated_peer(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),)
             for i in tl.static_range(WORLD - OWN):
                 words = escape_sentinel(parts[i])
-                store_to(call, summers[i], slots + rank * quads, offs, words, offs < span, False)
+                store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, BLOCK)
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
-        gain = load_words(weight, 0, offs, ROW, 16)
+        weight_words = load_words(weight, 0, offs, ROW, 16)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
@@ -206,23 +216,23 @@ def scatter_rms_norm(
         for row in range(worker, rows, row_programs):
             start = row * ROW
             if EARLY:
-                before = load_words(residual, start, offs, ROW, 16)
-            mine = gain
+                residual_words = load_words(residual, start, offs, ROW, 16)
+            own_words = weight_words
             if OWN:
-                mine = load_words(x, start + rank * nbytes, offs, ROW, 16)
+                own_words = load_words(x, start + rank * nbytes, offs, ROW, 16)
             total, call = sum_of_slots(
-                call, slots + row * (ROW // 16), quads, mine, ROW // 4, OWN, DTYPE, WORLD, ROW_BLOCK, GROUP
+                call, slots + row * (ROW // 16), quads, own_words, ROW // 4, OWN, DTYPE, WORLD, ROW_BLOCK, GROUP
             )
             if not EARLY:
-                before = load_words(residual, start, offs, ROW, 16)
-                gain = load_words(weight, 0, offs, ROW, 16)
+                residual_words = load_words(residual, start, offs, ROW, 16)
+                weight_words = load_words(weight, 0, offs, ROW, 16)
             norm, packed, factor = finish_row(
                 call.live,
                 row,
                 first_row + row,
                 total,
-                before,
-                gain,
+                residual_words,
+                weight_words,
                 new_residual,
                 normed,
                 quantized,
@@ -236,20 +246,34 @@ def scatter_rms_norm(
                 ROW_BLOCK,
             )
             if GATHER:
-                to = second_shot + (first_row + row) * SENT_QUADS
+                row_slot = second_shot + (first_row + row) * SENT_QUADS
                 if KEEPS_NORMED:
                     words = escape_sentinel(norm)
-                    store_to_all(call, addresses, to, offs, words, offs < ROW // 4, False, MULTICAST, WORLD - SKIP_SELF)
+                    store_to_all(
+                        call, addresses, row_slot, offs, words, offs < ROW // 4, False, MULTICAST, WORLD - SKIP_SELF
+                    )
                 if QUANTIZE != NONE:
-                    few = tl.arange(0, FP8_BLOCK)
-                    at = to + NORM_QUADS
-                    store_to_all(call, addresses, at, few, packed, few < FP8_WORDS, False, MULTICAST, WORLD - SKIP_SELF)
+                    fp8_offs = tl.arange(0, FP8_BLOCK)
+                    slot = row_slot + NORM_QUADS
+                    store_to_all(
+                        call,
+                        addresses,
+                        slot,
+                        fp8_offs,
+                        packed,
+                        fp8_offs < FP8_WORDS,
+                        False,
+                        MULTICAST,
+                        WORLD - SKIP_SELF,
+                    )
                 if QUANTIZE == DYNAMIC:
-                    # by a store to each peer: of a tile this small, each thread would multicast the whole
-                    four = tl.arange(0, 4)
+                    # a store to each peer: with a tile this small, every thread would multicast all of it
+                    scale_offs = tl.arange(0, 4)
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
-                    at = to + NORM_QUADS + FP8_QUADS
-                    store_to_all(call, addresses, at, four, words, four < 4, False, False, WORLD - SKIP_SELF)
+                    slot = row_slot + NORM_QUADS + FP8_QUADS
+                    store_to_all(
+                        call, addresses, slot, scale_offs, words, scale_offs < 4, False, False, WORLD - SKIP_SELF
+                    )
         if GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):

@@ -1,13 +1,15 @@
-"""A row's norm by programs that hold a tile of it each: what fused all-reduces do with a tile once its sum is there.
+"""The norm of a row by programs that hold one tile of it each: the last part of the fused all-reduces.
 
-Tiles are as small as those of the plain all-reduce, as that is what makes it fast; a row's programs tell each other
-their part of the sum of squares (and, for FP8 by rows, of the largest value) through cells in this GPU's memory: 32
-bits of value, 32 of the call's number, so a cell is its own flag and is never cleared. All cells of a row are polled at
-once, but for a program's own: a load seems to wait for the program's store to the same 128 bytes. Cells of few rows are
-so far cell_stride (``cell_stride``, in cells) that the others are not in those.
+Tiles are as small as those of the plain all-reduce, because that is what makes it fast. The programs of a row tell each
+other their part of the sum of squares (and, for FP8 with a scale for each row, of the largest value) through cells in
+this GPU's memory. A cell holds 32 bits of value and 32 of the number of the call, so it is its own flag and is never
+cleared. A program polls all cells of a row at once, except its own: a load seems to wait for the program's own store to
+the same 128 bytes. In calls of few rows, cells are so far apart (``cell_stride``, in cells) that those of other
+programs are not in the same 128 bytes.
 
-Every program writes its cell, also when the call was stopped, so nobody waits here for longer than its row's programs
-wait for their peers. They start in the order of their numbers; a row's fit on any GPU together.
+Every program writes its cell, also when the call was stopped, so no program waits here for longer than the programs of
+its row wait for their peers. Programs start in the order of their numbers, and those of one row fit on any GPU
+together.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from shotcast.kernels.triton.norm import (
 
 @triton.jit
 def tile_bounds(tile, tiles, ROW: tl.constexpr, BLOCK: tl.constexpr, ROW_TILES: tl.constexpr):
-    """(row, part, first byte, bytes) of a tile; no bytes before the first or beyond the last."""
+    """Return (row, index in the row, first byte, bytes) of a tile; 0 bytes if there is no such tile."""
     row = tile // ROW_TILES
     part = tile % ROW_TILES
     nbytes = tl.minimum(BLOCK * 4, ROW - part * (BLOCK * 4))
@@ -38,26 +40,26 @@ def tile_bounds(tile, tiles, ROW: tl.constexpr, BLOCK: tl.constexpr, ROW_TILES: 
 
 @triton.jit
 def tag_of(epoch):
-    """32 bits that name a call; odd, so that memory never written names none."""
+    """Return 32 bits that identify a call. They are odd, so memory that was never written identifies no call."""
     return (epoch * 2 + 1) & 0xFFFFFFFF
 
 
 @triton.jit
 def load_cells(base, cell_stride, rows, parts, own_cells, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr):
-    """All cells of COUNT rows, with ``own_cells[i]`` as part ``parts[i]``; those that there are none of read as 0."""
+    """Load all cells of COUNT rows, with ``own_cells[i]`` as part ``parts[i]``; cells that do not exist read as 0."""
     WIDTH: tl.constexpr = triton.next_power_of_2(ROW_TILES)
     lanes = tl.arange(0, WIDTH)
     cells = ()
     for i in tl.static_range(COUNT):
-        there = (lanes < ROW_TILES) & (present[i] != 0) & (lanes != parts[i])
-        seen = tl.load(base + (rows[i] * WIDTH + lanes) * cell_stride, mask=there, other=0, volatile=True)
+        expected = (lanes < ROW_TILES) & (present[i] != 0) & (lanes != parts[i])
+        seen = tl.load(base + (rows[i] * WIDTH + lanes) * cell_stride, mask=expected, other=0, volatile=True)
         cells = cells + (tl.where(lanes == parts[i], own_cells[i], seen),)
     return cells
 
 
 @triton.jit
 def any_missing(cells, tag, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr):
-    """1 while a part of any row has not been own_cells in this call."""
+    """Return 1 while a part of any row has not been stored in this call, else 0."""
     lanes = tl.arange(0, triton.next_power_of_2(ROW_TILES))
     missing = lanes < 0
     for i in tl.static_range(COUNT):
@@ -67,7 +69,10 @@ def any_missing(cells, tag, present, COUNT: tl.constexpr, ROW_TILES: tl.constexp
 
 @triton.jit
 def store_parts(call, cells, cell_stride, rows, parts, bits, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Give ``bits[i]`` (int32) as part ``parts[i]`` of row ``rows[i]``, if ``present[i]`` is not 0. Returns cells."""
+    """Store ``bits[i]`` (int32) as part ``parts[i]`` of row ``rows[i]``, unless ``present[i]`` is 0.
+
+    Returns the stored cells.
+    """
     WIDTH: tl.constexpr = triton.next_power_of_2(ROW_TILES)
     base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
     own_cells = ()
@@ -82,10 +87,11 @@ def store_parts(call, cells, cell_stride, rows, parts, bits, present, COUNT: tl.
 def await_parts(
     call, cells, cell_stride, rows, parts, own_cells, present, COUNT: tl.constexpr, ROW_TILES: tl.constexpr
 ):
-    """The bits of all parts of each row, once they are stored. ``own_cells`` is what :func:`store_parts` returned.
+    """Wait until all parts of each row are stored, and return their bits.
 
-    Those are tensors of ROW_TILES rounded up to a power of two, 0 beyond ROW_TILES. Where ``present[i]`` is 0 there is
-    no tile. For programs of one warp, which sees one result of a reduction.
+    ``own_cells`` is what :func:`store_parts` returned. The bits are tensors of ROW_TILES rounded up to a power of two,
+    0 beyond ROW_TILES. Where ``present[i]`` is 0 there is no tile. Only programs of one warp may call this, because the
+    warps of a larger program could see different results of the reduction.
     """
     base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
     tag = tag_of(call.epoch)
@@ -125,33 +131,33 @@ def finish_tiles(
     BLOCK: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    """From words of the sums of tiles ``first + i stride``, i < COUNT, to all that is written of them.
+    """Write all outputs of tiles ``first + i * stride``, i < COUNT, given the words of their sums.
 
-    ``residual_tiles`` and ``weight_tiles`` are words of the residual and of the weight. All is NaN when the call was
-    stopped.
+    ``residual_tiles`` and ``weight_tiles`` are words of the residual and of the weight. All outputs are NaN when the
+    call was stopped.
     """
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4
     offs = tl.arange(0, BLOCK)
-    few = tl.arange(0, BLOCK // ITEM)
-    rows, parts, present, afters, squares = (), (), (), (), ()
+    fp8_offs = tl.arange(0, BLOCK // ITEM)
+    rows, parts, present, new_residuals, squares = (), (), (), (), ()
     for i in tl.static_range(COUNT):
-        row, part, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+        row, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         low, high = unpack(nan_unless(call.live, sums[i], DTYPE), DTYPE)
-        more_low, more_high = unpack(residual_tiles[i], DTYPE)
-        after = tl.where(offs < nbytes // 4, pack(low + more_low, high + more_high, DTYPE), 0)
+        residual_low, residual_high = unpack(residual_tiles[i], DTYPE)
+        new_residual_words = tl.where(offs < nbytes // 4, pack(low + residual_low, high + residual_high, DTYPE), 0)
         rows, parts, present = rows + (row,), parts + (part,), present + (nbytes,)
-        afters = afters + (after,)
-        squares = squares + (tree_sum_of_squares(after, BLOCK, DTYPE),)
+        new_residuals = new_residuals + (new_residual_words,)
+        squares = squares + (tree_sum_of_squares(new_residual_words, BLOCK, DTYPE),)
     if ROW_TILES > 1:
         bits = ()
         for i in tl.static_range(COUNT):
             bits = bits + (squares[i].to(tl.int32, bitcast=True),)
         own_cells = store_parts(call, sum_cells, cell_stride, rows, parts, bits, present, COUNT, ROW_TILES)
-    for i in tl.static_range(COUNT):  # what nobody waits for goes after what the row's programs wait for
-        _, _, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-        store_words(new_residual, at, offs, afters[i], nbytes, 16)
+    for i in tl.static_range(COUNT):  # after the stores that the row's programs wait for
+        _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+        store_words(new_residual, start, offs, new_residuals[i], nbytes, 16)
     if ROW_TILES > 1:
         all_bits = await_parts(call, sum_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         squares = ()
@@ -160,9 +166,9 @@ def finish_tiles(
     norms, largest = (), ()
     for i in tl.static_range(COUNT):
         factor = tl.rsqrt(squares[i] / HIDDEN + eps)
-        low, high = unpack(afters[i], DTYPE)
-        gain_low, gain_high = unpack(weight_tiles[i], DTYPE)
-        norm = pack(low * factor * gain_low, high * factor * gain_high, DTYPE)
+        low, high = unpack(new_residuals[i], DTYPE)
+        weight_low, weight_high = unpack(weight_tiles[i], DTYPE)
+        norm = pack(low * factor * weight_low, high * factor * weight_high, DTYPE)
         norms = norms + (norm,)
         if QUANTIZE == DYNAMIC:
             low, high = unpack(norm, DTYPE)
@@ -172,8 +178,8 @@ def finish_tiles(
         own_cells = store_parts(call, amax_cells, cell_stride, rows, parts, largest, present, COUNT, ROW_TILES)
     if KEEPS_NORMED:
         for i in tl.static_range(COUNT):
-            _, _, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-            store_words(normed, at, offs, norms[i], nbytes, 16)
+            _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+            store_words(normed, start, offs, norms[i], nbytes, 16)
     if QUANTIZE == DYNAMIC and ROW_TILES > 1:
         all_bits = await_parts(call, amax_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         largest = ()
@@ -182,14 +188,14 @@ def finish_tiles(
     if QUANTIZE != NONE:
         scales = scale.to(tl.int64).to(tl.pointer_type(tl.float32))
         for i in tl.static_range(COUNT):
-            row, part, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+            row, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
             if QUANTIZE == DYNAMIC:
                 factor = tl.where(call.live != 0, scale_of(largest[i]), float("nan"))
                 tl.store(scales + row, factor, mask=(part == 0) & (nbytes != 0))
             else:
                 factor = tl.load(scales)
             packed = quantized_words(norms[i], factor, BLOCK, DTYPE)
-            store_words(quantized, at // ITEM, few, packed, nbytes // ITEM, FP8_UNIT)
+            store_words(quantized, start // ITEM, fp8_offs, packed, nbytes // ITEM, FP8_UNIT)
 
 
 @triton.jit
@@ -210,8 +216,8 @@ def load_tiles(
     """
     words = ()
     for i in tl.static_range(COUNT):
-        _, part, at, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+        _, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         if SAME_ROW:
-            at = part * (BLOCK * 4)
-        words = words + (load_words(address, at, tl.arange(0, BLOCK), nbytes, 16),)
+            start = part * (BLOCK * 4)
+        words = words + (load_words(address, start, tl.arange(0, BLOCK), nbytes, 16),)
     return words

@@ -4,8 +4,9 @@
     shot 2: rank j sends s_j to all
     every rank norms every row of s_0, s_1, ..., s_{N-1}
 
-Wins from where two-shot beats one-shot. Slices are of whole tiles, ROW_TILES to a row. A program has the tile of its
-number in every slice, and norms those with the other programs of their rows (see ``fused_tiles.py``).
+It wins from the size at which two-shot beats one-shot. Slices consist of whole tiles, ROW_TILES to a row. A program has
+the tile of its number in every slice, and norms these together with the other programs of their rows
+(``fused_tiles.py``).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def two_shot_rms_norm(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As many programs as a slice has tiles, of BLOCK words."""
+    """Sum x over all ranks, add the residual, and norm the rows. There are as many programs as a slice has tiles."""
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
     worker = tl.program_id(0) - 1
@@ -75,10 +76,10 @@ def two_shot_rms_norm(
     await_prior_kernel(PDL)
     words = ()
     for i in tl.static_range(WORLD - 1):
-        _, _, at, here = tile_bounds(
+        _, _, tile_start, tile_nbytes = tile_bounds(
             rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, ROW_TILES
         )
-        words = words + (load_words(x, at, offs, here, 16),)
+        words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
     extent = 0 if CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
@@ -88,32 +89,32 @@ def two_shot_rms_norm(
         second_shot = first_shot + slice_tiles * (WORLD * TILE)
         stride = slice_tiles * TILE
         for i in tl.static_range(WORLD - 1):
-            # whole tiles travel, with zeros beyond a row's end, so that all tiles are waited for alike
-            there = (offs >= 0) & (rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
-            place = first_shot + (rank * slice_tiles + worker) * TILE
-            store_to(call, addresses[i], place, offs, escape_sentinel(words[i]), there, False)
+            # send whole tiles, with zeros beyond the end of a row, so that the wait is the same for all tiles
+            sent = (offs >= 0) & (rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
+            slots = first_shot + (rank * slice_tiles + worker) * TILE
+            store_to(call, addresses[i], slots, offs, escape_sentinel(words[i]), sent, False)
         own_tile = rank * slice_tiles + worker
-        _, _, at, here = tile_bounds(own_tile, tiles, ROW, BLOCK, ROW_TILES)
-        own_words = load_words(x, at, offs, here, 16)
+        _, _, tile_start, tile_nbytes = tile_bounds(own_tile, tiles, ROW, BLOCK, ROW_TILES)
+        own_words = load_words(x, tile_start, offs, tile_nbytes, 16)
         residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES, False)
         weight_tiles = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES, True)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
-        place = first_shot + worker * TILE
+        slots = first_shot + worker * TILE
         masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
-        parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD)
-        mine = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
+        own_sum = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
         sums = second_shot + own_tile * TILE
-        store_to_all(call, addresses, sums, offs, mine, offs < span, False, MULTICAST, WORLD - 1)
+        store_to_all(call, addresses, sums, offs, own_sum, offs < span, False, MULTICAST, WORLD - 1)
         if CLEAR_AFTER_READ:
-            clear_parts(call, place, stride, offs, masks, WORLD)
-        place = second_shot + worker * TILE
+            clear_parts(call, slots, stride, offs, masks, WORLD)
+        slots = second_shot + worker * TILE
         masks = arrival_masks(call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not MULTICAST)
-        parts, call = await_words(call, place, stride, offs, masks, 0, False, WORLD, WORLD, True)
+        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)
         if CLEAR_AFTER_READ:
-            clear_parts(call, place, stride, offs, masks, WORLD)
+            clear_parts(call, slots, stride, offs, masks, WORLD)
         finish_tiles(
             call,
             sum_cells,
@@ -122,7 +123,7 @@ def two_shot_rms_norm(
             worker,
             slice_tiles,
             tiles,
-            insert_own(parts, mine, rank, WORLD),
+            insert_own(parts, own_sum, rank, WORLD),
             residual_tiles,
             weight_tiles,
             new_residual,

@@ -1,12 +1,12 @@
-"""Multicast memory: one address that stands for the same place on every rank.
+"""Multicast memory: one address that stands for the same offset in the regions of all ranks.
 
-A store there reaches all ranks, repeated by the switch; a load there is the sum of all ranks' words, added up by the
-switch. Only these operations may touch such an address. They move quads, 16 aligned bytes each, written out as four
-words, so that what lies in one access does not depend on how the compiler spreads a tile over threads.
+The switch repeats a store to such an address for all ranks, and answers a load from it with the sum of all ranks'
+words. Only the operations here may touch it. They move quads, 16 aligned bytes each, as four separate words, so that
+the content of one access does not depend on how the compiler distributes a tile over threads.
 
 Compiled, these are ``multimem`` instructions (sm_90 and later; PTX ISA, "multimem.ld_reduce, multimem.st,
-multimem.red"): inspected, not run on hardware. Under Triton's interpreter they are emulated on addresses given to
-``emulate``; any other address is an error.
+multimem.red"). They are inspected, not run on hardware. Under Triton's interpreter they are emulated on addresses given
+to ``emulate``; any other address is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ if INTERPRETED:
 
     @dataclass(slots=True)
     class Emulated:
-        """Addresses ``start`` to ``start + nbytes`` stand for those at each of ``bases``; counts of what used them."""
+        """A range of emulated multicast addresses, and how many quads were stored and summed through it.
+
+        Addresses from ``start`` to ``start + nbytes`` stand for the memory at each of ``bases``.
+        """
 
         start: int
         nbytes: int
@@ -35,10 +38,10 @@ if INTERPRETED:
     _emulated: list[Emulated] = []
 
     def emulate(start: int, nbytes: int, bases: tuple[int, ...]) -> Emulated:
-        """Make ``start`` the multicast address of memory that lies at ``bases`` in this process, one base a rank.
+        """Make ``start`` the multicast address of the memory at ``bases`` in this process, one base for each rank.
 
-        No memory may lie at ``start``, so that nothing but the operations here can use the address. Reusing a range
-        replaces what it stood for.
+        No memory may lie at ``start``, so that only the operations here can use the address. Reusing a range replaces
+        its previous meaning.
         """
         _emulated[:] = [old for old in _emulated if start + nbytes <= old.start or old.start + old.nbytes <= start]
         _emulated.append(Emulated(start, nbytes, bases))
@@ -57,7 +60,7 @@ if INTERPRETED:
         return (address + (base - area.start)).to(tl.pointer_type(tl.int32)) + quads * 4
 
     def multicast_quads(address: Any, quads: Any, words: Any, mask: Any) -> None:
-        """Store four words at each of ``quads`` past ``address``, on every rank."""
+        """Store four words at each of ``quads`` quads past ``address``, on every rank."""
         area = _find(address, quads, mask)
         area.stored_quads += int(mask.handle.data.sum())
         for base in area.bases:
@@ -66,7 +69,7 @@ if INTERPRETED:
                 tl.store(pointers + place, word, mask=mask)
 
     def multicast_sum(address: Any, quads: Any, mask: Any, DTYPE: Any) -> Any:
-        """Four words at each of ``quads`` past ``address``: the sums of all ranks' there, added in rank order."""
+        """Load four words at each of ``quads`` quads past ``address``: the sums over all ranks, added in rank order."""
         area = _find(address, quads, mask)
         area.summed_quads += int(mask.handle.data.sum())
         words = ()
@@ -97,7 +100,7 @@ else:
 
     @triton.constexpr_function
     def _sum_text(dtype):
-        """16-bit floats are added in float32 and rounded once."""
+        """Return the assembly of the load. 16-bit floats are added in float32 and rounded once."""
         kind = {tl.bfloat16: "add.acc::f32.v4.bf16x2", tl.float16: "add.acc::f32.v4.f16x2"}.get(dtype, "add.v4.f32")
         return f"""{{
             .reg .pred p;
@@ -120,7 +123,7 @@ else:
 
 @triton.jit
 def quads_of(words, QUADS: tl.constexpr):
-    """A tile as four tiles of QUADS: the first words of its quads, the second, the third and the fourth."""
+    """Split a tile into four tiles of QUADS: the first words of its quads, the second, the third and the fourth."""
     even, odd = tl.split(tl.reshape(words, [QUADS, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -129,8 +132,10 @@ def quads_of(words, QUADS: tl.constexpr):
 
 @triton.jit
 def multicast_words(address, offs, words, mask):
-    """Store words ``offs`` past ``address``, on every rank. ``offs`` ascend by one from a multiple of 4; ``mask`` takes
-    whole quads."""
+    """Store words ``offs`` past ``address``, on every rank.
+
+    ``offs`` ascend by one from a multiple of 4, and ``mask`` selects whole quads.
+    """
     QUADS: tl.constexpr = words.shape[0] // 4
     starts, _s1, _s2, _s3 = quads_of(offs, QUADS)
     inside, _i1, _i2, _i3 = quads_of(mask.to(tl.int32), QUADS)

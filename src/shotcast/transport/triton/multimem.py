@@ -1,17 +1,17 @@
 """MultiShot with the sum in the switch: two shots through a multicast address.
 
-    staging:  rank i copies x_i to its own slots, and tells all ranks that it is there, by a flag a program
+    staging:  rank i copies x_i to its own slots, and tells all ranks by a flag of each program
     shot 1:   rank j loads slice j of all ranks by one multicast address; the switch adds:  s_j = x_0[j] + x_1[j] + ...
     shot 2:   rank j sends s_j to all by one multicast store
     out_i = s_0, s_1, ..., s_{N-1}
 
-Each rank sends and receives (N+1)/N of the message, where two-shot by peer stores takes 2 (N-1)/N: worth it from four
-ranks on. The order in which the switch adds is its own, and so are the bits of the sum (16-bit floats are added in
-float32 and rounded once); all ranks get the same, since one rank loads each sum. Compiled and inspected, and run with
-an emulated multicast address; not run on hardware.
+Each rank sends and receives (N+1)/N of the message, where two-shot by peer stores takes 2 (N-1)/N. So it pays from four
+ranks on. The switch adds in an order of its own, which determines the bits of the sum (16-bit floats are added in
+float32 and rounded once). All ranks get the same bits, since one rank loads each sum. The kernel is compiled and
+inspected, and run with an emulated multicast address; it has not been run on hardware.
 
-A tile of a rank goes to the same program everywhere, so a program waits for its namesakes alone. Staging holds x as it
-is, for nobody polls it; the next call clears it with the rest of the generation.
+A tile belongs to the same program on every rank, so a program waits only for the programs of its own number. The
+staging holds x unescaped, because nobody polls it; the next call clears it with the rest of the generation.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def multimem_all_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sum x over all ranks into out, in the switch."""
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
@@ -82,24 +83,24 @@ def multimem_all_reduce(
         dirty = leave_epoch(call, slice_quads * (2 * WORLD), True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
-        mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
-        if worker * BLOCK < mine:  # all ranks need what this program will send
+        own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
+        if worker * BLOCK < own_span:  # then all ranks need the words that this program will send
             call = await_flags(call, flags, WORLD, WARPS)
         source = multicast_address(call, staging + rank * slice_quads)
-        sent_to = multicast_address(call, second_shot + rank * slice_quads)
-        for start in range(worker * BLOCK, mine, workers * BLOCK):
-            places = start // 4 + tl.arange(0, BLOCK // 4)
-            mask = (places * 4 < mine) & (call.live != 0)
-            sums = multicast_sum(source, places, mask, DTYPE)
+        target = multicast_address(call, second_shot + rank * slice_quads)
+        for start in range(worker * BLOCK, own_span, workers * BLOCK):
+            quad_offs = start // 4 + tl.arange(0, BLOCK // 4)
+            mask = (quad_offs * 4 < own_span) & (call.live != 0)
+            sums = multicast_sum(source, quad_offs, mask, DTYPE)
             words = ()
             for i in tl.static_range(4):
                 words = words + (escape_sentinel(sums[i]),)
-            multicast_quads(sent_to, places, words, mask)
+            multicast_quads(target, quad_offs, words, mask)
         for start in range(worker * BLOCK, slice_words, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD)
             parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
             for r in tl.static_range(WORLD):
                 words = nan_unless(call.live, parts[r], DTYPE)
-                left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
-                store_words(out, r * slice_quads * 16, offs, words, left, UNIT)
+                remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
+                store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)

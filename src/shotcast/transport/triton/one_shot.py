@@ -1,9 +1,10 @@
-"""One-shot: every rank sends what a peer needs straight to it, in one step.
-
-Wins for small messages: one store and one wait, at (N-1) times the message on the wire for an all-reduce.
+"""One-shot: every rank sends the data that a peer needs directly to it, in one step.
 
     all_reduce:      out_i = sum over r of x_r                 each rank sends x to all
     reduce_scatter:  out_i = sum over r of slice_i(x_r)        each rank sends slice j to rank j
+
+It wins for small messages: one store and one wait, at the cost of (N-1) times the message on the link for an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from shotcast.transport.triton.sync import (
 
 
 @triton.jit
-def tiles_to_send(x, rank, turn, nbytes, offs, SCATTER: tl.constexpr, UNIT: tl.constexpr, WORLD: tl.constexpr):
-    """A tile for each peer, in the order of ``rotated_peer``; the same for all (and then one) without SCATTER."""
+def tiles_to_send(x, rank, rotation, nbytes, offs, SCATTER: tl.constexpr, UNIT: tl.constexpr, WORLD: tl.constexpr):
+    """Load a tile for each peer, in the order of ``rotated_peer``; without SCATTER, one tile for all of them."""
     if not SCATTER:
         tiles = (load_words(x, 0, offs, nbytes, UNIT),)
     else:
         tiles = ()
         for i in tl.static_range(WORLD - 1):
-            peer = rotated_peer(rank, turn, i, WORLD)
+            peer = rotated_peer(rank, rotation, i, WORLD)
             tiles = tiles + (load_words(x, peer.to(tl.int64) * nbytes, offs, nbytes, UNIT),)
     return tiles
 
@@ -50,7 +51,7 @@ def one_shot_reduce(
     peers,
     rank,
     header,
-    nbytes,  # of what each rank ends up with
+    nbytes,  # bytes of the result of each rank
     slots_at,
     slots_quads,
     SCATTER: tl.constexpr,
@@ -62,6 +63,7 @@ def one_shot_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sum x over all ranks (all_reduce), or with SCATTER this rank's slice of x (reduce_scatter)."""
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     addresses = peer_addresses(peers, rank, worker, WORLD)
@@ -69,7 +71,7 @@ def one_shot_reduce(
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, nbytes, offs, SCATTER, UNIT, WORLD)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
-    quads = (nbytes + 15) // 16  # of one slot
+    quads = (nbytes + 15) // 16  # quads of one slot
     extent = 0 if CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)
@@ -82,9 +84,9 @@ def one_shot_reduce(
                 words = escape_sentinel(tiles[i if SCATTER else 0])
                 store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
             tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SCATTER, UNIT, WORLD)
-        left = leave_epoch(call, extent, True)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)

@@ -1,19 +1,33 @@
-"""The vocabulary of synchronisation; ``docs/reference/protocols.md`` says why each protocol is right.
+"""The synchronisation primitives of the Triton transport, for the kernels here and for kernels of your own.
 
-A kernel looks up :func:`peer_addresses`, opens a call with :func:`enter`, pushes with :func:`store_to` and
-:func:`store_to_all`, lets the epoch move on with :func:`leave_epoch`, and waits with :func:`await_words`. Program 0 of
-every grid does :func:`exchange_headers` and nothing else. A call that cannot complete is stopped: ``live`` becomes 0,
-waits end, stores to peers are masked, and outputs become NaN.
+``docs/reference/protocols.md`` explains why each protocol is correct. A kernel
 
-Loads that wait for one another were a seventh of a small call's time. So nothing is used, or branched on, before all
-that a program needs first is on its way: peers' addresses before the prior kernel has ended, what it sends beside
-the epoch, the extent to clear beside the count of readers. One warp issues in order: a use stands in the way of what
-follows it.
+- looks up the regions of its peers with :func:`peer_addresses`;
+- opens the call with :func:`enter`;
+- pushes words to peers with :func:`store_to` and :func:`store_to_all`;
+- advances the epoch with :func:`leave_epoch`, once in every program of the grid;
+- clears the slots of the previous call with :func:`clear_previous`;
+- waits for the words of its peers with :func:`await_words`.
+
+Program 0 of every grid calls :func:`exchange_headers`, which includes :func:`leave_epoch`, and does nothing else. A
+call that cannot complete is *stopped*: ``call.live`` becomes 0, waits end, stores to peers are masked off, and outputs
+become NaN (:func:`shotcast.device.triton.words.nan_unless`).
+
+Terms. Every rank owns a *region* of symmetric memory (``layout.py``); offsets into it count *quads* of 16 bytes. The
+*epoch* is the number of the call. It lies in the region and the kernels advance it, so a CUDA graph replays without the
+host. *Slots* hold words of floating-point data; they are filled with the sentinel 0xFFFFFFFF until a peer stores a
+word. Three *generations* of slots take turns. *Flag cells* are 64 bits wide, 32 of data and 32 of the epoch, and hold
+data of any dtype. The *extent* of a call is how many quads of its generation it uses.
 
 Ordering. A word is its own flag, so data needs no fence: words are compared with the sentinel as integers, one by one,
-through volatile (uncached) loads. Between calls the kernel boundary orders clearing before the next push. Decisions
-that lead to a branch come from a reduction or an atomic, never from a plain load, which the warps of a program could
-see differently.
+through volatile (uncached) loads. Between calls, the kernel boundary orders the clearing of slots before the next push
+to them. A decision that leads to a branch comes from a reduction or an atomic, never from a plain load, whose result
+the warps of a program could see differently.
+
+Latency. Loads that wait for one another were a seventh of the time of a small call. Therefore a program issues all the
+loads that it needs first before it uses, or branches on, the result of any: the addresses of peers before the prior
+kernel has ended, the words to send together with the epoch, the extent to clear together with the count of readers. One
+warp issues in order, so a use holds up everything after it.
 """
 
 from __future__ import annotations
@@ -51,11 +65,16 @@ GENERATIONS = tl.constexpr(3)
 SENTINEL = tl.constexpr(-1)  # 0xFFFFFFFF
 SENTINEL_ESCAPE = tl.constexpr(0x7FFFFFFF)
 POLLS_PER_CHECK = tl.constexpr(256)
-"""Polls between two looks at the clock and the abort word: about 0.2 ms on a GPU."""
+"""Polls between two checks of the deadline and the abort word: about 0.2 ms on a GPU."""
 
 
 class Call(NamedTuple):
-    """One call as a program sees it. Addresses are of this rank's region and of the table of all regions."""
+    """One call as a program sees it.
+
+    ``own`` and ``peers`` are pointers to this rank's region and to the table of the addresses of all regions. ``epoch``
+    is the number of the call, ``generation`` the slots that it uses. ``live`` is 1 until the call is stopped.
+    ``started`` is the time of the first check of the deadline, 0 before that.
+    """
 
     own: tl.tensor
     peers: tl.tensor
@@ -69,14 +88,14 @@ class Call(NamedTuple):
 
 @triton.jit
 def words_at(address, quads):
-    """Pointer to 32-bit words, ``quads`` 16-byte units past an (aligned) address."""
+    """Return a pointer to 32-bit words, ``quads`` quads past an address, which is a multiple of 16."""
     base = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
     return base + quads * 4
 
 
 @triton.jit
 def read_abort_word(own, WARPS: tl.constexpr):
-    """The abort word, the same for all threads of the program."""
+    """Load the abort word so that all threads of the program get the same value."""
     if WARPS == 1:
         fault = tl.load(own + ABORT, volatile=True)
     else:
@@ -86,11 +105,15 @@ def read_abort_word(own, WARPS: tl.constexpr):
 
 @triton.jit
 def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl.constexpr):
-    """Open a call: its epoch, and whether the communicator was stopped before (then ``live`` is 0).
+    """Open a call: read its epoch and generation. ``live`` is 0 if the communicator was stopped before.
 
-    Under programmatic dependent launch the wait for the prior kernel comes first, in every program: it is not
-    transitive. The epoch load is volatile because an L1 line may hold the prior kernel's view of it. The host is told
-    of a call stopped before by :func:`leave_epoch`.
+    Call it once in every program, before any other use of the region. All stores of the prior kernel on this rank are
+    visible from here on. With PDL, the call first waits for the prior kernel, in every program, because that wait is
+    not transitive (see "How a kernel learns its epoch" in ``docs/reference/protocols.md``); pass PDL as false if the
+    program has called ``await_prior_kernel`` itself.
+
+    The load of the epoch is volatile, because a line of the L1 cache may hold the value from before the prior kernel.
+    If the call was stopped before, :func:`leave_epoch` reports the fault to the host.
     """
     await_prior_kernel(PDL)
     own = tl.multiple_of(own_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
@@ -103,32 +126,40 @@ def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl
 
 @triton.jit
 def report_fault(own, fault):
+    """Store the fault in the host's copy of the abort word."""
     status = tl.load(own + STATUS).to(tl.pointer_type(tl.int64))
     tl.store(status, fault)
 
 
 @triton.jit
 def report_fault_if_stopped(call):
-    """What :func:`enter` found, by a branch: past it, every thread has the abort word and the epoch."""
+    """Report the fault to the host if the call is stopped.
+
+    The branch also makes every thread wait until it has loaded the abort word and the epoch.
+    """
     if (call.live == 0) | (call.epoch < 0):  # no epoch is negative
         report_fault(call.own, tl.load(call.own + ABORT))
 
 
 @triton.jit
 def leave_epoch(call, extent, SLOTS: tl.constexpr):
-    """Say that this program has read the epoch; the last program of the grid to do so advances it for the next kernel.
+    """Record that this program has read the epoch. The last program of the grid advances it for the next kernel.
 
-    Every thread has the epoch (by the branch), and the generation (by the extent's address), before it passes the
-    barrier to the count, so the last program's stores follow all readers' loads. With SLOTS, also records that this
-    call put ``extent`` quads into its generation, for the next one to clear, and moves on to the next generation; a
-    call without slots leaves all generations as they are.
+    Call it exactly once in every program, after :func:`enter`, at any time; ``extent`` and SLOTS must be the same in
+    all programs. Returns the extent of the previous call with slots, for :func:`clear_previous`.
 
-    Returns the extent of the previous call with slots, for :func:`clear_previous`.
+    With SLOTS, it also records that this call uses ``extent`` quads of its generation, which the next call with slots
+    clears, and moves on to the next generation. A call without slots leaves all generations as they are.
+
+    Graph safety: the epoch, the generation and the extents live in device memory, so a replayed kernel finds what the
+    kernel before it has left there. Every thread has the epoch (by the branch) and the generation (by the address of
+    the extent) before it passes the barrier that precedes the count. So the stores of the last program follow the loads
+    of all readers.
     """
     report_fault_if_stopped(call)
-    left = call.generation * 0
+    dirty = call.generation * 0
     if SLOTS:
-        left = tl.load(call.own + EXTENT + previous_generation(call), volatile=True).to(tl.int32) * call.live
+        dirty = tl.load(call.own + EXTENT + previous_generation(call), volatile=True).to(tl.int32) * call.live
     tl.debug_barrier()
     readers = tl.atomic_add(call.own + READERS, 1, sem="relaxed", scope="gpu")
     if readers == tl.num_programs(0) - 1:
@@ -137,47 +168,52 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
             tl.store(call.own + EXTENT + call.generation, extent.to(tl.int64))
             tl.store(call.own + GENERATION, ((call.generation + 1) % GENERATIONS).to(tl.int64))
         tl.store(call.own + EPOCH, call.epoch + 1)
-    return left
+    return dirty
 
 
 @triton.jit
 def previous_generation(call):
-    """The generation of the previous call with slots."""
+    """Return the generation that the previous call with slots used."""
     return (call.generation + 2) % GENERATIONS
 
 
 @triton.jit
 def slots_offset(generation, slots_at, slots_quads):
-    """Quads from a region's start to the slots of a generation."""
+    """Return the offset, in quads, of the slots of a generation in a region."""
     return slots_at + generation * slots_quads
 
 
 @triton.jit
 def cells_offset(epoch, cells_at, cells_quads):
-    """Quads from a region's start to the flag cells that ``epoch`` uses."""
+    """Return the offset, in quads, of the flag cells that ``epoch`` uses in a region."""
     return cells_at + (epoch % 2).to(tl.int32) * cells_quads
 
 
 @triton.jit
-def clear_previous(call, left, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
-    """Put sentinels back where the previous call with slots left words: ``left`` quads, as :func:`leave_epoch` says.
+def clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
+    """Restore the sentinels in the slots of the previous call: ``dirty`` quads, as returned by :func:`leave_epoch`.
 
-    No peer writes there before this rank finishes this call: a peer one call ahead uses generation g + 1, and none gets
-    two calls ahead of a rank whose header it still needs. The programs of the grid share the work evenly.
+    All programs but program 0 call it, at any time in the call; they share the work evenly as ``worker`` of
+    ``workers``. Nothing needs to wait for the stores: the kernel boundary makes them land before this rank starts the
+    next call.
+
+    No peer writes there before this rank has finished this call: a peer that is one call ahead uses generation g + 1,
+    and none gets two calls ahead of a rank whose header it still needs.
     """
     base = words_at(call.own.to(tl.int64), slots_offset(previous_generation(call), slots_at, slots_quads))
     offs = tl.arange(0, BLOCK)
     clean = tl.full([BLOCK], SENTINEL, tl.int32)
-    for start in range(worker * BLOCK, left * 4, workers * BLOCK):
-        tl.store(base + start + offs, clean, mask=start + offs < left * 4)
+    for start in range(worker * BLOCK, dirty * 4, workers * BLOCK):
+        tl.store(base + start + offs, clean, mask=start + offs < dirty * 4)
 
 
 @triton.jit
 def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
-    """Put sentinels back where :func:`await_words`, called with the same arguments, has read words.
+    """Restore the sentinels in the slots that :func:`await_words`, called with the same arguments, has read.
 
-    For kernels with CLEAR_AFTER_READ, which leave an extent of 0: where slots are many, they are better cleared while
-    their lines are in the cache, and not in a pass of its own, during which the wires would be idle.
+    This is for kernels with CLEAR_AFTER_READ, which record an extent of 0. Large slots are better cleared while their
+    lines are in the cache than in a separate pass, during which the links would be idle. The caller must have used
+    :func:`await_words` for all words in ``masks`` first.
     """
     clean = tl.full([offs.shape[0]], SENTINEL, tl.int32)
     for r in tl.static_range(COUNT):
@@ -186,37 +222,48 @@ def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
 
 @triton.jit
 def escape_sentinel(words):
-    """Words that may be sent through slots: the sentinel, a NaN, becomes another NaN."""
+    """Return words that may be sent through slots: the sentinel, which is a NaN, becomes another NaN."""
     return tl.where(words == SENTINEL, SENTINEL_ESCAPE, words)
 
 
 @triton.jit
-def rotated_peer(rank, turn, i, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
-    """Which rank a program sends to as its i-th: all others, or with SKIP_SELF false all and itself.
+def rotated_peer(rank, rotation, i, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
+    """Return the rank that a program sends to as its i-th: every rank but this one, or with SKIP_SELF false every rank.
 
-    Programs with different ``turn`` begin with different ranks, which keeps all wires busy.
+    Programs with different ``rotation`` begin with different ranks, which keeps all links busy.
     """
-    return (rank + 1 + (turn + i) % (WORLD - SKIP_SELF)) % WORLD
+    return (rank + 1 + (rotation + i) % (WORLD - SKIP_SELF)) % WORLD
 
 
 @triton.jit
 def region_address(peers, rank):
-    """Of a rank's region, by the table of all. It never changes, so it may be read before the prior kernel's end."""
+    """Load the address of a rank's region from the table ``peers``.
+
+    The table never changes, so it may be read before the prior kernel has ended.
+    """
     return tl.load(peers.to(tl.int64).to(tl.pointer_type(tl.int64)) + rank)
 
 
 @triton.jit
-def peer_addresses(peers, rank, turn, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
-    """Addresses of the regions of :func:`rotated_peer`, in that order."""
+def peer_addresses(peers, rank, rotation, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
+    """Load the addresses of the regions of the peers, in the order of :func:`rotated_peer`."""
     addresses = ()
     for i in tl.static_range(WORLD - SKIP_SELF):
-        addresses = addresses + (region_address(peers, rotated_peer(rank, turn, i, WORLD, SKIP_SELF)),)
+        addresses = addresses + (region_address(peers, rotated_peer(rank, rotation, i, WORLD, SKIP_SELF)),)
     return addresses
 
 
 @triton.jit
 def store_to(call, address, quads, offs, words, mask, CELLS: tl.constexpr):
-    """Push words (as flag cells with CELLS) to ``quads`` past the start of the region at ``address``."""
+    """Push words to ``quads`` quads past the start of the region at ``address``.
+
+    ``offs`` and ``mask`` say which words. With CELLS, they go as flag cells of this epoch. Without CELLS, no word may
+    be the sentinel (:func:`escape_sentinel`), and the target must be slots of this call's generation. Nothing is stored
+    if the call is stopped.
+
+    The peer may see the words at any later time and in any order. It finds each of them with :func:`await_words`; other
+    stores of this program are not ordered with them.
+    """
     if CELLS:
         base = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + quads * 2
         cells = (words.to(tl.int64) & 0xFFFFFFFF) | (call.epoch << 32)
@@ -227,7 +274,7 @@ def store_to(call, address, quads, offs, words, mask, CELLS: tl.constexpr):
 
 @triton.jit
 def multicast_address(call, quads):
-    """The address that stands for ``quads`` past the start of every rank's region: the table's last entry."""
+    """Return the multicast address of ``quads`` quads past the start of every rank's region."""
     return tl.load(call.peers + MAX_WORLD) + quads.to(tl.int64) * 16
 
 
@@ -243,9 +290,10 @@ def store_to_all(
     MULTICAST: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Push words to the same place in the COUNT regions at ``addresses``.
+    """Push words to the same offset in the COUNT regions at ``addresses``, on the terms of :func:`store_to`.
 
-    With MULTICAST that is one store, which the switch repeats for all ranks; ``mask`` must take whole quads.
+    With MULTICAST this is one store, which the switch repeats for all ranks, this one included. ``mask`` must then
+    select whole quads, and CELLS must be false.
     """
     if MULTICAST:
         multicast_words(multicast_address(call, quads), offs, words, mask & (call.live != 0))
@@ -256,9 +304,10 @@ def store_to_all(
 
 @triton.jit
 def arrival_masks(call, offs, span, step, total, COUNT: tl.constexpr, SKIP_SELF: tl.constexpr = False):
-    """Which words of COUNT tiles come: of tile r those up to word ``min(span, total - r * step)``.
+    """Return the masks of the words that arrive in COUNT tiles.
 
-    With SKIP_SELF none of the tile of this rank, which then sends nothing to itself.
+    In tile r those are the words up to ``min(span, total - r * step)``; with SKIP_SELF, none in the tile of this rank,
+    which then sends nothing to itself.
     """
     masks = ()
     for r in tl.static_range(COUNT):
@@ -271,9 +320,9 @@ def arrival_masks(call, offs, span, step, total, COUNT: tl.constexpr, SKIP_SELF:
 
 @triton.jit
 def load_parts(call, quads, stride, offs, masks, CELLS: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT tiles of this rank's region, ``stride`` quads apart; all loads are under way before one is used.
+    """Load COUNT tiles of this rank's region, ``stride`` quads apart. All loads are issued before one is used.
 
-    What ``masks`` leave out reads as arrived.
+    Words that ``masks`` leave out read as arrived.
     """
     parts = ()
     for r in tl.static_range(COUNT):
@@ -290,6 +339,7 @@ def load_parts(call, quads, stride, offs, masks, CELLS: tl.constexpr, COUNT: tl.
 
 @triton.jit
 def missing_words(part, epoch, CELLS: tl.constexpr):
+    """Return which words of a tile have not arrived."""
     if CELLS:
         hit = (part >> 32).to(tl.int32) != epoch.to(tl.int32)
     else:
@@ -299,10 +349,11 @@ def missing_words(part, epoch, CELLS: tl.constexpr):
 
 @triton.jit
 def any_missing(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
-    """1 while a word of any tile has not arrived.
+    """Return 1 while a word of any tile has not arrived, else 0.
 
-    The sentinel is the largest word, so one of many is found by their maximum: a fifth of the instructions that as many
-    comparisons take, which a small call has between a word's arrival and its use.
+    The sentinel is the largest word, so the maximum of many words shows whether one of them is the sentinel. That takes
+    a fifth of the instructions of as many comparisons, and a small call executes them between the arrival of a word and
+    its use.
     """
     if CELLS:
         hit = missing_words(parts[0], epoch, CELLS)
@@ -330,10 +381,14 @@ def await_words(
     WORLD: tl.constexpr,
     EXTENDED_DEADLINE: tl.constexpr = False,
 ):
-    """Wait until all words of COUNT tiles (see :func:`load_parts`) are there. Returns (tiles, call).
+    """Wait until all words of COUNT tiles (see :func:`load_parts`) have arrived. Returns (tiles, call).
 
-    What tile r holds comes from rank ``(first + r) % WORLD``; a stopped call returns at once, with ``live`` 0. For
-    EXTENDED_DEADLINE see :func:`check_deadline`.
+    Tile r holds the words of rank ``(first + r) % WORLD``. Each returned word is the one that its rank pushed in this
+    call; nothing else that the peer has stored is thereby visible. The slots or cells must be those of this call, and
+    ``masks`` must select only words that a peer pushes in this call (:func:`arrival_masks`).
+
+    Use the returned ``call`` from here on: if the call was stopped, the wait ends at once, ``live`` is 0 and the tiles
+    are not valid. For EXTENDED_DEADLINE see :func:`check_deadline`.
     """
     parts = load_parts(call, quads, stride, offs, masks, CELLS, COUNT)
     waiting = any_missing(parts, call.epoch, CELLS, COUNT) & call.live
@@ -348,8 +403,8 @@ def await_words(
         if polls % POLLS_PER_CHECK == 0:
             late_ranks = call.rank * 0
             for r in tl.static_range(COUNT):
-                lacking = missing_words(parts[r], call.epoch, CELLS)
-                late_ranks = late_ranks | (tl.max(lacking.to(tl.int32), axis=0) << ((first + r) % WORLD))
+                missing = missing_words(parts[r], call.epoch, CELLS)
+                late_ranks = late_ranks | (tl.max(missing.to(tl.int32), axis=0) << ((first + r) % WORLD))
             started, live = check_deadline(call, started, late_ranks, True, WORLD, EXTENDED_DEADLINE)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
@@ -363,13 +418,14 @@ def await_words(
 def check_deadline(
     call, started, late_ranks, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr, EXTENDED_DEADLINE: tl.constexpr = False
 ):
-    """One look of a waiting program: has a peer stopped the call, or has the deadline passed? Returns (started, live).
+    """Check for a program that waits: has a peer stopped the call, or has the deadline passed? Returns (started, live).
 
-    The deadline counts from the first look of the program that waits, over all waits of the call. When it passes, this
-    rank stops the call everywhere. It names the ranks whose header is missing or, if all came (or without BY_HEADERS),
-    the ranks in ``late_ranks``, whose data is. A program that waits for what peers make of others' data has
-    EXTENDED_DEADLINE: it gives a quarter more, so that whoever lacks those data names the rank that did not send them
-    first.
+    The deadline counts from the program's first check, over all waits of the call. When it passes, this rank stops the
+    call on every rank. The fault names the ranks whose header is missing. If all headers came, or without BY_HEADERS,
+    it names the ranks in the bit mask ``late_ranks``, whose data is missing.
+
+    With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
+    data of others: a peer that lacks those data then expires first, and names the rank that did not send them.
     """
     tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
     now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
@@ -383,7 +439,7 @@ def check_deadline(
     if fault != 0:
         report_fault(call.own, fault)
     elif now - started > timeout:
-        missing = late_ranks
+        named = late_ranks
         if BY_HEADERS:
             lanes = tl.arange(0, MAX_WORLD)
             row = HEADERS + (call.epoch % 2) * MAX_WORLD
@@ -391,15 +447,15 @@ def check_deadline(
             late = ((cells >> 48) & 0xFFFF != call.epoch & 0xFFFF) | (cells == 0)
             late = late & (lanes < WORLD) & (lanes != call.rank)
             missing_headers = tl.sum(late.to(tl.int32) << lanes, axis=0)
-            missing = tl.where(missing_headers == 0, late_ranks, missing_headers)
-        stop(call, FAULT_TIMEOUT, missing, WORLD)
+            named = tl.where(missing_headers == 0, late_ranks, missing_headers)
+        stop(call, FAULT_TIMEOUT, named, WORLD)
         live = live * 0
     return started, live
 
 
 @triton.jit
 def stop(call, kind, ranks, WORLD: tl.constexpr):
-    """Set the abort word of every rank, and this host's copy."""
+    """Stop the call on every rank: set the abort word in every region, and this host's copy of it."""
     op = (call.header >> 44) & 15
     fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << 32) | (op << 48) | (op * 0 + kind << 56)
     lanes = tl.arange(0, MAX_WORLD)
@@ -410,16 +466,20 @@ def stop(call, kind, ranks, WORLD: tl.constexpr):
 
 @triton.jit
 def thread_ids(WARPS: tl.constexpr):
-    """Numbers of the program's threads. A reduction over these passes through all warps, so all see its result alike;
-    one over a shorter range is done by each warp for itself, and a branch on it could part them."""
+    """Return the numbers of the program's threads.
+
+    A reduction over these passes through all warps, so all of them see the same result. A reduction over a shorter
+    range is done by each warp for itself, and the warps could part at a branch on it.
+    """
     return tl.arange(0, 32 * WARPS)
 
 
 @triton.jit
 def raise_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Tell all ranks that what this program has stored so far, in its own region, may be read.
+    """Tell all ranks that what this program has stored in its own region so far may be read (a release).
 
-    Rank r's flag is a 64-bit word at ``quads`` past the start of each region, plus r: the epoch, which never repeats.
+    The flag of rank r is a 64-bit word at ``quads`` quads past the start of each region, plus r words. It is set to the
+    epoch, which never repeats. Each program of the grid needs flags of its own.
     """
     tl.debug_barrier()
     threads = thread_ids(WARPS)
@@ -430,10 +490,12 @@ def raise_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Wait until every rank has raised its flag of this epoch; then all threads may read what it stored before.
+    """Wait until every rank has raised its flag of this epoch (an acquire).
 
-    A rank's next flag takes the place of this one, so wait only where no rank can end the call without this program.
-    Each thread has seen one rank's flag; the barrier joins what they know. The stopped call returns with ``live`` 0.
+    Afterwards all threads may read what each rank stored before :func:`raise_flags`, through any address. Each thread
+    has seen the flag of one rank; the barrier joins what they know. If the call is stopped, it returns with ``live`` 0.
+
+    A rank's next flag overwrites this one. So a program may wait only if no rank can end the call without this program.
     """
     threads = thread_ids(WARPS)
     lanes = threads % MAX_WORLD
@@ -463,10 +525,13 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 def exchange_headers(
     call, extent, SLOTS: tl.constexpr, WORLD: tl.constexpr, WARPS: tl.constexpr, RELEASE_NEXT: tl.constexpr
 ):
-    """Tell every rank what this one calls, and wait until each has told the same; :func:`leave_epoch` in between.
+    """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
-    Returns when every rank has begun this call: no call ends before that, which is what lets slots be used again. With
-    RELEASE_NEXT the next kernel is let in before the wait.
+    For program 0 of the grid, which calls nothing else but :func:`enter`: :func:`leave_epoch` is called in between,
+    with ``extent`` and SLOTS. It returns when every rank has begun this call. Because no call ends before that, slots
+    can be used again. A header of this epoch that differs stops the call with a mismatch.
+
+    With RELEASE_NEXT, the next kernel is allowed to launch before the wait.
     """
     threads = thread_ids(WARPS)
     lanes = threads % MAX_WORLD
@@ -486,12 +551,12 @@ def exchange_headers(
         cells = tl.where(ranks, cells, mine)
         waiting = tl.max((cells != mine).to(tl.int32), axis=0)
         if waiting != 0:
-            came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # zero: never written
-            odd = (cells != mine) & came & (threads < MAX_WORLD)
-            differ = tl.sum(odd.to(tl.int32) << lanes, axis=0)
+            came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # 0 means never written
+            different = (cells != mine) & came & (threads < MAX_WORLD)
+            differing_ranks = tl.sum(different.to(tl.int32) << lanes, axis=0)
             polls += 1
-            if differ != 0:
-                stop(call, FAULT_MISMATCH, differ, WORLD)
+            if differing_ranks != 0:
+                stop(call, FAULT_MISMATCH, differing_ranks, WORLD)
                 waiting = waiting * 0
             elif polls % POLLS_PER_CHECK == 0:
                 started, live = check_deadline(call, started, call.rank * 0, True, WORLD)

@@ -1,12 +1,14 @@
-"""Two-shot (MultiShot): reduce-scatter, then all-gather, two steps for any number of ranks where a ring takes 2N-2.
+"""Two-shot (MultiShot): reduce-scatter, then all-gather. Two steps for any number of ranks, where a ring takes 2N-2.
 
     shot 1: rank i sends slice j of x_i to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in rank order
     shot 2: rank j sends s_j to all: one multicast store where the switch offers it, a store to each peer elsewhere
     out_i = s_0, s_1, ..., s_{N-1}
 
-Wins from where one-shot's (N-1) messages on the wire cost more than a second step does. Each rank sends 2 (N-1)/N of
-the message. A program sends all its tiles; then it sums and sends one while it gathers the one before. By default it
-has one tile, and the grid passes over the message as a window (docs/design/all_reduce.md).
+It wins from the size at which the (N-1) messages that one-shot puts on the link cost more than a second step. Each rank
+sends 2 (N-1)/N of the message.
+
+A program sends all its tiles first. Then it sums and sends one tile while it gathers the tile before. By default a
+program has one tile, and the grid passes over the message as a window (``docs/design/all_reduce.md``).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from shotcast.transport.triton.sync import (
 def tiles_to_send(
     x,
     rank,
-    turn,
+    rotation,
     slice_quads,
     nbytes,
     offs,
@@ -46,10 +48,10 @@ def tiles_to_send(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Tiles of peers' slices, for the peers FIRST to END - 1 in the order of ``rotated_peer``; zero beyond a slice."""
+    """Load tiles of the slices of peers FIRST to END - 1, in the order of ``rotated_peer``; zero beyond a slice."""
     tiles = ()
     for i in tl.static_range(FIRST, END):
-        start = rotated_peer(rank, turn, i, WORLD) * slice_quads * 16
+        start = rotated_peer(rank, rotation, i, WORLD) * slice_quads * 16
         tiles = tiles + (load_words(x, start, offs, tl.minimum(nbytes - start, slice_quads * 16), UNIT),)
     return tiles
 
@@ -74,6 +76,7 @@ def two_shot_all_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sum x over all ranks into out."""
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     quads = (nbytes + 15) // 16
@@ -82,8 +85,8 @@ def two_shot_all_reduce(
     addresses = peer_addresses(peers, rank, worker, WORLD)
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
-    # of a small message all that is sent is on its way before the epoch is known; of a large one, whose loads are what
-    # the wires would wait for, one tile after the other
+    # A small message is loaded completely before the epoch is known. Of a large one, only the first tile is: otherwise
+    # the links would wait for the loads.
     EARLY: tl.constexpr = WORLD - 1 if WARPS == 1 else 1
     tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
     call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
@@ -95,8 +98,8 @@ def two_shot_all_reduce(
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * WORLD
         total = quads * 4
-        for c in range(0, rounds):
-            offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
+        for chunk in range(0, rounds):
+            offs = (chunk * workers + worker) * BLOCK + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
                 peer = rotated_peer(rank, worker, i, WORLD)
                 mask = (offs < slice_words) & (offs < total - peer * slice_words)
@@ -106,34 +109,34 @@ def two_shot_all_reduce(
                     (words,) = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, WORLD)
                 words = escape_sentinel(words)
                 store_to(call, addresses[i], first_shot + rank * slice_quads, offs, words, mask, False)
-            ahead = offs + workers * BLOCK
-            tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, ahead, 0, EARLY, UNIT, WORLD)
+            next_offs = offs + workers * BLOCK
+            tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, WORLD)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
-        mine = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
+        own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         sums = second_shot + rank * slice_quads
-        for c in range(0, rounds + 1):
-            if c < rounds:
-                offs = (c * workers + worker) * BLOCK + tl.arange(0, BLOCK)
-                left = nbytes - rank * slice_quads * 16
-                own_words = load_words(x, rank * slice_quads * 16, offs, left, UNIT)
-                masks = arrival_masks(call, offs, mine, 0, mine, WORLD, True)
+        for chunk in range(0, rounds + 1):
+            if chunk < rounds:
+                offs = (chunk * workers + worker) * BLOCK + tl.arange(0, BLOCK)
+                remaining = nbytes - rank * slice_quads * 16
+                own_words = load_words(x, rank * slice_quads * 16, offs, remaining, UNIT)
+                masks = arrival_masks(call, offs, own_span, 0, own_span, WORLD, True)
                 parts, call = await_words(call, first_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
                 words = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
-                store_to_all(call, addresses, sums, offs, words, offs < mine, False, MULTICAST, WORLD - 1)
-                left = tl.minimum(slice_quads * 16, left)
-                store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), left, UNIT)
+                store_to_all(call, addresses, sums, offs, words, offs < own_span, False, MULTICAST, WORLD - 1)
+                remaining = tl.minimum(slice_quads * 16, remaining)
+                store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), remaining, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
-            if c > 0:
-                offs = ((c - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
+            if chunk > 0:
+                offs = ((chunk - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
                 masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not MULTICAST)
                 parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
                 for r in tl.static_range(WORLD):
                     words = nan_unless(call.live, parts[r], DTYPE)
-                    left = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
-                    left = tl.where(rank == r, 0, left)
-                    store_words(out, r * slice_quads * 16, offs, words, left, UNIT)
+                    remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
+                    remaining = tl.where(rank == r, 0, remaining)
+                    store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)

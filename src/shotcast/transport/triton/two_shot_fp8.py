@@ -4,12 +4,12 @@
     shot 2: rank j sends Q(s_j) to all
     out_i = D(Q(s_0)), D(Q(s_1)), ..., D(Q(s_{N-1}))
 
-Q makes of 128 elements, a *block*, 128 bytes and a scale; D undoes it. ``docs/reference/numerics.md`` ("FP8 transport")
-has both to the bit, and the error. Wins where the wires set the time.
+Q turns 128 elements, a *block*, into 128 bytes and a scale; D is its inverse. ``docs/reference/numerics.md`` ("FP8
+transport") defines both to the bit, and bounds the error. It wins where the bandwidth of the links sets the time.
 
-Several blocks make a *group*, whose words :mod:`shotcast.transport.triton.fp8_groups` holds in tiles. A slot holds the
-words of its groups, then the scales of each. Passes as in :mod:`shotcast.transport.triton.two_shot`; a rank's own slice
-stays at home here too, but is rounded as if it had travelled.
+Several blocks make a *group*; :mod:`shotcast.transport.triton.fp8_groups` describes how tiles hold its words. A slot
+holds the words of its groups, then their scales. The passes are those of :mod:`shotcast.transport.triton.two_shot`. A
+rank's own slice does not travel here either, but it is rounded as if it had.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shotcast.device.triton.intrinsics import (
 from shotcast.transport.triton.fp8_groups import (
     dequantize,
     load_group,
-    places,
     quantize,
     store_group,
+    tile_offsets,
     to_quads,
     to_rows,
 )
@@ -53,7 +53,10 @@ from shotcast.transport.triton.sync import (
 
 @triton.jit
 def slot_quads_of(quads, DTYPE: tl.constexpr):
-    """Quads of slot words that ``quads`` of a message make. A group that is not full has what its first block has."""
+    """Return the quads of slot words that ``quads`` of a message become.
+
+    A group that is not full has as many as its first block.
+    """
     if DTYPE == tl.float32:
         words = quads // 128 * 32 + tl.minimum(quads % 128, 32)
     else:
@@ -63,7 +66,7 @@ def slot_quads_of(quads, DTYPE: tl.constexpr):
 
 @triton.jit
 def groups_of(quads, DTYPE: tl.constexpr):
-    """Groups that ``quads`` of a message make, the last perhaps not full."""
+    """Return the groups that ``quads`` of a message become; the last may not be full."""
     if DTYPE == tl.float32:
         groups = (quads + 127) // 128
     else:
@@ -73,13 +76,13 @@ def groups_of(quads, DTYPE: tl.constexpr):
 
 @triton.jit
 def quads_of_slice(rank, quads, slice_quads):
-    """Quads of a rank's slice of a message; the last slices may be shorter, or empty."""
+    """Return the quads of a rank's slice of a message; the last slices may be shorter, or empty."""
     return tl.minimum(slice_quads, tl.maximum(quads - rank * slice_quads, 0))
 
 
 @triton.jit
 def scales_of(scales, i: tl.constexpr, DTYPE: tl.constexpr):
-    """The scales of slot ``i``."""
+    """Return the scales of slot ``i``."""
     if DTYPE == tl.float32:
         part = (scales[4 * i], scales[4 * i + 1], scales[4 * i + 2], scales[4 * i + 3])
     else:
@@ -88,42 +91,42 @@ def scales_of(scales, i: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def plus(total, values):
-    """Sums of four tiles."""
+def add_tiles(total, values):
+    """Add two groups of four tiles."""
     return total[0] + values[0], total[1] + values[1], total[2] + values[2], total[3] + values[3]
 
 
 @triton.jit
-def insert_own(part, own, is_own, PER: tl.constexpr):
-    """``own`` scales in place of a slot's, if they are this rank's."""
+def choose_scales(part, own, is_own, GROUP_SCALES: tl.constexpr):
+    """Return ``own`` scales if the slot is this rank's, else those of the slot."""
     chosen = ()
-    for block in tl.static_range(PER):
+    for block in tl.static_range(GROUP_SCALES):
         chosen = chosen + (tl.where(is_own, own[block], part[block]),)
     return chosen
 
 
 @triton.jit
 def scales_at(address, quads, rows, DTYPE: tl.constexpr):
-    """Pointers to the scales of each group, ``quads`` past an address, for each quad of a row."""
+    """Return pointers to the scales of each group, ``quads`` quads past an address, for each quad of a row."""
     QUADS: tl.constexpr = 32 if DTYPE == tl.float32 else 16
-    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    return words_at(address, quads) + (to_rows(rows * PER) + to_quads(tl.arange(0, QUADS) * 0))
+    GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    return words_at(address, quads) + (to_rows(rows * GROUP_SCALES) + to_quads(tl.arange(0, QUADS) * 0))
 
 
 @triton.jit
-def send(call, rank, quads, word_quads, rows, words, scales, part_quads, DTYPE: tl.constexpr):
-    """Push a tile of slot words, and its scales, into the slot ``quads`` past the start of a rank's region.
+def send(call, rank, quads, word_quads, rows, words, scales, message_quads, DTYPE: tl.constexpr):
+    """Push a tile of slot words, and its scales, into the slot ``quads`` quads past the start of a rank's region.
 
-    ``part_quads``: what the slot holds of the message; ``word_quads``: where scales begin in it.
+    The slot holds ``message_quads`` quads of the message; its scales begin at quad ``word_quads``.
     """
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
-    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    offs = places(rows, ROW, DTYPE)
+    GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    offs = tile_offsets(rows, ROW, DTYPE)
     address = region_address(call.peers, rank)
-    store_to(call, address, quads, offs, words, offs < slot_quads_of(part_quads, DTYPE) * 4, False)
+    store_to(call, address, quads, offs, words, offs < slot_quads_of(message_quads, DTYPE) * 4, False)
     once = to_quads(tl.arange(0, ROW // 4) == 0)
-    mask = to_rows(rows < groups_of(part_quads, DTYPE)) & once & (call.live != 0)
-    store_words_of_quad(scales_at(address, quads + word_quads, rows, DTYPE), scales, mask, PER)
+    mask = to_rows(rows < groups_of(message_quads, DTYPE)) & once & (call.live != 0)
+    store_words_of_quad(scales_at(address, quads + word_quads, rows, DTYPE), scales, mask, GROUP_SCALES)
 
 
 @triton.jit
@@ -136,48 +139,48 @@ def load_slots(
     total_quads,
     slice_quads,
     first,
-    EACH: tl.constexpr,
+    OF_SENDER: tl.constexpr,
     COUNT: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """A tile of COUNT slots: (words of each, scales of each); all loads are under way before one is used.
+    """Load a tile of COUNT slots: (words of each, scales of each). All loads are issued before one is used.
 
-    Slot i is that of rank ``(first + i) % WORLD``, and holds that rank's slice with EACH, else of mine. Where it holds
-    nothing, and in this rank's own, words read as arrived.
+    Slot i is that of rank ``(first + i) % WORLD``. It holds the slice of that rank with OF_SENDER, else the slice of
+    this rank. Words beyond it read as arrived, and so does the slot of this rank itself.
     """
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
-    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    offs = places(rows, ROW, DTYPE)
+    GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    offs = tile_offsets(rows, ROW, DTYPE)
     words = ()
     scales = ()
     for i in tl.static_range(COUNT):
         source = (first + i) % WORLD
-        part_quads = quads_of_slice(source if EACH else call.rank, total_quads, slice_quads)
+        message_quads = quads_of_slice(source if OF_SENDER else call.rank, total_quads, slice_quads)
         other = source != call.rank
         base = words_at(call.own.to(tl.int64), quads + source * stride)
-        mask = (offs < slot_quads_of(part_quads, DTYPE) * 4) & other
+        mask = (offs < slot_quads_of(message_quads, DTYPE) * 4) & other
         part = tl.load(base + offs, mask=mask, other=0, volatile=True)
         words = words + (part,)
-        mask = to_rows(rows < groups_of(part_quads, DTYPE)) & to_quads(tl.arange(0, ROW // 4) >= 0) & other
+        mask = to_rows(rows < groups_of(message_quads, DTYPE)) & to_quads(tl.arange(0, ROW // 4) >= 0) & other
         pointer = scales_at(call.own.to(tl.int64), quads + source * stride + word_quads, rows, DTYPE)
-        scales = scales + load_words_of_quad(pointer, mask, tl.max(part, axis=2), PER)
+        scales = scales + load_words_of_quad(pointer, mask, tl.max(part, axis=2), GROUP_SCALES)
     return words, scales
 
 
 @triton.jit
-def missing_words(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
-    """1 for each quad of slot ``i`` that lacks a word, or a scale of its row."""
+def missing_quads(words, scales, i: tl.constexpr, DTYPE: tl.constexpr):
+    """Return 1 for each quad of slot ``i`` that lacks a word, or a scale of its row."""
     part = scales_of(scales, i, DTYPE)
-    hit = tl.max((words[i] == SENTINEL).to(tl.int32), axis=2)
+    missing = tl.max((words[i] == SENTINEL).to(tl.int32), axis=2)
     for block in tl.static_range(4 if DTYPE == tl.float32 else 2):
-        hit = hit | (part[block] == SENTINEL).to(tl.int32)
-    return hit
+        missing = missing | (part[block] == SENTINEL).to(tl.int32)
+    return missing
 
 
 @triton.jit
 def any_missing(words, scales, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """1 while a word or a scale of any slot has not arrived."""
+    """Return 1 while a word or a scale of any slot has not arrived, else 0."""
     largest = tl.max(words[0].to(tl.uint32, bitcast=True), axis=2)
     for i in tl.static_range(COUNT):
         largest = tl.maximum(largest, tl.max(words[i].to(tl.uint32, bitcast=True), axis=2))
@@ -197,18 +200,18 @@ def await_slots(
     total_quads,
     slice_quads,
     first,
-    EACH: tl.constexpr,
+    OF_SENDER: tl.constexpr,
     COUNT: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Wait until all of a tile of COUNT slots (see :func:`load_slots`) is there. Returns (words, scales, call).
+    """Wait until a tile of COUNT slots (see :func:`load_slots`) has arrived completely. Returns (words, scales, call).
 
-    A stopped call returns at once, with ``live`` 0. With EACH, whose words are made of others', it is patient (see
-    :func:`shotcast.transport.triton.sync.check_deadline`).
+    If the call is stopped, it returns at once, with ``live`` 0. With OF_SENDER, the words are computed from those of
+    others, so the deadline is extended (see :func:`shotcast.transport.triton.sync.check_deadline`).
     """
     words, scales = load_slots(
-        call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
+        call, quads, stride, word_quads, rows, total_quads, slice_quads, first, OF_SENDER, COUNT, DTYPE, WORLD
     )
     waiting = any_missing(words, scales, COUNT, DTYPE) & call.live
     started = call.started
@@ -217,15 +220,15 @@ def await_slots(
     while waiting != 0:
         yield_core()
         words, scales = load_slots(
-            call, quads, stride, word_quads, rows, total_quads, slice_quads, first, EACH, COUNT, DTYPE, WORLD
+            call, quads, stride, word_quads, rows, total_quads, slice_quads, first, OF_SENDER, COUNT, DTYPE, WORLD
         )
         waiting = any_missing(words, scales, COUNT, DTYPE)
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
             late_ranks = call.rank * 0
             for i in tl.static_range(COUNT):
-                late_ranks = late_ranks | (tl.max(missing_words(words, scales, i, DTYPE)) << ((first + i) % WORLD))
-            started, live = check_deadline(call, started, late_ranks, True, WORLD, EACH)
+                late_ranks = late_ranks | (tl.max(missing_quads(words, scales, i, DTYPE)) << ((first + i) % WORLD))
+            started, live = check_deadline(call, started, late_ranks, True, WORLD, OF_SENDER)
             waiting = waiting & live
     call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
     return words, scales, call
@@ -240,23 +243,23 @@ def clear_slots(
     rows,
     total_quads,
     slice_quads,
-    EACH: tl.constexpr,
+    OF_SENDER: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Put sentinels back where :func:`await_slots` has read a tile, as :func:`~.sync.clear_parts` does."""
+    """Restore the sentinels where :func:`await_slots` has read a tile, as :func:`~.sync.clear_parts` does."""
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
-    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    for i in range(1, opaque(call.rank * 0 + WORLD)):  # not unrolled, which would keep all addresses at once
+    GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    for i in range(1, opaque(call.rank * 0 + WORLD)):  # not unrolled: that would hold all addresses in registers
         source = (call.rank + i) % WORLD
         slot = quads + source * stride
-        part_quads = quads_of_slice(source if EACH else call.rank, total_quads, slice_quads)
-        offs = places(rows, ROW, DTYPE)
-        mask = offs < slot_quads_of(part_quads, DTYPE) * 4
+        message_quads = quads_of_slice(source if OF_SENDER else call.rank, total_quads, slice_quads)
+        offs = tile_offsets(rows, ROW, DTYPE)
+        mask = offs < slot_quads_of(message_quads, DTYPE) * 4
         base = words_at(call.own.to(tl.int64), slot)
         tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
-        offs = rows[None, :] * PER + tl.arange(0, PER)[:, None]
-        mask = offs < groups_of(part_quads, DTYPE) * PER
+        offs = rows[None, :] * GROUP_SCALES + tl.arange(0, GROUP_SCALES)[:, None]
+        mask = offs < groups_of(message_quads, DTYPE) * GROUP_SCALES
         base = words_at(call.own.to(tl.int64), slot + word_quads)
         tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
 
@@ -281,16 +284,17 @@ def two_shot_fp8_all_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sum x over all ranks into out, by FP8 words."""
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
-    PER: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+    GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     ROWS: tl.constexpr = BLOCK // ROW if BLOCK > ROW else 1
-    AT_ONCE: tl.constexpr = 8 // PER  # slots whose words and scales a thread holds
+    SLOTS_AT_ONCE: tl.constexpr = 8 // GROUP_SCALES  # slots whose words and scales fit in the registers of a thread
     call = enter(own, peers, rank, header, WARPS, PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     groups = groups_of(slice_quads, DTYPE)
     word_quads = slot_quads_of(slice_quads, DTYPE)
-    stride = word_quads + (groups * PER + 3) // 4
+    stride = word_quads + (groups * GROUP_SCALES + 3) // 4
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     rounds = (groups + workers * ROWS - 1) // (workers * ROWS)
@@ -300,28 +304,28 @@ def two_shot_fp8_all_reduce(
     else:
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + stride * WORLD
-        for c in range(0, rounds):
-            rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
+        for chunk in range(0, rounds):
+            rows = (chunk * workers + worker) * ROWS + tl.arange(0, ROWS)
             for i in range(0, WORLD - 1):
                 peer = rotated_peer(rank, worker, i, WORLD)
-                left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
-                values = load_group(x, peer * slice_quads * 16, rows, left, DTYPE, UNIT)
+                remaining = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
+                values = load_group(x, peer * slice_quads * 16, rows, remaining, DTYPE, UNIT)
                 words, scales = quantize(values, DTYPE, NATIVE)
                 size = quads_of_slice(peer, quads, slice_quads)
                 send(call, peer, first_shot + rank * stride, word_quads, rows, words, scales, size, DTYPE)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
-        mine = quads_of_slice(rank, quads, slice_quads)
-        for c in range(0, rounds + 1):
-            if c < rounds:
-                me = opaque(rank)
-                rows = (c * workers + worker) * ROWS + tl.arange(0, ROWS)
-                left = tl.minimum(slice_quads * 16, nbytes - me * slice_quads * 16)
-                values = load_group(x, me * slice_quads * 16, rows, left, DTYPE, UNIT)
+        own_quads = quads_of_slice(rank, quads, slice_quads)
+        for chunk in range(0, rounds + 1):
+            if chunk < rounds:
+                own_rank = opaque(rank)
+                rows = (chunk * workers + worker) * ROWS + tl.arange(0, ROWS)
+                remaining = tl.minimum(slice_quads * 16, nbytes - own_rank * slice_quads * 16)
+                values = load_group(x, own_rank * slice_quads * 16, rows, remaining, DTYPE, UNIT)
                 own_words, own_scales = quantize(values, DTYPE, NATIVE)
                 total = (0.0, 0.0, 0.0, 0.0)
-                for first in tl.static_range(0, WORLD, AT_ONCE):
+                for first in tl.static_range(0, WORLD, SLOTS_AT_ONCE):
                     words, scales, call = await_slots(
                         call,
                         first_shot,
@@ -330,29 +334,39 @@ def two_shot_fp8_all_reduce(
                         rows,
                         quads,
                         slice_quads,
-                        me * 0 + first,
+                        own_rank * 0 + first,
                         False,
-                        AT_ONCE if first + AT_ONCE < WORLD else WORLD - first,
+                        SLOTS_AT_ONCE if first + SLOTS_AT_ONCE < WORLD else WORLD - first,
                         DTYPE,
                         WORLD,
                     )
-                    for i in tl.static_range(AT_ONCE if first + AT_ONCE < WORLD else WORLD - first):
-                        is_own = me == first + i
-                        part = insert_own(scales_of(scales, i, DTYPE), own_scales, is_own, PER)
+                    for i in tl.static_range(SLOTS_AT_ONCE if first + SLOTS_AT_ONCE < WORLD else WORLD - first):
+                        is_own = own_rank == first + i
+                        part = choose_scales(scales_of(scales, i, DTYPE), own_scales, is_own, GROUP_SCALES)
                         values = dequantize(tl.where(is_own, own_words, words[i]), part, DTYPE, NATIVE)
-                        total = plus(total, values)
-                sums, sum_scales = quantize(total, DTYPE, NATIVE)
+                        total = add_tiles(total, values)
+                sum_words, sum_scales = quantize(total, DTYPE, NATIVE)
                 for i in tl.static_range(WORLD - 1):
-                    peer = rotated_peer(me, worker, i, WORLD)
-                    send(call, peer, second_shot + me * stride, word_quads, rows, sums, sum_scales, mine, DTYPE)
-                values = dequantize(sums, sum_scales, DTYPE, NATIVE)
-                store_group(out, me * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
+                    peer = rotated_peer(own_rank, worker, i, WORLD)
+                    send(
+                        call,
+                        peer,
+                        second_shot + own_rank * stride,
+                        word_quads,
+                        rows,
+                        sum_words,
+                        sum_scales,
+                        own_quads,
+                        DTYPE,
+                    )
+                values = dequantize(sum_words, sum_scales, DTYPE, NATIVE)
+                store_group(out, own_rank * slice_quads * 16, rows, values, remaining, call.live, DTYPE, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_slots(call, first_shot, stride, word_quads, rows, quads, slice_quads, False, DTYPE, WORLD)
-            if c > 0:
-                me = opaque(rank)
-                rows = ((c - 1) * workers + worker) * ROWS + tl.arange(0, ROWS)
-                for first in tl.static_range(1, WORLD, AT_ONCE):
+            if chunk > 0:
+                own_rank = opaque(rank)
+                rows = ((chunk - 1) * workers + worker) * ROWS + tl.arange(0, ROWS)
+                for first in tl.static_range(1, WORLD, SLOTS_AT_ONCE):
                     words, scales, call = await_slots(
                         call,
                         second_shot,
@@ -361,16 +375,16 @@ def two_shot_fp8_all_reduce(
                         rows,
                         quads,
                         slice_quads,
-                        me + first,
+                        own_rank + first,
                         True,
-                        AT_ONCE if first + AT_ONCE < WORLD else WORLD - first,
+                        SLOTS_AT_ONCE if first + SLOTS_AT_ONCE < WORLD else WORLD - first,
                         DTYPE,
                         WORLD,
                     )
-                    for i in tl.static_range(AT_ONCE if first + AT_ONCE < WORLD else WORLD - first):
-                        peer = (me + first + i) % WORLD
-                        left = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
+                    for i in tl.static_range(SLOTS_AT_ONCE if first + SLOTS_AT_ONCE < WORLD else WORLD - first):
+                        peer = (own_rank + first + i) % WORLD
+                        remaining = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
                         values = dequantize(words[i], scales_of(scales, i, DTYPE), DTYPE, NATIVE)
-                        store_group(out, peer * slice_quads * 16, rows, values, left, call.live, DTYPE, UNIT)
+                        store_group(out, peer * slice_quads * 16, rows, values, remaining, call.live, DTYPE, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_slots(call, second_shot, stride, word_quads, rows, quads, slice_quads, True, DTYPE, WORLD)
