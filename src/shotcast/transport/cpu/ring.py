@@ -1,8 +1,8 @@
-"""Rings: partial sums travel from rank to rank, so every rank talks to its two neighbours only.
+"""Rings: partial sums travel from rank to rank, so every rank exchanges data with its two neighbours only.
 
-All-reduce takes 2N - 2 steps on slices of 1/N of the message: slice j starts at rank j + 1, is complete at rank j after
-N - 1 hops, and goes around once more. Every rank moves 2 (N - 1) / N of the message, as little as possible; the number
-of steps is what MultiShot removes. Reduce-scatter and all-gather are its halves.
+All-reduce takes 2N - 2 steps on slices of 1/N of the message. Slice j starts at rank j + 1, is complete at rank j after
+N - 1 hops, and goes around once more. Every rank moves 2 (N - 1) / N of the message, which is the minimum; the number
+of steps is what MultiShot reduces. Reduce-scatter and all-gather are its halves.
 
 Sums are rounded to the dtype at every hop: round(... round(round(0 + x_{j+1}) + x_{j+2}) ... + x_j).
 """
@@ -39,193 +39,107 @@ def _staging(context: int, rank: int, step: int) -> int:
 
 
 @njit(error_model="numpy")
-def _meet_neighbours(context: int, step: int, word: int) -> int:
-    """Until step ``step`` may be written (right) and what the left neighbour wrote in the step before it is there."""
+def _await_neighbours(context: int, step: int, word: int, first_step: int, receives: bool, sends: bool) -> int:
+    """Wait for the left neighbour's data if this step receives, and for the right one's permission if it sends."""
     rank, world_size = load(context + RANK), load(context + WORLD)
-    status = meet(context, around(rank - 1, world_size), step, word)
-    if status == DONE:
+    status = DONE
+    if step == first_step + 1:
+        # The staging that is overwritten next may have been read by any rank in the call before.
+        status = meet_all(context, step, word)
+    if status == DONE and receives:
+        status = meet(context, around(rank - 1, world_size), step, word)
+    # The first step of a call needs no permission: every rank has finished the call before.
+    if status == DONE and sends and step > first_step:
         status = meet(context, around(rank + 1, world_size), step, word)
     return status
 
 
 @njit(error_model="numpy")
-def _first_hop(context: int, plan: int, step: int, x: int, nbytes: int) -> None:
-    store(context + SOURCES, x)
-    target = _staging(context, load(context + RANK), step)
-    call_arithmetic(load(plan + ARITHMETIC), target, context + SOURCES, 1, nbytes // load(plan + ITEMSIZE))
+def _add(context: int, plan: int, target: int, x: int, received: int, nbytes: int) -> None:
+    """Store ``received`` + x, rounded, at ``target``; 0 + x if nothing was received."""
+    store(context + SOURCES, x if received == 0 else received)
+    store(context + SOURCES + 8, x)
+    count = nbytes // load(plan + ITEMSIZE)
+    call_arithmetic(load(plan + ARITHMETIC), target, context + SOURCES, 1 if received == 0 else 2, count)
 
 
 @njit(error_model="numpy")
-def _hop(context: int, plan: int, step: int, x: int, nbytes: int, target: int) -> None:
-    """target = what the left neighbour sent in the step before + x."""
-    left = around(load(context + RANK) - 1, load(context + WORLD))
-    store(context + SOURCES, _staging(context, left, step - 1))
-    store(context + SOURCES + 8, x)
-    call_arithmetic(load(plan + ARITHMETIC), target, context + SOURCES, 2, nbytes // load(plan + ITEMSIZE))
+def _pass_slices(
+    context: int, plan: int, x: int, out: int, pitch: int, piece: int, first_hop: int, last_hop: int
+) -> int:
+    """Pass all slices around the ring, one piece of each slice after the other.
 
-
-def all_reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same. At least two ranks.
-
-    A chunk is a piece of every slice.
+    A slice is complete at hop N - 1. Before that, ranks add to it; after it, they copy it to ``out``. Slices begin
+    ``pitch`` bytes apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. ``x`` is this rank's slice alone
+    if the first hop is N - 1, and so is ``out`` if the last hop is.
     """
     word = begin(context, load(plan + HEADER))
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    nbytes = load(plan + NBYTES)
-    # Slices are of the whole message, so that its pieces do not decide which rank adds what first.
-    part = slice_size(nbytes, world_size)
-    piece = min(part, max(SLICE_ALIGN, load(plan + CHUNK) // world_size // SLICE_ALIGN * SLICE_ALIGN))
-    right, left = around(rank + 1, world_size), around(rank - 1, world_size)
-    first = step
+    left, first_step, complete = around(rank - 1, world_size), step, world_size - 1
+    longest = pitch
+    if pitch == 0:
+        for peer in range(world_size):
+            longest = max(longest, load(plan + EXTENTS + 8 * peer))
     done = 0
     while True:
-        for hop in range(2 * world_size - 1):
-            sliced = around(around(rank - 1 - hop, world_size), world_size)
-            place = sliced * part + done
-            length = max(0, min(min(piece, part - done), nbytes - place))
-            if hop == 0:
-                # The first step of a call needs no permission: everybody has finished the call before.
-                if step > first:
-                    status = meet(context, right, step, word)
-                    if status != DONE:
-                        return status
-                _first_hop(context, plan, step, x + place, length)
-                step = publish(context, step)
-                continue
-            if hop == 1 and done == 0:
-                # What is overwritten next may have been read by anybody in the call before, not by the neighbour only.
-                status = meet_all(context, step, word)
-                if status != DONE:
-                    return status
-            if hop == 2 * world_size - 2:
-                status = meet(context, left, step, word)
-                if status != DONE:
-                    return status
-                copy(out + place, _staging(context, left, step - 1), length)
-                continue
-            status = _meet_neighbours(context, step, word)
+        for hop in range(first_hop, last_hop + 1):
+            index = around(around(rank - 1 - hop, world_size), world_size)
+            start = index * pitch if pitch > 0 else load(plan + OFFSETS + 8 * index)
+            extent = min(pitch, load(plan + NBYTES) - start) if pitch > 0 else load(plan + EXTENTS + 8 * index)
+            size = max(0, min(piece, extent - done))
+            source = x + done if first_hop == complete else x + start + done
+            result = out + done if last_hop == complete else out + start + done
+            sends, receives = hop < last_hop, hop > first_hop
+            status = _await_neighbours(context, step, word, first_step, receives, sends)
             if status != DONE:
                 return status
-            target = _staging(context, rank, step)
-            if hop < world_size - 1:
-                _hop(context, plan, step, x + place, length, target)
+            received = _staging(context, left, step - 1) if receives else 0
+            staging = _staging(context, rank, step)
+            if hop < complete:
+                _add(context, plan, staging, source, received, size)
                 step = publish(context, step)
-            elif hop == world_size - 1:
-                _hop(context, plan, step, x + place, length, out + place)
-                copy(target, out + place, length)
+            elif hop == complete and receives:
+                _add(context, plan, result, source, received, size)
+                if sends:
+                    copy(staging, result, size)
+                    step = publish(context, step)
+            elif sends:
+                copy(staging, received if receives else source, size)
                 step = publish(context, step)
+                copy(result, staging, size)
             else:
-                copy(target, _staging(context, left, step - 1), length)
-                step = publish(context, step)
-                copy(out + place, target, length)
+                copy(result, received, size)
         done += piece
-        if done >= part:
+        if done >= longest:
             break
-    status = meet(context, right, step, word)
+    status = meet(context, around(rank + 1, world_size), step, word)
     if status != DONE:
         return status
     return finish(context, step)
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same. At least two ranks.
+
+    A chunk is a piece of every slice. Slices divide the whole message, so the order of a sum does not depend on pieces.
+    """
+    world_size = load(context + WORLD)
+    pitch = slice_size(load(plan + NBYTES), world_size)
+    piece = min(pitch, max(SLICE_ALIGN, load(plan + CHUNK) // world_size // SLICE_ALIGN * SLICE_ALIGN))
+    return _pass_slices(context, plan, x, out, pitch, piece, 0, 2 * world_size - 2)
 
 
 def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block. At least two ranks."""
-    word = begin(context, load(plan + HEADER))
-    if word == 0:
-        return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    block, chunk = load(plan + NBYTES) // world_size, load(plan + CHUNK)
-    right, left = around(rank + 1, world_size), around(rank - 1, world_size)
-    first = step
-    done = 0
-    while True:
-        size = min(chunk, block - done)
-        for hop in range(world_size):
-            place = around(rank - 1 - hop, world_size) * block + done
-            if hop == 0:
-                if step > first:
-                    status = meet(context, right, step, word)
-                    if status != DONE:
-                        return status
-                _first_hop(context, plan, step, x + place, size)
-                step = publish(context, step)
-                continue
-            if hop == 1 and done == 0:
-                status = meet_all(context, step, word)
-                if status != DONE:
-                    return status
-            if hop < world_size - 1:
-                status = _meet_neighbours(context, step, word)
-                if status != DONE:
-                    return status
-                _hop(context, plan, step, x + place, size, _staging(context, rank, step))
-                step = publish(context, step)
-            else:
-                status = meet(context, left, step, word)
-                if status != DONE:
-                    return status
-                _hop(context, plan, step, x + place, size, out + done)
-        done += size
-        if done >= block:
-            break
-    status = meet(context, right, step, word)
-    if status != DONE:
-        return status
-    return finish(context, step)
+    return _pass_slices(context, plan, x, out, 0, load(plan + CHUNK), 0, load(context + WORLD) - 1)
 
 
 def all_gather(context: int, plan: int, x: int, out: int) -> int:
-    """out = the ranks' parts in order. x: this rank's part; parts as the plan's extents, any may be empty."""
-    word = begin(context, load(plan + HEADER))
-    if word == 0:
-        return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    chunk = load(plan + CHUNK)
-    right, left = around(rank + 1, world_size), around(rank - 1, world_size)
-    longest = 0
-    for peer in range(world_size):
-        longest = max(longest, load(plan + EXTENTS + 8 * peer))
-    copy(out + load(plan + OFFSETS + 8 * rank), x, load(plan + EXTENTS + 8 * rank))
-    first = step
-    done = 0
-    while True:
-        for hop in range(world_size):
-            part = around(rank - hop, world_size)
-            size = max(0, min(chunk, load(plan + EXTENTS + 8 * part) - done))
-            place = out + load(plan + OFFSETS + 8 * part) + done
-            if hop == 0:
-                if step > first:
-                    status = meet(context, right, step, word)
-                    if status != DONE:
-                        return status
-                copy(_staging(context, rank, step), x + done, size)
-                step = publish(context, step)
-                continue
-            if hop == 1 and done == 0:
-                status = meet_all(context, step, word)
-                if status != DONE:
-                    return status
-            if hop < world_size - 1:
-                status = _meet_neighbours(context, step, word)
-                if status != DONE:
-                    return status
-                target = _staging(context, rank, step)
-                copy(target, _staging(context, left, step - 1), size)
-                step = publish(context, step)
-                copy(place, target, size)
-            else:
-                status = meet(context, left, step, word)
-                if status != DONE:
-                    return status
-                copy(place, _staging(context, left, step - 1), size)
-        done += chunk
-        if done >= longest:
-            break
-    status = meet(context, right, step, word)
-    if status != DONE:
-        return status
-    return finish(context, step)
+    """out = the parts of all ranks in order. x: this rank's part. Any part of the plan's EXTENTS may be empty."""
+    world_size = load(context + WORLD)
+    return _pass_slices(context, plan, x, out, 0, load(plan + CHUNK), world_size - 1, 2 * world_size - 2)
 
 
 ALL_REDUCE = Schedule(all_reduce)
