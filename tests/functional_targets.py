@@ -1,4 +1,4 @@
-"""What ranks do in tests/test_functional.py."""
+"""Functions that the ranks of tests/test_functional.py run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLOO_REDUCES = ("sum", "MAX", "min", "product")
 
 
 def numbers(shape: tuple[int, ...], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers, whose sums are exact in any order."""
+    """Return small whole numbers, whose sums are exact in any order."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
@@ -27,7 +27,7 @@ def plain(x: Any) -> torch.Tensor:
 
 
 def like_those_of_pytorch() -> int:
-    """Each function on our communicator and on Gloo. Returns the number of comparisons."""
+    """Compare each function on our communicator with PyTorch on Gloo; return the number of comparisons."""
     done = 0
     warnings.simplefilter("ignore", FutureWarning)
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
@@ -74,7 +74,7 @@ def like_those_of_pytorch() -> int:
 
 
 def averages() -> None:
-    """Two roundings, as documented; and derivatives."""
+    """Averages have two roundings, as documented, and derivatives."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         parts = [
@@ -135,7 +135,7 @@ def refused() -> None:
 
 
 def mixed(backend: str) -> int:
-    """PyTorch's functions and ours in one graph, on each other's results. Returns how many graphs were compiled."""
+    """Run PyTorch's functions and ours on each other's results in one graph; return the number of compiled graphs."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         group = dist.group.WORLD
 

@@ -1,4 +1,4 @@
-"""Errors cross process boundaries, so they pickle; and they say what to do."""
+"""Errors can be pickled, as they cross process boundaries, and they say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point down and in no circle, heavy libraries come late, and importing does nothing else."""
+"""Imports point down and form no circle, heavy libraries are imported late, and importing has no side effects."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ LAYERS = (
     ("bench", "server"),
     ("cli",),
 )
-"""Low to high. Parts that share a line do not import each other."""
+"""The layers from low to high. Parts of one layer do not import each other."""
 
 ROOT_MODULES = ("__init__", "__main__")
-"""Above everything; `shotcast` itself may be imported for its version alone."""
+"""Modules above all layers; other modules may import only the version from `shotcast`."""
 
 
 def level(part: str) -> int:
@@ -45,7 +45,7 @@ def level(part: str) -> int:
 
 
 def imported(tree: ast.AST, module: str) -> list[tuple[int, str]]:
-    """Line and full name of everything a module imports, wherever the statement stands."""
+    """Return the line and the full name of everything that a module imports, at any level of the code."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -87,11 +87,11 @@ def violations(root: Path) -> list[str]:
 
 
 def circles(root: Path) -> list[str]:
-    """Return each circle of modules that import each other, as the modules in it.
+    """Return each circle of modules that import each other.
 
-    Every import counts: at the top of a module, under ``TYPE_CHECKING`` and inside a function. An import of a name
-    counts as one of the module that the name is, or else of the module that defines it; the package root is left out,
-    as it is above everything.
+    Every import counts: at the top of a module, under ``TYPE_CHECKING`` and inside a function. The import of a name
+    counts as an import of the module of that name or, if there is none, of the module that defines it. The package root
+    is left out, as it is above everything.
     """
     modules = {}
     for file in root.rglob("*.py"):
@@ -273,7 +273,7 @@ def test_importing_has_no_side_effects() -> None:
 
 
 def test_importing_every_module_starts_nothing() -> None:
-    """With torch and all: no thread, no process group, no CUDA, no change of the environment of ours."""
+    """Importing starts no thread, no process group and no CUDA, and leaves the environment as torch sets it."""
     code = """
         import importlib, os, pkgutil, sys, threading
         import torch, torch.distributed
@@ -293,6 +293,6 @@ def test_importing_every_module_starts_nothing() -> None:
 
 
 def test_all_tests_can_be_collected_together() -> None:
-    """pytest imports test files, and what they share, by name: two of one name do not run in one command."""
+    """pytest imports test files and their helpers by name, so one run cannot have two of the same name."""
     names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))

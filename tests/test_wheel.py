@@ -1,4 +1,4 @@
-"""What people install: the wheel holds everything, and works away from the repository."""
+"""The wheel that people install holds everything, and works away from the repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, as setuptools leaves its traces beside the sources."""
+    """Build the wheel from a copy, as setuptools leaves files beside the sources."""
     source = tmp_path_factory.mktemp("source")
     target = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):

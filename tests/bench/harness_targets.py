@@ -14,7 +14,7 @@ from shotcast.bench.report import Row
 
 
 def _with(implementation: Any, config: BenchConfig) -> list[Row]:
-    """Measure Gloo with ``implementation(call)`` in its place; this process belongs to one test."""
+    """Measure Gloo with its call replaced by ``implementation(call)``. This process belongs to one test."""
     library = baselines.library_call
     baselines.library_call = lambda *args: implementation(library(*args))  # type: ignore[assignment]
     return harness.measure(config, ("gloo",))
@@ -48,7 +48,7 @@ def wrong_after_a_while(config: BenchConfig) -> list[Row]:
 
 
 def first_product_is_slow(config: BenchConfig, seconds: float) -> int:
-    """How many products there are in all."""
+    """Return the number of all matrix products."""
     products = 0
     usual = harness.Gemm.__call__
 
@@ -64,7 +64,7 @@ def first_product_is_slow(config: BenchConfig, seconds: float) -> int:
 
 
 def one_rank_sleeps(config: BenchConfig, seconds: float) -> list[Row]:
-    """Rank 1's calls do nothing but take long; nobody waits for them, so ranks differ."""
+    """Measure a call that sleeps on rank 1 and does nothing else, so that the times of the ranks differ."""
 
     def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         first = True
@@ -98,7 +98,7 @@ def counts_calls(config: BenchConfig) -> list[int]:
 
 
 class SlowWork:
-    """In place of the matrix product: takes 40 ms, and writes what no rank's input holds."""
+    """A replacement of the matrix product that takes 40 ms and writes a value that no rank's input holds."""
 
     name = "sleep"
 
@@ -111,7 +111,7 @@ class SlowWork:
 
 
 def with_slow_work(config: BenchConfig, algorithm: str) -> tuple[list[Row], set[float]]:
-    """A call that takes 10 ms; also what it was called on."""
+    """Measure a call that takes 10 ms; return the rows, and the values that the calls found in their input."""
     harness.Gemm = SlowWork  # type: ignore[assignment, misc]
     seen = set()
 
@@ -130,7 +130,7 @@ def with_slow_work(config: BenchConfig, algorithm: str) -> tuple[list[Row], set[
 
 
 def values_in_place(config: BenchConfig) -> list[float]:
-    """The largest value that each timed call back to back began with."""
+    """Return the largest value of the input at the start of each timed call back to back."""
     seen = []
 
     def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
@@ -145,7 +145,7 @@ def values_in_place(config: BenchConfig) -> list[float]:
 
 
 def allocates(config: BenchConfig, bursts_each: int) -> list[Row]:
-    """Host time on ranks that seem to allocate ``bursts_each`` times between two looks."""
+    """Measure host time on ranks that seem to allocate ``bursts_each`` times between two readings of the counter."""
     count = 0
 
     def allocations(device: torch.device) -> int:
@@ -158,7 +158,7 @@ def allocates(config: BenchConfig, bursts_each: int) -> list[Row]:
 
 
 def wrong_in_one_value(config: BenchConfig, name: str, value: str) -> list[Row]:
-    """A fused implementation of which one element of one result is off on rank 1."""
+    """Measure a fused implementation with one wrong element in one result on rank 1."""
     from shotcast.bench.fused_case import FusedCase
 
     calls = FusedCase.calls

@@ -57,7 +57,7 @@ def test_fused(dtype: str) -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_reduce_rms_norm"])
 def test_work_between(op: str) -> None:
-    """A product of 16 MB of weights takes microseconds, and so does what is left of the call."""
+    """A product with 16 MB of weights takes microseconds, and so does the rest of the call."""
     names = ("one_shot", "two_shot", "nccl")
     sizes = (16 << 10, 256 << 10)
     config = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What the harness takes for right."""
+"""The references of the harness: inputs, expected results and error bounds."""
 
 from __future__ import annotations
 

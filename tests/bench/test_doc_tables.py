@@ -1,4 +1,4 @@
-"""Documentation shows what the raw results say."""
+"""The tables in the documentation show what the raw results say."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_tables_in_documents_are_what_the_tool_makes(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
 def test_measured_figures_are_in_such_tables(name: str) -> None:
-    """No table of message sizes stands outside, where nothing would compare it."""
+    """Every table of message sizes is a generated one; nothing would compare others with the results."""
     outside = re.sub(r"<!-- shotcast bench table .*?<!-- end of table -->", "", (ROOT / name).read_text(), flags=re.S)
     assert re.findall(r"^\| \d+ [KMG]?B \|.*", outside, flags=re.M) == []
     assert "shotcast bench table" in (ROOT / name).read_text()

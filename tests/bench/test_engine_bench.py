@@ -1,4 +1,4 @@
-"""``shotcast bench engine``: what it measures, says, keeps and draws."""
+"""``shotcast bench engine``: its measurements, tables, files and pictures."""
 
 from __future__ import annotations
 

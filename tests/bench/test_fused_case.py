@@ -1,4 +1,4 @@
-"""All-reduce, residual and norm: measured on CPU ranks, and what the harness takes for right."""
+"""All-reduce, residual and norm: measurements on CPU ranks, and the references of the harness."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_nothing_is_clamped_by_the_static_scale() -> None:
 
 
 def test_fused_kernels_are_right() -> None:
-    """The Triton kernels, interpreted."""
+    """The Triton kernels are right in the interpreter."""
     names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")
     config = dataclasses.replace(CONFIG, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
     rows = interpret(harness.measure, 2, config, names, timeout_s=110, env=GPU_COLLECTIVES)[0]

@@ -1,4 +1,4 @@
-"""The harness times what is right, and only that."""
+"""The harness times right results only."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ BETWEEN = dataclasses.replace(CONFIG, between="gemm", hidden=16, inner=4, sizes=
 
 
 def test_what_a_library_needs_at_first_leaves_calls_to_time() -> None:
-    """Few calls would make a short graph, and the time of its launch that of the call."""
+    """Few calls would make a short graph, whose time would be that of its launch."""
     config = dataclasses.replace(BETWEEN, sizes=(64,), iters=30, budget_s=0.4)
     alone_and_between = 2 * (1 + config.warmup_iters + config.iters)
     assert shotcast.spawn(targets.first_product_is_slow, 2, config, 0.5, timeout_s=60) == [alone_and_between] * 2
@@ -117,7 +117,7 @@ def test_between_measures_both_and_names_the_work() -> None:
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "gloo"])
 def test_between_takes_the_work_off(algorithm: str) -> None:
-    """And what was checked after it is the input, not what the work wrote: there are no errors."""
+    """The call checked after the work finds its input restored, so there are no errors."""
     config = dataclasses.replace(BETWEEN, sizes=(64,))
     rows, seen = shotcast.spawn(targets.with_slow_work, 2, config, algorithm, timeout_s=90)[0]
     back_to_back, between = rows
@@ -131,7 +131,7 @@ def test_between_takes_the_work_off(algorithm: str) -> None:
 
 
 def test_calls_in_place_are_timed_on_zeros() -> None:
-    """Also after work between calls wrote their tensor; or values would double with each call until they overflow."""
+    """The tensor is zero even after work between calls wrote it; otherwise values would double until they overflow."""
     config = dataclasses.replace(CONFIG, sizes=(64,), budget_s=100.0)
     for chosen in (config, dataclasses.replace(config, between="gemm", hidden=16)):
         seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=90)[0]

@@ -1,4 +1,4 @@
-"""Who is measured."""
+"""The names of the implementations that are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that documentation shows."""
+"""The Markdown tables of the documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.errors import ConfigError
 
 
 def cells(text: str) -> list[list[str]]:
-    """Lines of cells, without the rule below the head."""
+    """Return the lines of cells, without the rule below the head."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert len({len(line) for line in lines}) == 1, "every line has as many cells"
     assert set(lines[1]) == {"---"}

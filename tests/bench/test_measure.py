@@ -1,4 +1,4 @@
-"""benchmarks/measure.sh asks for what there is: every command of it is understood, every test it names exists."""
+"""Every command in benchmarks/measure.sh can be parsed, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDED = "code 0"
 
 
 def run(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    """The script, with a python3 that notes what it was asked for, an argument a line, and does nothing."""
+    """Run the script with a python3 that records its arguments, one a line, and does nothing else."""
     fake = folder / "python3"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@" --- >>"$ASKED"\n')  # one write: parts of the script run at once
     fake.chmod(0o755)
@@ -28,7 +28,7 @@ def run(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
 
 
 def understand(arguments: list[str]) -> None:
-    """Take them as the command line would, and run nothing."""
+    """Parse a command with the real command line, without running it."""
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands"):
         name, *arguments = arguments

@@ -50,7 +50,7 @@ def test_names_everything_a_reader_needs(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_no_speed_up_of_an_own_algorithm_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """World sizes share the axis: the limits must hold for all of them, also for those drawn last."""
+    """World sizes share the axis, so its limits must hold for all of them, including those drawn last."""
     import matplotlib.figure
 
     made = []

@@ -1,4 +1,4 @@
-"""Columns, bandwidths and files of a benchmark."""
+"""The columns, bandwidths and files of a benchmark."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 
 OTHERS = ("engine_", "linear", "decode_attention", "prompt_attention", "frontend")
-"""Beginnings of files that hold something else than collectives: the engine's, and those of scripts in benchmarks."""
+"""File names of other results: those of the engine, and of the scripts in benchmarks."""
 KEPT = sorted(
     path
     for path in (Path(__file__).parents[2] / "benchmarks" / "data").rglob("*.json")
@@ -155,7 +155,7 @@ def test_tokens() -> None:
 
 
 def columns(rows: list[Row]) -> tuple[str, list[str], list[list[str]]]:
-    """Title, names of columns, cells."""
+    """Return the title, the names of the columns, and the cells."""
     title = str(report.table(rows).title)
     lines = text_of(rows)
     units_at = next(number for number, line in enumerate(lines) if line.strip().startswith("(B)"))

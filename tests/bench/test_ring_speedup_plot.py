@@ -1,4 +1,4 @@
-"""The picture of MultiShot over a ring."""
+"""The picture of the speed-up of MultiShot over a ring."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_sizes_of_decoding(nbytes: int, shown: int) -> None:
 
 
 def lines(figure) -> list[dict[str, list[float]]]:
-    """What each panel draws, by colour."""
+    """Return the lines of each panel, by colour."""
     return [
         {line.get_color(): list(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) > 2}
         for axes in figure.axes

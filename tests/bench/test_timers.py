@@ -1,4 +1,4 @@
-"""Clocks: what a sample is of."""
+"""Timers: the time that a sample stands for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shotcast.bench import timers
 
 
 class Machine:
-    """Calls that take 3 us of the host's time and leave 100 us of work behind, which a wait lasts."""
+    """A machine whose calls take 3 us of host time and 100 us of GPU time, for which a wait lasts."""
 
     def __init__(self) -> None:
         self.now_ns = self.pending_ns = self.calls = self.waits = 0

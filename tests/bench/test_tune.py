@@ -1,4 +1,4 @@
-"""Tuning: what is searched, that only what is right can win, and that a table made here is used."""
+"""Tuning: the search, that only right results can win, and that a new table is used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def problem(op: Op = Op.ALL_REDUCE, nbytes: int = 1 << 20, kernels: str = "trito
 
 
 class Bench:
-    """Times by a function of the candidate; remembers what was asked."""
+    """Measures with a function of the candidate, and records the candidates that were measured."""
 
     def __init__(self, times: Any):
         self.times = times
@@ -188,7 +188,7 @@ class TestSearch:
 
 
 def point(nbytes: int, *times: tuple[str, float], mode: str = "graph", shape: LaunchShape | None = None) -> Point:
-    """A point whose choice is the first of ``times``."""
+    """Return a point whose choice is the first of ``times``."""
     timed = [Timed(name, shape or LaunchShape(), shape is None, time_us) for name, time_us in times]
     return Point(mode, "all_reduce", "bfloat16", nbytes, Choice(timed[0], tuple(timed[1:]), ()))
 
@@ -332,7 +332,7 @@ class TestConfig:
 class TestRanks:
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_wrong_candidate_never_enters(self, rank: int) -> None:
-        """Wrong on one rank, known on all."""
+        """A candidate that is wrong on one rank is excluded on all ranks."""
         config = dataclasses.replace(CONFIG, sizes=(4096, 8192))
         for points in shotcast.spawn(targets.one_is_wrong, 2, config, rank, timeout_s=500):
             for found in points:

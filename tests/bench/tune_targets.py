@@ -1,4 +1,4 @@
-"""What ranks do in tests/bench/test_tune.py; each process belongs to one test."""
+"""Functions that the ranks of tests/bench/test_tune.py run; each process belongs to one test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shotcast.collectives.choice.problem import Candidate
 def _with(
     change: Callable[[Candidate, baselines.BenchCall], Callable[[], Any]], config: tune.TuneConfig
 ) -> list[tune.Point]:
-    """Tune with ``change(candidate, call)`` in the place of each candidate's call."""
+    """Tune with each candidate's call replaced by ``change(candidate, call)``."""
     made = tune.TuneCase.call
 
     def call(self: Any, name: str, candidate: Candidate) -> baselines.BenchCall:
@@ -30,12 +30,12 @@ def _with(
 
 
 def _slow(candidate: Candidate) -> bool:
-    """All but two-shot: so that two-shot, were it right, would win."""
+    """Return whether the candidate is not two-shot; these are slowed so that two-shot, were it right, would win."""
     return candidate.algorithm != "two_shot"
 
 
 def one_is_wrong(config: tune.TuneConfig, rank: int) -> list[tune.Point]:
-    """Two-shot is fastest by far, and wrong in one element on one rank."""
+    """Tune with a two-shot that is by far the fastest, but wrong in one element on one rank."""
 
     def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
         def run() -> None:
@@ -51,7 +51,7 @@ def one_is_wrong(config: tune.TuneConfig, rank: int) -> list[tune.Point]:
 
 
 def one_launch_is_wrong(config: tune.TuneConfig) -> list[tune.Point]:
-    """Two-shot is right by default and wrong, and fastest, with any other chunk."""
+    """Tune with a two-shot that is right by default, and wrong but fastest with any other chunk."""
 
     def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
         def run() -> None:
@@ -80,7 +80,7 @@ def nothing_is_right(config: tune.TuneConfig) -> str:
 
 
 def ranks_differ(config: tune.TuneConfig) -> list[tune.Point]:
-    """Each rank finds others slow: rank 0 one-shot and the vendor's, rank 1 two-shot. The ring is slow to nobody."""
+    """Tune with one-shot and the vendor slow on rank 0, and two-shot slow on rank 1. The ring is slow on no rank."""
     slow = {0: ("one_shot", "vendor"), 1: ("two_shot",)}
 
     def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
@@ -96,7 +96,7 @@ def ranks_differ(config: tune.TuneConfig) -> list[tune.Point]:
 
 
 def by_table(counts: list[int], op: str) -> list[tuple[str, str, str, list[float]]]:
-    """What explain says of calls, and that their results are right."""
+    """Return what explain says of calls, with elements of their results."""
     said = []
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         for count in counts:
@@ -112,7 +112,7 @@ def by_table(counts: list[int], op: str) -> list[tuple[str, str, str, list[float
 
 
 def captured(count: int) -> tuple[Any, Any, list[float]]:
-    """On GPUs: what explain says outside and inside a capture, and the result of a replay."""
+    """On GPUs, return what explain says outside and inside a capture, and the result of a replay."""
     with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
         x = torch.full([count], float(comm.rank + 1), device=comm.device)
         out = torch.empty_like(x)

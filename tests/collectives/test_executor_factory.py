@@ -1,4 +1,4 @@
-"""Building the executor of GPU ranks, on a machine without GPUs: what touches a GPU is rebuilt_executor."""
+"""Building the executor of GPU ranks, on a machine without GPUs: everything that touches a GPU is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where own kernels cannot run, the vendor library serves, and it is said why."""
+"""The vendor library serves where own kernels cannot run, and the reason is given."""
 
 from __future__ import annotations
 

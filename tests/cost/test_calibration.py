@@ -1,4 +1,4 @@
-"""The model's constants come from the measurements that the repository holds, and choose well by them."""
+"""The model's constants come from the measurements in the repository, and choose well for them."""
 
 from __future__ import annotations
 

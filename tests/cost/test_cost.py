@@ -1,4 +1,4 @@
-"""The cost model against the equations of its docstring, written out again as sums over steps."""
+"""The cost model agrees with the equations of its docstring, written here as sums over steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ worlds = st.integers(1, 16)
 
 
 def by_steps(link: LinkCost, steps: list[float], taken: float) -> float:
-    """A fixed cost, for each step a latency and the bytes one rank sends in it, and the bytes that a rank takes in."""
+    """Return a fixed cost, a latency and the sent bytes for each step, and the bytes that a rank takes in."""
     sent = sum(link.step_us + nbytes / link.bw_gbps / 1e3 for nbytes in steps)
     return link.fixed_us + sent + taken / link.local_gbps / 1e3
 

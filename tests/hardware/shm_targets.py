@@ -5,7 +5,7 @@ from shotcast import env
 
 
 def shared_bytes_mapped() -> int:
-    """Bytes of shared memory files, of all ranks, that a communicator with default settings maps in this process."""
+    """Return the bytes of all shared-memory files that a communicator with default settings maps in this process."""
     with shotcast.Communicator(device="cpu"):
         total = 0
         with open("/proc/self/maps") as maps:

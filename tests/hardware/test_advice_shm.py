@@ -1,4 +1,4 @@
-"""What doctor says CPU ranks need is what they take."""
+"""The shared memory that doctor says CPU ranks need is what they take."""
 
 from __future__ import annotations
 

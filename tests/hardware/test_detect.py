@@ -1,4 +1,4 @@
-"""Facts about the host, and what doctor makes of them."""
+"""The facts about a host, and the advice that doctor derives from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that ranks of tests/launcher/test_spawn.py run. A module of its own, as ranks import it by name."""
+"""Functions that the ranks of tests/launcher/test_spawn.py run, in a module that ranks can import by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def threads() -> int:
 
 
 def says(text: str) -> None:
-    """By Python, and as what a rank starts does."""
+    """Write to the streams from Python, and from a process that the rank starts."""
     print(text, flush=True)
     os.write(2, f"{text}, too".encode())
 
@@ -41,7 +41,7 @@ def umask_and_cores() -> tuple[int, set[int]]:
 
 
 def leaves_a_child(marker: str) -> None:
-    """Rank 0 dies at once; a process that it forked lives until ``marker`` is gone."""
+    """Rank 0 dies at once, but a process that it forked lives until ``marker`` is gone."""
     if os.environ["RANK"] == "0":
         if os.fork() == 0:
             end = time.monotonic() + 30
@@ -65,7 +65,7 @@ def numpy_draw() -> int:
 
 
 def what_a_call_loads() -> tuple[list[str], list[str]]:
-    """Modules that a rank has from the start, and those that an all-reduce adds."""
+    """Return the modules that a rank starts with, and those that an all-reduce adds."""
     before = set(sys.modules)
     from shotcast import Communicator
 
@@ -85,7 +85,7 @@ def big_tensor(count: int) -> torch.Tensor:
 
 
 def one_raises(culprit: int) -> None:
-    """The others wait for the culprit, and fail because it is gone."""
+    """One rank raises; the others wait for it, and fail because it is gone."""
     dist.init_process_group("gloo")
     if dist.get_rank() == culprit:
         raise ValueError("the culprit's own words")
@@ -93,7 +93,7 @@ def one_raises(culprit: int) -> None:
 
 
 def victim_reports_first() -> None:
-    """Rank 0 misses rank 1 in a call, and says so before rank 1 comes to its own error."""
+    """Rank 0 misses rank 1 in a call, and reports that before rank 1 reaches its own error."""
     if os.environ["RANK"] == "0":
         raise CollectiveTimeout(0, [1], "all_reduce", 7, 0.1)
     time.sleep(0.7)
@@ -158,7 +158,7 @@ def returns_unpicklable() -> Any:
 
 
 class TwoArguments(Exception):  # noqa: N818
-    """Pickles, and cannot be unpickled: args holds the message alone."""
+    """An exception that pickles but cannot be unpickled, as its args hold only the message."""
 
     def __init__(self, first: int, second: int):
         super().__init__(f"{first} and {second}")
@@ -169,7 +169,7 @@ def raises_unpicklable() -> None:
 
 
 def crashes_after_return() -> int:
-    """Reports, then dies while the process ends."""
+    """Report a result, then die while the process ends."""
     import multiprocessing.util
 
     multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGSEGV), exitpriority=10)
@@ -177,7 +177,7 @@ def crashes_after_return() -> int:
 
 
 def interrupted() -> str:
-    """What Ctrl-C does to a rank, whose parent decides what becomes of it."""
+    """Return what Ctrl-C does to a rank; the parent decides whether the rank ends."""
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.1)
     return "went on"

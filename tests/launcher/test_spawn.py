@@ -1,4 +1,4 @@
-"""spawn: what ranks return, and everything that can go wrong with a process."""
+"""spawn: the results of ranks, and everything that can go wrong with a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def gone(pid: int) -> bool:
-    """True for a process that ended; one that nobody has waited for yet counts."""
+    """Return whether a process has ended; one that nobody has waited for yet counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -64,7 +64,7 @@ class TestResults:
 
 
 def test_a_rank_begins_with_all_loaded_that_collectives_need() -> None:
-    """The server that ranks are forked from passes over what it cannot import, without a word."""
+    """The server that ranks are forked from skips a module that it cannot import, without reporting it."""
     before, added = shotcast.spawn(targets.what_a_call_loads, 1)[0]
     assert {"numba.np.npyfuncs", "shotcast.transport.cpu.executor", "shotcast.collectives.communicator"} <= set(before)
     assert [name for name in added if name.startswith(("numba", "shotcast"))] == []
@@ -74,7 +74,7 @@ def test_a_rank_begins_with_all_loaded_that_collectives_need() -> None:
 def test_the_server_goes_without_what_it_cannot_load(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error other than ImportError would end it, and with it every spawn."""
+    """An error other than ImportError would end the server, and with it every spawn."""
 
     def refresh(context: object) -> None:
         raise AttributeError("this numba has none")
@@ -248,7 +248,7 @@ class TestTimeout:
 
 
 class TestParent:
-    """A script that spawns a rank which hangs holding the interpreter lock; what becomes of it when the parent goes."""
+    """The parent spawns a rank that hangs while it holds the interpreter lock; the rank must end with the parent."""
 
     @pytest.fixture
     def running(self, tmp_path: Path):
@@ -292,7 +292,7 @@ class TestParent:
 
     @pytest.mark.parametrize("started", [False, True])
     def test_interrupt_of_a_start(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: bool) -> None:
-        """The process may run already, known to nobody but this call."""
+        """The process may already run while only this call knows of it."""
         begun: list[Any] = []
         launch, start = rank_process._Popen._launch, rank_process.RankProcess.start
 
@@ -317,7 +317,7 @@ class TestParent:
         assert multiprocessing.active_children() == []
 
     def test_interrupt_while_the_server_loads(self, tmp_path: Path) -> None:
-        """The next call needs it."""
+        """The server must survive, as the next call needs it."""
         script = tmp_path / "script.py"
         script.write_text(
             textwrap.dedent(f"""

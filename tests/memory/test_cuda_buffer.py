@@ -1,4 +1,4 @@
-"""Whether GPU memory has a multicast address, decided where there are no GPUs: PyTorch's part is stood in for."""
+"""The multicast address of GPU memory, on a machine without GPUs: PyTorch's part is replaced."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_no_address_where_it_offers_none(pytorch: SimpleNamespace, nothing: int 
 def test_switched_off_before_the_allocation_and_after(
     pytorch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocator is told not to set multicast up; an address that it offers all the same is not used."""
+    """The allocator is told not to set up multicast, and an address that it still offers is not used."""
     monkeypatch.setenv("SHOTCAST_MULTICAST", "0")
     assert made().multicast_address == 0
     assert pytorch.disabled == "1"
@@ -68,7 +68,7 @@ def test_switched_off_before_the_allocation_and_after(
 def test_pytorch_is_told_of_ranks_that_share_a_gpu_and_only_then(
     pytorch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would do without multicast as well."""
+    """In that mode the allocator would not set up multicast either."""
     monkeypatch.setenv(OVERLAPPING, "")
     made()
     assert os.environ[OVERLAPPING] == ""
@@ -77,7 +77,7 @@ def test_pytorch_is_told_of_ranks_that_share_a_gpu_and_only_then(
 
 
 def test_nothing_sets_multicast_up_but_the_allocator() -> None:
-    """No call of the driver's, and no setting of PyTorch's but the one that switches it off."""
+    """The package calls no driver function for it, and no setting of PyTorch except the one that disables it."""
     sources = Path(shotcast.__file__).parent.rglob("*.py")
     texts = {file.name: file.read_text() for file in sources}
     assert not [name for name, text in texts.items() if re.search(r"(cu|cuda)Multicast|multicast_create", text)]

@@ -1,4 +1,4 @@
-"""Private interfaces of PyTorch and Triton that the package leans on are where it looks for them."""
+"""The private interfaces of PyTorch and Triton that the package uses exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory of CPU ranks, with real processes: what is mapped, what fails on all ranks, what is left behind."""
+"""Shared memory of CPU ranks, with real processes: mappings, failures on all ranks, leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shotcast.memory.shm import ShmBuffer
 
 @pytest.fixture
 def directory(tmp_path_factory, monkeypatch):
-    """A directory of its own on the real tmpfs, empty before and after."""
+    """Yield a directory of its own on the real tmpfs, which is empty before and after."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm")
     path = Path(f"/dev/shm/shotcast-test-{os.getpid()}")
@@ -110,7 +110,7 @@ def test_segments_are_private_and_reserved(directory):
 
 
 def check_failure(group, directory, where):
-    """One rank cannot; all say so."""
+    """One rank fails; all ranks report it."""
     before = descriptors()
     if group.rank == 1:
         if where == "reserve":
@@ -159,7 +159,7 @@ def test_sizes_that_cannot_be(directory):
 
 
 def check_killed(group, directory):
-    """Rank 1 dies once its segment exists and before the others have mapped it."""
+    """Rank 1 dies after its segment exists and before the others have mapped it."""
 
     class Dying(LocalGroup):
         def all_gather(self, value, timeout_s=None):
@@ -186,7 +186,7 @@ def test_killed_during_rendezvous_is_swept_by_the_next(directory):
 
 
 def check_sweepers(group, directory, turns):
-    """Everybody sweeps all the time while everybody creates: nobody loses a living segment."""
+    """All ranks sweep all the time while all create; nobody loses a living segment."""
     for turn in range(turns):
         shm.sweep(str(directory))
         buffer = ShmBuffer(group, 4096)

@@ -139,7 +139,7 @@ def _fused_command(
     common = _common_options(device, dtype, algorithms)
     counts = numbers_in(tokens, "--tokens")
     if not counts or min(counts) < 1:
-        raise ConfigError(f"--tokens takes positive whole numbers such as 1,8,64, not {tokens!r}")
+        raise ConfigError(f"--tokens takes whole numbers of at least 1 such as 1,8,64, not {tokens!r}")
     from shotcast import wire
     from shotcast.bench.config import BenchConfig
 
