@@ -1,12 +1,12 @@
-"""Attention of decoding on one GPU: ``shotcast.kernels.triton.paged_attention`` beside PyTorch's.
+"""Attention of decoding on one GPU: ``shotcast.kernels.triton.paged_attention`` compared with PyTorch.
 
     python benchmarks/decode_attention.py [--heads 8,16,32] [--kv-heads 2] [--json FILE]
 
-A time is of one layer in a captured graph of several, each with a cache of its own, so that none finds its keys and
-values in L2. Ours includes norm-free rotation of queries and keys and the entry of the new ones into the paged cache.
-PyTorch's (``scaled_dot_product_attention``) is given queries that are rotated and keys and values in one piece. Heads
-are those of Llama 3.1 8B, 70B and 405B on four ranks. GB/s counts keys and values; those of ``copy`` are what copying
-memory reaches.
+A time is that of one layer in a captured graph of several layers, each with a cache of its own, so that none finds its
+keys and values in L2. Our time includes the rotation of queries and keys and the write of the new ones to the paged
+cache. PyTorch (``scaled_dot_product_attention``) is given rotated queries, and contiguous keys and values. The numbers
+of heads are those of Llama 3.1 8B, 70B and 405B on four ranks. GB/s counts keys and values; the figure of ``copy`` is
+the bandwidth that copying memory reaches.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from shotcast.kernels.triton.paged_attention import PagedDecoding
 BLOCK = 16
 HEAD_DIM = 128
 STEPS = ((1, 576), (1, 8192), (1, 32768), (4, 576), (8, 2048), (16, 576), (16, 8192), (64, 576), (64, 4096), (128, 576))
-"""(sequences, tokens of each)."""
+"""Steps as (sequences, tokens of each sequence)."""
 LEAST_BYTES = 200_000_000
-"""Of the caches of all layers: several times the L2 cache."""
+"""The least size of the caches of all layers: several times the L2 cache."""
 MOST_LAYERS = 48
 MOST_APART = 0.02
-"""Of results that are means of values of about 1, rounded to bfloat16 in other places."""
+"""The largest accepted difference between results: means of values of about 1, rounded to bfloat16 at other points."""
 
 
 class Step:
-    """Sequences of ``length`` tokens, the last of which is new."""
+    """Sequences of ``length`` tokens each, of which the last is new."""
 
     def __init__(self, sequences: int, length: int, heads: int, kv_heads: int):
         self.sequences, self.length, self.heads, self.kv_heads = sequences, length, heads, kv_heads
@@ -83,16 +83,18 @@ class Step:
 
 def measure(sequences: int, length: int, heads: int, kv_heads: int) -> dict[str, Any]:
     step = Step(sequences, length, heads, kv_heads)
-    own = step.own(0).clone()  # enters the new keys and values
+    own = step.own(0).clone()  # also writes the new keys and values to the cache
     library = step.library()
     apart = (own.float() - library(0).float()).abs().max().item()
     if not apart <= MOST_APART:
-        raise ArithmeticError(f"{sequences} sequences of {length}: {apart:g} apart, which no rounding explains")
+        raise ArithmeticError(
+            f"{sequences} sequences of {length}: results differ by {apart:g}, which rounding does not explain"
+        )
     row: dict[str, Any] = {"sequences": sequences, "length": length, "heads": heads, "kv_heads": kv_heads}
     row |= {"splits": step.decoding.splits(sequences), "apart": apart}
-    for contender, call in (("own", step.own), ("library", library)):
+    for implementation, call in (("own", step.own), ("library", library)):
         taken = seconds_each(call, step.layers, step.layers)
-        row |= {f"{contender}_us": taken * 1e6, f"{contender}_gbps": step.nbytes / taken / 1e9}
+        row |= {f"{implementation}_us": taken * 1e6, f"{implementation}_gbps": step.nbytes / taken / 1e9}
     return row
 
 
@@ -108,7 +110,7 @@ def main() -> None:
     for heads, step in itertools.product(map(int, options.heads.split(",")), STEPS):
         row = measure(*step, heads, options.kv_heads)
         rows.append(row)
-        figures = (row[f"{contender}_{unit}"] for contender in ("own", "library") for unit in ("us", "gbps"))
+        figures = (row[f"{implementation}_{unit}"] for implementation in ("own", "library") for unit in ("us", "gbps"))
         view.add_row(str(heads), *map(str, step), *(f"{figure:.1f}" for figure in figures), f"{row['apart']:.1e}")
     screen = Console(width=150)
     screen.print(view)

@@ -1,14 +1,16 @@
-"""What the frontend carries: tokens a second through client, output and detokenising, and through the HTTP server.
+"""Throughput of the frontend: tokens a second through client, output and detokenizing, and through the HTTP server.
 
     python benchmarks/frontend.py [--streams 64] [--tokens 1024] [--steps 0,2.8] [--rounds 3] [--json FILE]
 
-No model runs. A process takes the place of rank 0 and says of every request, step by step, one token more: those of its
-prompt, which is a text, over and over. A request's seed is the time of a step in microseconds; 0 is as fast as the pipe
-takes them. Everything else is what users run: ``LLM.generate``, and ``shotcast serve`` with as many connections as
-streams, read by one process that only looks for ends of events. All texts are compared with what their tokens spell.
+No model runs. A process replaces rank 0 and sends one more token of every request in each step: the tokens of its
+prompt, which is a text, over and over. The seed of a request is the time of a step in microseconds; with 0, the tokens
+come as fast as the pipe takes them. Everything else is what users run: ``LLM.generate``, and ``shotcast serve`` with
+one connection for each stream, all read by one process that only looks for the ends of events. All texts are compared
+with the text of their tokens.
 
-tokens/s: of all streams, from the first request to the end of the last stream. us/token: time of processors (of the
-process that detokenises, and serves) for a token. tokens/event: how many an event of a stream has.
+tokens/s counts the tokens of all streams from the first request to the end of the last stream. us/token is the
+processor time for a token, of the process that detokenizes and serves. tokens/event is the mean number of tokens in an
+event of a stream.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ PROMPT_TOKENS = 600
 
 
 class Running:
-    """A request that gets a token in each step."""
+    """A request that gets one token in each step."""
 
     def __init__(self, request: Request):
         self.id, self.prompt, self.length = request.request_id, request.prompt, request.params.max_tokens
@@ -62,7 +64,7 @@ class Running:
 
 
 def emit(config: EngineConfig, address: str, key: bytes) -> None:
-    """In place of :func:`shotcast.engine.rank.serve`."""
+    """Replace :func:`shotcast.engine.rank.serve`."""
     with Client(address, authkey=key) as connection:
         asker = rank.Asker(connection)
         asker.send(rank.Ready(preset("smollm2-135m"), 8192, 4096, 16, "cpu", "float32", 0.0, 0.0))
@@ -91,11 +93,11 @@ def emit(config: EngineConfig, address: str, key: bytes) -> None:
 
 @dataclass(frozen=True)
 class Carried:
-    """What a round took.
+    """The cost of a round.
 
     Attributes:
-        events: with text, over HTTP; 0 offline.
-        busy_s: time of processors.
+        events: events with text over HTTP; 0 offline.
+        busy_s: processor time.
     """
 
     tokens: int
@@ -119,53 +121,53 @@ def spelled(tokenizer: Any, prompt: list[int], tokens: int) -> str:
     return text
 
 
-def serve(telling: Connection) -> None:
-    """Be ``shotcast serve``."""
+def serve(sender: Connection) -> None:
+    """Run ``shotcast serve``."""
     with patch.object(rank, "serve", emit):
         engine = AsyncLLM(MODEL)
-    sys.exit(run(engine, ServerConfig(port=0), telling.send))
+    sys.exit(run(engine, ServerConfig(port=0), sender.send))
 
 
 def over_http(
     pid: int, port: int, prompt: list[int], streams: int, tokens: int, step_us: int, expected: str
 ) -> Carried:
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "seed": step_us, "stream": True}
-    body = json.dumps(asked | {"ignore_eos": True}).encode()
+    fields = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "seed": step_us, "stream": True}
+    body = json.dumps(fields | {"ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     request = head.encode() + b"\r\n\r\n" + body
     selector = selectors.DefaultSelector()
-    said: dict[socket.socket, bytearray] = {}
+    received: dict[socket.socket, bytearray] = {}
     busy = _busy_s(pid)
     started = time.perf_counter()
     for _ in range(streams):
         connection = socket.create_connection(("127.0.0.1", port))
-        said[connection] = bytearray()
+        received[connection] = bytearray()
         selector.register(connection, selectors.EVENT_READ)
-    for connection in said:
+    for connection in received:
         connection.sendall(request)
-    open_still = streams
-    while open_still:
+    open_streams = streams
+    while open_streams:
         for key, _ in selector.select():
             connection = key.fileobj  # type: ignore[assignment]
             piece = connection.recv(1 << 16)
-            assert piece, said[connection][-500:].decode()
-            said[connection] += piece
-            if b"data: [DONE]" in said[connection][-len(piece) - 20 :]:
+            assert piece, received[connection][-500:].decode()
+            received[connection] += piece
+            if b"data: [DONE]" in received[connection][-len(piece) - 20 :]:
                 selector.unregister(connection)
-                open_still -= 1
+                open_streams -= 1
     seconds = time.perf_counter() - started
     busy_s = _busy_s(pid) - busy
     events = 0
-    for connection, bytes_said in said.items():
+    for connection, response in received.items():
         connection.close()
-        texts = [event["choices"][0]["text"] for event in _events(bytes(bytes_said))]
+        texts = [event["choices"][0]["text"] for event in _events(bytes(response))]
         assert "".join(texts) == expected
         events += len(texts)
     return Carried(streams * tokens, seconds, busy_s, events)
 
 
 def _events(answer: bytes) -> list[Any]:
-    """Of a response in chunks; the last, empty one may be missing."""
+    """Return the events of a response in chunks; the last, empty chunk may be missing."""
     _, _, rest = answer.partition(b"\r\n\r\n")
     body = bytearray()
     while rest:
@@ -181,16 +183,16 @@ def _busy_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def middle(rounds: Sequence[Carried]) -> Carried:
-    """That of median speed."""
+def median_round(rounds: Sequence[Carried]) -> Carried:
+    """Return the round of median speed."""
     return sorted(rounds, key=lambda one: one.seconds)[(len(rounds) - 1) // 2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each stream")
-    parser.add_argument("--steps", default="0,2.8", help="milliseconds of a step of all streams, several by commas")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each stream")
+    parser.add_argument("--steps", default="0,2.8", help="milliseconds of a step of all streams, comma-separated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -206,11 +208,11 @@ def main() -> None:
             offline(llm, prompt, options.streams, 64, step)
             found["offline", step] = [offline(llm, prompt, *amount, step) for _ in range(options.rounds)]
     context = multiprocessing.get_context("spawn")
-    hearing, telling = context.Pipe(duplex=False)
-    server = context.Process(target=serve, args=(telling,))
+    receiver, sender = context.Pipe(duplex=False)
+    server = context.Process(target=serve, args=(sender,))
     server.start()
     try:
-        port = hearing.recv()
+        port = receiver.recv()
         assert server.pid is not None
         for step in steps:
             over_http(server.pid, port, prompt, options.streams, 64, step, spelled(llm.tokenizer, prompt, 64))
@@ -223,7 +225,7 @@ def main() -> None:
     table = Table(*("way", "step ms", "asked tokens/s", "tokens/s", "spread", "us/token", "tokens/event"))
     rows = []
     for (way, step), rounds in found.items():
-        one = middle(rounds)
+        one = median_round(rounds)
         speeds = [each.tokens / each.seconds for each in rounds]
         row = {
             "way": way,

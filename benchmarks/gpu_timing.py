@@ -1,4 +1,4 @@
-"""What benchmarks of single kernels share: times from captured graphs, and results that say where they are from."""
+"""Shared code of the single-kernel benchmarks: times from captured graphs, and results with their provenance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from shotcast.hardware.detect import detect
 
 
 def seconds_each(call: Callable[[int], Any], turns: int, calls: int) -> float:
-    """Median over replays of a graph that calls with 0, 1, ..., turns - 1 in turn, ``calls`` times or more in all."""
+    """Return the seconds of one call, as the median over replays of a graph.
+
+    The graph calls ``call`` with 0, 1, ..., turns - 1 in turn, at least ``calls`` times in total.
+    """
     calls = -(-calls // turns) * turns
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -39,15 +42,15 @@ def seconds_each(call: Callable[[int], Any], turns: int, calls: int) -> float:
 
 
 def copy_gbps() -> float:
-    """What copying memory reaches, in GB/s: bytes read and bytes written."""
+    """Return the GB/s that copying memory reaches, counting bytes read and bytes written."""
     sources = [torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
     target = torch.empty_like(sources[0])
     return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2, 24) / 1e9
 
 
 def write(path: Path, rows: list[dict[str, Any]], **measured: float) -> None:
-    """``rows`` as JSON, with date, command, and the machine, of which ``measured`` says more."""
+    """Write ``rows`` as JSON with the date, the command and the machine; ``measured`` adds figures of the machine."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    said = {"date": now, "command": " ".join(sys.argv), "environment": detect().as_json() | measured, "rows": rows}
+    result = {"date": now, "command": " ".join(sys.argv), "environment": detect().as_json() | measured, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(said, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,13 +1,13 @@
-"""Products of a decode step on one GPU, beside those of PyTorch.
+"""Matrix products of a decode step on one GPU, compared with PyTorch.
 
 The kernels are ``shotcast.kernels.triton.gemv`` (1 and 2 rows) and ``shotcast.kernels.triton.skinny_gemm``; the shapes
 are those of Llama 3.1 on four ranks: 8B and 70B in bfloat16, 405B in FP8.
 
     python benchmarks/linear.py [--models 8b,70b,405b] [--rows 1,2,...] [--quick] [--json FILE]
 
-A time is of one product in a captured graph of many, in turn with weights that no cache holds, as in decoding. What is
-off float32 by more than rounding allows is named and not timed. GB/s counts weights alone; those of ``copy`` are what
-copying memory reaches, bytes read and bytes written.
+A time is that of one product in a captured graph of many, which take turns on weights that no cache holds, as in
+decoding. A product whose error against float32 exceeds rounding is reported and not timed. GB/s counts weights only;
+the figure of ``copy`` is the bandwidth that copying memory reaches, with bytes read and bytes written.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ SHAPES = {
 FP8_MODELS = ("405b",)
 SILU = "+silu"
 BYTES_BETWEEN = 200_000_000
-"""Weights between two uses of the same: several times the L2 cache."""
+"""Bytes of weights read between two uses of the same weights: several times the L2 cache."""
 CALLS = 24
 LIBRARY = "library"
 CHOSEN = "chosen"
 
 
 def off_by(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, allowed: float) -> float:
-    """Largest error, over ``allowed`` times ``size``, the sum of absolute products, and roundings of the result."""
+    """Return the largest error, relative to ``allowed`` times ``size`` (the sum of absolute products) and roundings."""
     return float(((found.float() - exact).abs() / (size * allowed + exact.abs() * 2**-7 + 1e-6)).max())
 
 
 class Product:
-    """A matrix of weights, in as many copies as no cache holds."""
+    """A matrix of weights, with as many copies as it takes to exceed every cache."""
 
     def __init__(self, model: str, name: str):
         self.model, self.name, self.fp8 = model, name, model in FP8_MODELS
@@ -78,7 +78,9 @@ class Product:
         self.weights = [first] + [first.clone() for _ in range(self.count - 1)]
         self.counters = skinny_gemm.new_counters(first)
 
-    def contenders(self, rows: int, quick: bool) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
+    def implementations(
+        self, rows: int, quick: bool
+    ) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
         yield LIBRARY, self.by_library
         if rows > skinny_gemm.MOST_ROWS:
             return
@@ -121,18 +123,18 @@ class Product:
         if self.gated:
             (gate, up), (gate_size, up_size) = exact.chunk(2, 1), size.chunk(2, 1)
             exact, size = F.silu(gate) * up, 1.1 * gate_size * up.abs() + gate.abs() * up_size
-        for contender, call in self.contenders(rows, quick):
+        for implementation, call in self.implementations(rows, quick):
             row = {"model": self.model, "name": self.name, "rows": rows, "outputs": self.outputs, "inputs": self.inputs}
-            row |= {"contender": contender}
+            row |= {"contender": implementation}
             try:
-                # x in FP8 is off by up to 1/16; sums in float32, by far less than 2^-12
-                rounded = self.fp8 and (contender == LIBRARY or rows > gemv.MOST_ROWS)
+                # the error of x in FP8 is up to 1/16; that of float32 sums is far below 2^-12
+                rounded = self.fp8 and (implementation == LIBRARY or rows > gemv.MOST_ROWS)
                 off = off_by(call(x, 0), exact, size, 2**-4 if rounded else 2**-12)
                 if not off <= 1:
-                    raise ArithmeticError(f"off by {off:.3g} times what is allowed")
+                    raise ArithmeticError(f"the error is {off:.3g} times the allowed one")
                 taken = seconds_each(lambda turn, call=call: call(x, turn), self.count, CALLS)
                 row |= {"us": taken * 1e6, "gbps": self.nbytes / taken / 1e9}
-            except Exception as error:  # a launch that does not fit, or is wrong, is a result too
+            except Exception as error:  # a launch that does not fit or gives wrong results is a result too
                 row |= {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             yield row
 
@@ -146,7 +148,7 @@ def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[GemvConfig
 
 
 def compile_one(rows: int, fp8: bool, gated: bool, launch: GemvConfig | SkinnyGemmConfig) -> None:
-    """Into Triton's cache on disk: the compiled form depends on the launch, not on the shape."""
+    """Compile into Triton's cache on disk; the compiled form depends on the launch, not on the shape."""
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     weight = torch.zeros(64, 4096, device="cuda", dtype=dtype)
     scale = torch.ones(64, device="cuda") if fp8 else None
@@ -159,7 +161,7 @@ def compile_one(rows: int, fp8: bool, gated: bool, launch: GemvConfig | SkinnyGe
             x_scale = torch.ones(rows, 1, device="cuda") if fp8 else None
             skinny_gemm.linear(x, weight, skinny_gemm.new_counters(weight), x_scale, scale, None, gated, launch)
         torch.cuda.synchronize()
-    except Exception as error:  # it will be said where it is measured
+    except Exception as error:  # reported where it is measured
         print(f"{launch}: {type(error).__name__}", file=sys.stderr)
 
 
@@ -183,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--rows", default="1,2,4,8,16,32,64")
-    parser.add_argument("--quick", action="store_true", help="what is chosen and the library, no other launches")
+    parser.add_argument("--quick", action="store_true", help="only the chosen launch and the library")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     models, numbers = options.models.split(","), [int(number) for number in options.rows.split(",")]

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Measures again what data/h200 holds, and data/h100 (engine_8b_x1): sh benchmarks/measure.sh FOLDER PART..., from the
-# repository's root, with the package installed or PYTHONPATH=src. Results, and what was printed, go to FOLDER; a line says
-# how each command ended.
+# Measure again the results in data/h200, and in data/h100 (engine_8b_x1): sh benchmarks/measure.sh FOLDER PART..., from
+# the root of the repository, with the package installed or PYTHONPATH=src. Results and printed output go to FOLDER; a
+# line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused"
@@ -82,9 +82,9 @@ for part in "$@"; do
     engine_405b_stages) engine 500 engine_405b_stages 405b 1x4,2x2 1,64 auto --quantization fp8 ;;
     engine_8b_x2) engine 200 engine_8b_x2 8b 2x1,1x2 1,64 auto,nccl ;;
     engine_70b_x2) engine 500 engine_70b_x2 70b 2x1,1x2 1,64,256 auto ;;
-    engine_70b_half) engine 500 engine_70b_half 70b:40 2x1,1x2 32,128,512 auto ;; # what a GPU of four has, with two
+    engine_70b_half) engine 500 engine_70b_half 70b:40 2x1,1x2 32,128,512 auto ;; # half the layers on two GPUs: the load of each of four GPUs
     engine_405b_half) engine 590 engine_405b_half 405b:63 2x1,1x2 32,128,256 auto --quantization fp8 ;;
-    tests_cuda) # four processes at once: most of the time goes into compiling
+    tests_cuda) # four processes at once, as most of the time is spent on compiling
         tests 400 cuda_a "$plain::test_numerics[4]" "$plain::test_graphs_replay_on_changed_inputs[4]" "$plain::test_two_streams[4]" \
             "$plain::test_calls_made_again[4]" "$plain::test_epochs_across_borders[4]" &
         tests 400 cuda_b "$plain::test_matrix[0-4]" "$plain::test_matrix[1-4]" &
@@ -99,7 +99,7 @@ for part in "$@"; do
         tests 400 fused_c "$fused" -k "4- and values and all_gather" &
         tests 400 fused_d "$fused" -k "(4- or 4]) and (sentinels or given or graphs or bits)" &
         wait
-        tests 500 fused_e "$fused" -k "4] and two_thousand" # now that most of its kernels are compiled
+        tests 500 fused_e "$fused" -k "4] and two_thousand" # last, when most of its kernels are compiled
         tests 200 fused_f "$fused" -k "(4- or 4]) and (killed or late or mismatch)"
         ;;
     *)

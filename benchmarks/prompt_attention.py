@@ -1,9 +1,10 @@
-"""Attention of prompts on one GPU: ``shotcast.kernels.triton.prompt_attention`` beside PyTorch's ``varlen_attn``.
+"""Attention of prompts on one GPU: ``shotcast.kernels.triton.prompt_attention`` against PyTorch's ``varlen_attn``.
 
     python benchmarks/prompt_attention.py [--heads 8] [--kv-heads 2] [--head-dim 128] [--json FILE]
 
-A time is of one call in a captured graph of many; heads are those of Llama 3.1 8B on four ranks unless said. PyTorch's
-is given keys and values that are gathered from the cache already. TFLOP/s counts what a causal mask leaves.
+A time is that of one call in a captured graph of many. By default the numbers of heads are those of Llama 3.1 8B on
+four ranks. PyTorch is given keys and values that are already gathered from the cache. TFLOP/s counts the part that a
+causal mask leaves.
 """
 
 from __future__ import annotations
@@ -87,9 +88,12 @@ def measure(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, An
     apart = (out.float() - library().float()).abs().max().item()
     pairs = float((new.astype(np.float64) * before + new * (new + 1.0) / 2).sum())
     row = {"step": name, "tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "apart": apart}
-    for contender, call in (("own", own), ("library", library)):
+    for implementation, call in (("own", own), ("library", library)):
         taken = seconds_each(lambda _, call=call: call(), 1, CALLS)
-        row |= {f"{contender}_us": taken * 1e6, f"{contender}_tflops": 4 * pairs * heads * head_dim / taken / 1e12}
+        row |= {
+            f"{implementation}_us": taken * 1e6,
+            f"{implementation}_tflops": 4 * pairs * heads * head_dim / taken / 1e12,
+        }
     return row
 
 
@@ -105,7 +109,9 @@ def main() -> None:
     for name in STEPS:
         row = measure(name, options.heads, options.kv_heads, options.head_dim)
         rows.append(row)
-        figures = (row[f"{contender}_{unit}"] for contender in ("own", "library") for unit in ("us", "tflops"))
+        figures = (
+            row[f"{implementation}_{unit}"] for implementation in ("own", "library") for unit in ("us", "tflops")
+        )
         view.add_row(name, *(f"{figure:.1f}" for figure in figures), f"{row['apart']:.1e}")
     Console(width=150).print(view)
     if options.json:
