@@ -82,7 +82,7 @@ class Product:
         self, rows: int, quick: bool
     ) -> Iterator[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]]:
         yield LIBRARY, self.by_library
-        if rows > skinny_gemm.MOST_ROWS:
+        if rows > skinny_gemm.MAX_ROWS:
             return
         yield CHOSEN, self.by_own(rows, None)
         if not quick:
@@ -92,7 +92,7 @@ class Product:
     def by_own(
         self, rows: int, launch: GemvConfig | SkinnyGemmConfig | None
     ) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        if rows <= gemv.MOST_ROWS:
+        if rows <= gemv.MAX_ROWS:
             assert not isinstance(launch, SkinnyGemmConfig)
             return lambda x, turn: gemv.linear(x, self.weights[turn], self.scale, None, self.gated, launch)
         assert not isinstance(launch, GemvConfig)
@@ -128,7 +128,7 @@ class Product:
             row |= {"contender": implementation}
             try:
                 # the error of x in FP8 is up to 1/16; that of float32 sums is far below 2^-12
-                rounded = self.fp8 and (implementation == LIBRARY or rows > gemv.MOST_ROWS)
+                rounded = self.fp8 and (implementation == LIBRARY or rows > gemv.MAX_ROWS)
                 off = off_by(call(x, 0), exact, size, 2**-4 if rounded else 2**-12)
                 if not off <= 1:
                     raise ArithmeticError(f"the error is {off:.3g} times the allowed one")
@@ -141,7 +141,7 @@ class Product:
 
 def launches(rows: int, outputs: int, inputs: int, fp8: bool) -> list[GemvConfig | SkinnyGemmConfig]:
     item = 1 if fp8 else 2
-    if rows <= gemv.MOST_ROWS:
+    if rows <= gemv.MAX_ROWS:
         return list(gemv.candidates(item))
     device = torch.device("cuda", 0)
     return list(skinny_gemm.candidates(outputs, inputs, item, rows, num_sms(device), shared_memory_per_sm(device)))
@@ -170,7 +170,7 @@ def compile_all(models: list[str], rows: list[int]) -> None:
         (number, model in FP8_MODELS, gated, launch)
         for model in models
         for number in rows
-        if number <= skinny_gemm.MOST_ROWS
+        if number <= skinny_gemm.MAX_ROWS
         for gated in (False, True)
         for outputs, inputs in SHAPES[model].values()
         for launch in launches(number, outputs, inputs, model in FP8_MODELS)

@@ -213,5 +213,5 @@ def test_a_kernel_that_needs_more_than_is_given_is_refused(
 ) -> None:
     vars(compiled.metadata).update(asks)
     kernel, _ = cross.KERNELS["two_shot"]
-    with pytest.raises(RuntimeError, match="wants memory or clusters"):
+    with pytest.raises(RuntimeError, match="needs scratch memory or clusters"):
         Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS).load()

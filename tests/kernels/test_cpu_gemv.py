@@ -57,6 +57,6 @@ def test_a_linear_layer_takes_either_way(dtype: torch.dtype, rows: int, monkeypa
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 64), (32, 64), (32,)))
     out = Linear(weight, bias)(x)
     assert out.dtype == dtype
-    assert bool(taken) == (rows <= gemv.MOST_ROWS[dtype])
+    assert bool(taken) == (rows <= gemv.MAX_ROWS[dtype])
     wanted = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

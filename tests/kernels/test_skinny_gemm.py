@@ -47,7 +47,7 @@ def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
     st.integers(1, 300_000),
     st.integers(1, 2000).map(lambda units: 16 * units),
     st.sampled_from([1, 2]),
-    st.integers(1, skinny_gemm.MOST_ROWS),
+    st.integers(1, skinny_gemm.MAX_ROWS),
     st.integers(1, 200),
     st.sampled_from(list(MEMORY.values())),
 )
@@ -73,9 +73,9 @@ BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     ("rows", "inputs", "x", "weight", "device", "ours"),
     [
         (3, 4096, BF16, BF16, "cuda", True),
-        (skinny_gemm.MOST_ROWS, 4096, FP16, FP16, "cuda", True),
-        (skinny_gemm.MOST_ROWS, 4096, FP8, FP8, "cuda", True),
-        (skinny_gemm.MOST_ROWS + 1, 4096, FP8, FP8, "cuda", False),
+        (skinny_gemm.MAX_ROWS, 4096, FP16, FP16, "cuda", True),
+        (skinny_gemm.MAX_ROWS, 4096, FP8, FP8, "cuda", True),
+        (skinny_gemm.MAX_ROWS + 1, 4096, FP8, FP8, "cuda", False),
         (0, 4096, BF16, BF16, "cuda", False),
         (3, 4104, BF16, BF16, "cuda", False),
         (3, 4096, torch.float32, torch.float32, "cuda", False),

@@ -89,7 +89,7 @@ def test_sides_must_fit() -> None:
 def test_rows_are_given_in_fp8_only_where_they_are_taken() -> None:
     from shotcast.kernels.triton import gemv
 
-    few = gemv.MOST_ROWS
+    few = gemv.MAX_ROWS
     layer = Linear(Float8Rows(torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)))
     assert [layer.takes_float8(rows) for rows in (1, few, few + 1)] == [False, False, True]
     assert not Linear(torch.zeros(16, 16)).takes_float8(1000)

@@ -1,1 +1,1 @@
-"""What all kernels share: words, floats, intrinsics and launches."""
+"""The basis of all kernels: intrinsics, words, float formats, compilation and launches."""

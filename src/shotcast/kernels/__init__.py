@@ -1,1 +1,1 @@
-"""The kernels that models are computed with: products, attention, norms, sampling."""
+"""Model kernels: matrix products, attention, norms and sampling."""

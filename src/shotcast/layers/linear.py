@@ -56,7 +56,7 @@ class Linear:
             return False
         from shotcast.kernels.triton import gemv
 
-        return rows > gemv.MOST_ROWS
+        return rows > gemv.MAX_ROWS
 
     def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
         """Multiply [rows, inputs] to [rows, outputs]."""

@@ -64,12 +64,12 @@ class Parallel:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first stage, where tokens enter."""
+        """True for the first stage, where tokens enter."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether this is the last stage, which computes logits."""
+        """True for the last stage, which computes logits."""
         return self.stage == self.stages - 1
 
     def divides_residual(self, tokens: int) -> bool:

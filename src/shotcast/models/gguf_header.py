@@ -28,7 +28,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a tensor is in the file.
+    """The location of a tensor in the file.
 
     Attributes:
         shape: the shape of its values, rows first.

@@ -1,1 +1,1 @@
-"""What compiled host code shares: compilation, atomics, float formats, vectors, threads."""
+"""The basis of the compiled CPU kernels: compilation, atomics, float formats, vectors and threads."""

@@ -1,9 +1,9 @@
-"""Words of memory at plain addresses, as compiled host code sees them.
+"""Words of memory at plain addresses, for CPU kernels.
 
-``load_acquire`` and ``store_release`` are LLVM atomics of 64 bits. What a rank wrote before
-``store_release(address, value)`` is visible to the rank whose ``load_acquire(address)`` returns that value, and what it
-read before is not affected by what the other rank writes afterwards. On x86 both are ordinary moves, on aarch64 ldar
-and stlr. All addresses and values are int64.
+``load_acquire`` and ``store_release`` are LLVM atomics of 64 bits. What a rank wrote before ``store_release(address,
+value)`` is visible to the rank whose ``load_acquire(address)`` returns that value, and what it read before is not
+affected by what the other rank writes afterwards. On x86 both are ordinary moves, on aarch64 ldar and stlr. All
+addresses and values are int64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _word_at(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def load(_context: Any, address: Any) -> Any:
-    """The word at ``address``, which no other rank writes meanwhile."""
+    """Load the word at ``address``, which no other rank writes at the same time."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load(_word_at(builder, arguments[0]))
@@ -38,7 +38,7 @@ def load(_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store(_context: Any, address: Any, value: Any) -> Any:
-    """Sets the word at ``address``, which no other rank reads meanwhile."""
+    """Store the word at ``address``, which no other rank reads at the same time."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         builder.store(arguments[1], _word_at(builder, arguments[0]))
@@ -49,7 +49,7 @@ def store(_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def load_acquire(_context: Any, address: Any) -> Any:
-    """The word at ``address``, written by another rank with :func:`store_release`."""
+    """Load the word at ``address``, written by another rank with :func:`store_release`."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_word_at(builder, arguments[0]), "acquire", 8)
@@ -59,7 +59,7 @@ def load_acquire(_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(_context: Any, address: Any, value: Any) -> Any:
-    """Sets the word at ``address`` after everything this rank read and wrote before."""
+    """Store the word at ``address`` after everything that this rank has read and written."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _word_at(builder, arguments[0]), "release", 8)
@@ -70,7 +70,7 @@ def store_release(_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def pause(_context: Any) -> Any:
-    """Tells the core that this is a spinning loop."""
+    """Tell the core that this is a spinning loop."""
 
     def generate(target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         if _MACHINE in ("x86_64", "amd64"):
@@ -87,11 +87,11 @@ def pause(_context: Any) -> Any:
 
 @intrinsic
 def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
-    """Copies ``nbytes`` bytes between places that do not overlap, or are the same."""
+    """Copy ``nbytes`` bytes between memory ranges that do not overlap, or are the same."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         to, source, nbytes = arguments
-        # Equal addresses are an in-place call; memcpy does not promise to leave those alone.
+        # Equal addresses are an in-place call, for which memcpy is undefined.
         with builder.if_then(builder.icmp_signed("!=", to, source)):
             cgutils.raw_memcpy(
                 builder, builder.inttoptr(to, _BYTE_POINTER), builder.inttoptr(source, _BYTE_POINTER), nbytes, 1
@@ -103,7 +103,8 @@ def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    """Calls the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the four others."""
+    """Call the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the four other
+    arguments."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
@@ -115,7 +116,7 @@ def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any
 
 @intrinsic
 def monotonic_ns(_context: Any) -> Any:
-    """The clock that deadlines are read from, in nanoseconds; it runs on while a process is stopped."""
+    """Return the time of the clock of deadlines, in nanoseconds; it goes on while a process is stopped."""
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         timespec = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
@@ -131,7 +132,7 @@ def monotonic_ns(_context: Any) -> Any:
 
 @intrinsic
 def sleep_ns(_context: Any, duration: Any) -> Any:
-    """Gives the core away for ``duration`` nanoseconds (under a second), or for other runnable threads if it is 0."""
+    """Release the core for ``duration`` nanoseconds (under a second); if 0, to other runnable threads."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         none = ir.Constant(_WORD, 0)

@@ -1,9 +1,9 @@
-"""Compiling the host code, once per machine.
+"""Compilation of CPU kernels, once per machine.
 
-Functions are compiled when first needed and kept by numba on disk (beside the sources, or in the user's cache
-directory), so other ranks and later runs load them. numba looks only at the file a function is written in; a schedule
-also contains code of the files it calls, and numbers that ranks agree on, so the kept code carries the digest of all
-compiled host code and of ``wire.py`` instead.
+Functions are compiled when they are first needed. numba keeps them on disk (beside the sources, or in the user's cache
+directory), so other ranks and later runs load them. numba checks only the file in which a function is written; a
+schedule also contains code of the files it calls, and numbers that ranks agree on. The cached code therefore carries
+the digest of all CPU kernels and of ``wire.py`` instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _sources_digest() -> str:
 
 
 def keep_on_disk(compilable: Any) -> None:
-    """Switches numba's cache on for ``compilable``, where there is a directory to keep it in."""
+    """Switch on numba's cache for ``compilable``, where there is a directory to keep it in."""
     try:
         compilable.enable_caching()
         compilable._cache._cache_file._source_stamp = _sources_digest()
@@ -46,19 +46,21 @@ def keep_on_disk(compilable: Any) -> None:
 
 
 class Schedule:
-    """``function(context, plan, x, out) -> status``: four addresses in, a code of :mod:`shotcast.transport.cpu.waiting`
-    out."""
+    """A collective as a compiled function: ``function(context, plan, x, out) -> status``.
+
+    It takes four addresses and returns a code of :mod:`shotcast.transport.cpu.waiting`.
+    """
 
     def __init__(self, function: Callable[[int, int, int, int], int]):
         self._function = function
         self._compiled: Callable[[int, int, int, int], int] | None = None
 
     def ready(self) -> bool:
-        """Whether this process has it compiled or loaded."""
+        """Return whether this process has compiled or loaded the function."""
         return self._compiled is not None
 
     def get(self) -> Callable[[int, int, int, int], int]:
-        """The machine code, compiled or loaded on first use; it runs without the interpreter lock."""
+        """Return the machine code, compiled or loaded on first use; it runs without the interpreter lock."""
         with _LOCK:
             if self._compiled is None:
                 dispatcher = njit(nogil=True, error_model="numpy")(self._function)
@@ -70,9 +72,10 @@ class Schedule:
 
 
 class Arithmetic:
-    """``function(destination, sources, world_size, count)``, reached by its address.
+    """Compiled arithmetic ``function(destination, sources, world_size, count)``, called by its address.
 
-    Schedules call it through a pointer: they compile once for all dtypes, and this once for all schedules.
+    Schedules call it through a pointer: a schedule compiles once for all dtypes, and the arithmetic once for all
+    schedules.
     """
 
     def __init__(self, function: Callable[[int, int, int, int], None]):
@@ -80,11 +83,11 @@ class Arithmetic:
         self._compiled: Any = None
 
     def ready(self) -> bool:
-        """Whether this process has it compiled or loaded."""
+        """Return whether this process has compiled or loaded the function."""
         return self._compiled is not None
 
     def address(self) -> int:
-        """Where the machine code lies, compiled or loaded on first use."""
+        """Return the address of the machine code, compiled or loaded on first use."""
         with _LOCK:
             if self._compiled is None:
                 signature = normalize_signature(types.void(*(types.int64,) * 4))

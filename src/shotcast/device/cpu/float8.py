@@ -1,4 +1,4 @@
-"""FP8 (e4m3, finite) as compiled host code converts it: the bits of :mod:`shotcast.device.triton.float8`.
+"""FP8 (e4m3, finite) in CPU kernels, with the same bits as :mod:`shotcast.device.triton.float8`.
 
 A byte has 4 bits of exponent (bias 7) and 3 of mantissa: largest 448, no infinity, NaN 0x7F.
 """
@@ -20,7 +20,8 @@ _REBIAS = 120  # float32 has exponent bias 127, e4m3 has 7
 
 
 def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
-    """float32 to the byte of the nearest e4m3 (ties to even); beyond 448 it is 448; NaN is 0x7F, whatever its sign."""
+    """Convert float32 to the byte of the nearest e4m3 (ties to even). Beyond 448 it is 448; NaN is 0x7F, whatever its
+    sign."""
     wide, single = vector(I32, lanes), vector(F32, lanes)
 
     def constant(number: int) -> Any:
@@ -44,7 +45,7 @@ def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def from_e4m3(builder: Any, byte: Any, lanes: int) -> Any:
-    """The float32 of an e4m3 byte; both NaN bytes become the positive quiet NaN."""
+    """Convert an e4m3 byte to float32; both NaN bytes become the positive quiet NaN."""
     wide, single = vector(I32, lanes), vector(F32, lanes)
 
     def constant(number: int) -> Any:
@@ -54,7 +55,7 @@ def from_e4m3(builder: Any, byte: Any, lanes: int) -> Any:
     size = builder.and_(bits, constant(0x7F))
     shifted = builder.shl(size, constant(20))
     normal = builder.add(shifted, constant(_REBIAS << 23))
-    # A subnormal is its mantissa in eighths of 2^-6: put it below a one of 2^-6, then take that away again.
+    # A subnormal is its mantissa in eighths of 2^-6: put it below an implicit one of 2^-6, then subtract that again.
     below = builder.bitcast(builder.add(shifted, constant((_REBIAS + 1) << 23)), single)
     subnormal = builder.bitcast(builder.fsub(below, splat(F32, lanes, 2.0**-6)), wide)
     value = builder.select(builder.icmp_unsigned("<", size, constant(8)), subnormal, normal)

@@ -1,11 +1,11 @@
-"""Adding up the ranks' contributions: float32 accumulation in rank order, one rounding at the end.
+"""Sums of the ranks' contributions: accumulation in float32 and in rank order, rounded once at the end.
 
     out[i] = round(((0.0 + x_0[i]) + x_1[i]) + ... + x_{k-1}[i])
 
-Written as LLVM vectors rather than left to the vectoriser: the destination may be one of the sources (in-place calls),
-which an alias check answers with scalar code. There is no multiplication to contract and no reassociation. Rounding is
-to nearest even; a NaN comes out as the dtype's positive quiet NaN, so that bits do not depend on which operand of an
-addition the compiler puts first.
+The code is written as LLVM vectors rather than left to the vectoriser: the destination may be one of the sources
+(in-place calls), for which the vectoriser's alias check would select scalar code. There is no multiplication to
+contract and no reassociation. Rounding is to nearest even; a NaN comes out as the dtype's positive quiet NaN, so that
+bits do not depend on which operand of an addition the compiler puts first.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ I16, I32 = ir.IntType(16), ir.IntType(32)
 F16, F32 = ir.HalfType(), ir.FloatType()
 
 LANES = 32
-"""Elements handled at once: 2 registers of AVX-512, 4 of AVX, 8 of NEON."""
+"""Elements processed at once: 2 registers of AVX-512, 4 of AVX, 8 of NEON."""
 
 
 def vector(element: Any, lanes: int) -> Any:
-    """The LLVM type of ``lanes`` elements; a scalar if that is 1."""
+    """Return the LLVM type of ``lanes`` elements; a scalar type if ``lanes`` is 1."""
     return element if lanes == 1 else ir.VectorType(element, lanes)
 
 
 def splat(element: Any, lanes: int, value: float) -> Any:
-    """The constant ``value`` in every lane."""
+    """Return the constant ``value`` in every lane."""
     return ir.Constant(element, value) if lanes == 1 else ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
 
 
 class Format(Protocol):
-    """How a dtype widens to float32 and rounds back; ``lanes`` is 1 for a scalar."""
+    """The conversion of a dtype to float32 and back; ``lanes`` is 1 for a scalar."""
 
     stored: Any
 
@@ -51,6 +51,8 @@ class Format(Protocol):
 
 
 class Float32(Format):
+    """float32, whose NaN become the positive quiet NaN."""
+
     stored = F32
 
     def widen(self, builder: Any, value: Any, lanes: int) -> Any:
@@ -91,7 +93,7 @@ class HalfBits(Format):
         exponent = builder.and_(magnitude, constant(31 << 23))
         normal = builder.add(magnitude, constant(112 << 23))
         infinite = builder.add(magnitude, constant(224 << 23))
-        # A subnormal is its mantissa in units of 2**-24: put it below a one of 2**-14, then take that away again.
+        # A subnormal is its mantissa in units of 2**-24: put it below an implicit one of 2**-14, then subtract that.
         offset = splat(F32, lanes, 2.0**-14)
         below = builder.bitcast(builder.add(magnitude, constant(113 << 23)), single)
         subnormal = builder.bitcast(builder.fsub(below, offset), wide)
@@ -144,7 +146,7 @@ class Bfloat16(Format):
 
 
 def _sum_with(form: Format) -> Any:
-    """The body of ``function(destination, sources, world_size, count)`` for one dtype.
+    """Return the body of ``function(destination, sources, world_size, count)`` for one dtype.
 
     ``sources`` is the address of ``world_size`` addresses.
     """
@@ -215,7 +217,7 @@ def _sum_bfloat16(destination: int, sources: int, world_size: int, count: int) -
 
 
 def machine_has_half() -> bool:
-    """Whether this machine converts float16 in hardware."""
+    """Return whether this machine converts float16 in hardware."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
     return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
@@ -227,7 +229,7 @@ FORMATS: dict[str, Format] = {
     "float16 by bits": HalfBits(),
     "bfloat16": Bfloat16(),
 }
-"""By dtype; float16 in both of its ways."""
+"""The formats by dtype; float16 in both variants."""
 
 SUM_HALF = Arithmetic(_sum_half)
 SUM_HALF_BITS = Arithmetic(_sum_half_bits)
@@ -236,4 +238,4 @@ SUMS = {
     "float16": SUM_HALF if machine_has_half() else SUM_HALF_BITS,
     "bfloat16": Arithmetic(_sum_bfloat16),
 }
-"""By dtype: the sum over ranks, compiled on first use."""
+"""The sum over ranks by dtype, compiled on first use."""

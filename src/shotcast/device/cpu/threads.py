@@ -1,4 +1,4 @@
-"""Compiled code on several threads of a rank. It runs without the interpreter lock, so Python's own threads do."""
+"""Several threads of a rank for compiled code, which runs without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def in_parallel(run: Callable[[int, int], None], count: int, parts: int | None = None) -> None:
-    """``run(first, stop)`` over 0..count, divided between as many threads as PyTorch has, or at most ``parts``."""
+    """Run ``run(first, stop)`` over 0..count, divided between as many threads as PyTorch has, or at most ``parts``."""
     threads = min(torch.get_num_threads(), count if parts is None else parts)
     if threads <= 1:
         run(0, count)

@@ -1,4 +1,4 @@
-"""Small pieces of LLVM code that the vectorised arithmetic is written in."""
+"""Pieces of LLVM code from which vectorised arithmetic is built."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from shotcast.device.cpu.floats import I32, LANES, WORD, splat
 
 
 def number(value: int) -> Any:
-    """A constant of 64 bits."""
+    """Return a 64-bit constant."""
     return ir.Constant(WORD, value)
 
 
 def load_at(builder: Any, kind: Any, address: Any) -> Any:
-    """What is at an address of any alignment."""
+    """Load a value of type ``kind`` from an address of any alignment."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
 def store_at(builder: Any, value: Any, address: Any) -> None:
+    """Store a value to an address of any alignment."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
 def broadcast_lanes(builder: Any, value: Any, lanes: int) -> Any:
-    """A scalar in every lane."""
+    """Return a scalar in every lane."""
     if lanes == 1:
         return value
     none = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
@@ -35,7 +36,7 @@ def broadcast_lanes(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def reduce_lanes(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """All lanes as one: the upper half onto the lower half, until one is left."""
+    """Combine all lanes into one: the upper half with the lower half, until one lane is left."""
     width = LANES
     while width > 1:
         width //= 2
@@ -48,7 +49,7 @@ def reduce_lanes(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -
 
 
 def for_each_vector(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
-    """``body(index, lanes)`` for ``count`` elements: vectors, then scalars."""
+    """Call ``body(index, lanes)`` for ``count`` elements: for vectors, then for single elements."""
     blocks = builder.udiv(count, number(LANES))
     with cgutils.for_range(builder, blocks) as block:
         body(builder.mul(block.index, number(LANES)), LANES)

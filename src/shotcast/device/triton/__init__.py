@@ -1,1 +1,1 @@
-"""What Triton kernels share: intrinsics of the machine, 32-bit words, FP8 conversions, the launch."""
+"""The basis of the Triton kernels: intrinsics, words, float formats and launches."""

@@ -1,7 +1,7 @@
-"""What a kernel needs of the machine under it, in two forms with one meaning.
+"""The machine primitives of kernels, in two forms of one meaning.
 
-Compiled, these are single instructions. Under Triton's interpreter, which has neither inline assembly nor a clock,
-they are plain Python, so that algorithms do not branch on where they run.
+Compiled, these are single instructions. Under Triton's interpreter, which has neither inline assembly nor a clock, they
+are plain Python, so that algorithms do not branch on where they run.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
-"""Of a tile's outer dimensions, whether the last rather than the first goes to the threads of a warp. Triton's choice
-(the coalescing pass, between dimensions of equal contiguity) changed with 3.7."""
+"""True if the last rather than the first of a tile's outer dimensions goes to the threads of a warp. Triton's choice
+(in the coalescing pass, between dimensions of equal contiguity) changed with 3.7."""
 
 
 def kernel(fn: Callable[..., None]) -> Any:
-    """A Triton kernel whose compiled form depends on its constexpr arguments only, never on a rank's addresses."""
+    """Make a Triton kernel whose compiled form depends only on its constexpr arguments, never on a rank's addresses."""
     annotations = inspect.signature(fn).parameters.values()
     return triton.jit(do_not_specialize=[p.name for p in annotations if "constexpr" not in str(p.annotation)])(fn)
 
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels there may be scheduled before the one before has ended (programmatic dependent launch)."""
+    """Return whether kernels may be scheduled before the previous one has ended (programmatic dependent launch)."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def has_float8_conversions(device: torch.device) -> bool:
-    """Whether the GPU has instructions for FP8."""
+    """Return whether the GPU has FP8 conversion instructions."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for the interpreter, whose programs run one after the other."""
+    """Return the number of SMs of a GPU; 1 for the interpreter, whose programs run one after the other."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def shared_memory_per_sm(device: torch.device) -> int:
-    """Bytes of shared memory that the programs of a multiprocessor have; the interpreter counts none."""
+    """Return the bytes of shared memory of an SM; the interpreter has no limit, and counts as 256 KiB."""
     if INTERPRETED:
         return 1 << 18
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -58,19 +58,19 @@ def shared_memory_per_sm(device: torch.device) -> int:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU has compute capability 9, where some launches were measured; the interpreter does as it would."""
+    """Return whether the GPU has compute capability 9, where some launches were measured; true for the interpreter."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
-    """Of launching a kernel that has ``await_prior_kernel`` in every program."""
+    """Return the launch options of a kernel that calls ``await_prior_kernel`` in every program."""
     return {"num_warps": warps, "launch_pdl": supports_pdl(device)}
 
 
 if INTERPRETED:
 
     def now_ns() -> int:
-        """Nanoseconds of a clock that only moves forward."""
+        """Return the nanoseconds of a monotonic clock."""
         return time.monotonic_ns()
 
     def yield_core() -> None:
@@ -78,24 +78,25 @@ if INTERPRETED:
         os.sched_yield()
 
     def await_prior_kernel(PDL: Any) -> None:
-        """Return once the preceding kernel of the stream is complete and its stores are visible."""
+        """Return once the previous kernel of the stream is complete and its stores are visible."""
 
     def release_next_kernel(PDL: Any) -> None:
         """Allow the next kernel of the stream to be scheduled (it still awaits this one's end)."""
 
     def store_release(pointers: Any, values: Any, mask: Any) -> None:
-        """Store after all that the program stored, in the order in which any rank sees it."""
+        """Store after everything that the program has stored, in the order in which any rank sees it."""
         tl.store(pointers, values, mask=mask)
 
     def fence_acquire() -> None:
-        """Let this thread's loads from here on, by any address, see what came before the stores it has read."""
+        """Let this thread's later loads, by any address, see what preceded the stores that it has read."""
 
     def opaque(value: Any) -> Any:
-        """The same scalar, of which the compiler does not know it: what follows from it is not kept over a loop."""
+        """Return the same scalar, unknown to the compiler, so that what follows from it is not hoisted out of a
+        loop."""
         return value
 
     def load_words_of_quad(pointer: Any, mask: Any, like: Any, COUNT: Any) -> Any:
-        """The COUNT words from each pointer on, as that many tiles; read afresh, and by a single load.
+        """Load the COUNT words from each pointer on, as that many tiles, anew each time and by a single load.
 
         (A plain load of few words may be compiled into several, of which one is tested and another used.) ``like`` is a
         tile of the same shape whose layout is taken; its values are not used.
@@ -103,20 +104,20 @@ if INTERPRETED:
         return tuple(tl.load(pointer + i, mask=mask, other=0, volatile=True) for i in range(COUNT))
 
     def store_words_of_quad(pointer: Any, words: Any, mask: Any, COUNT: Any) -> None:
-        """Store a word of each of COUNT tiles from each pointer on, by a single store."""
+        """Store one word of each of COUNT tiles from each pointer on, by a single store."""
         for i in range(COUNT):
             tl.store(pointer + i, words[i], mask=mask)
 
     def dot(left: Any, right: Any) -> Any:
-        """Matrix product in float32 of two tiles of one dtype, each product exact or as float32 rounds it."""
+        """Multiply two matrix tiles of one dtype in float32, each product exact or rounded to float32."""
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
 
     def add_dot(sums: Any, left: Any, right: Any) -> Any:
-        """``sums`` and :func:`dot`; of float8 too."""
+        """Return ``sums`` plus :func:`dot`; also for float8."""
         return sums + dot(left, right)
 
     def round_to(value: Any, DTYPE: Any) -> Any:
-        """float32 to bits of a 16-bit float in an int32, to nearest even; NaN stays NaN."""
+        """Convert float32 to the bits of a 16-bit float in an int32, rounding to nearest even; NaN stays NaN."""
         if DTYPE == tl.bfloat16:
             bits = value.to(tl.uint32, bitcast=True)
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -124,7 +125,7 @@ if INTERPRETED:
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
     def round_pair(low: Any, high: Any, DTYPE: Any) -> Any:
-        """Two float32 to a word of two 16-bit floats, each as :func:`round_to` does."""
+        """Convert two float32 to a word of two 16-bit floats, each as :func:`round_to` does."""
         return round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
 
 else:
@@ -253,7 +254,7 @@ else:
 
     @triton.jit
     def add_dot(sums, left, right):
-        # Compute capability 9 sums products of float8 in few bits: here those of one step, which meet in float32.
+        # Compute capability 9 sums float8 products in few bits: here only within a step; steps are added in float32.
         if left.dtype == tl.float8e4nv:
             sums = tl.dot(left, right, sums, max_num_imprecise_acc=left.shape[1])
         else:

@@ -1,9 +1,9 @@
-"""A kernel launched again and again with the same arguments but for a few addresses.
+"""Repeated launches of a kernel whose arguments are the same but for a few addresses.
 
-Triton's launcher binds, specialises and hashes all arguments at every call, tens of microseconds of host time. Here
-that is done once: the arguments lie in memory as the kernel takes them, a launch writes its addresses there and calls
-the driver. The only file that knows Triton's launch interface; ``tests/device/test_launch.py`` holds it against the
-public launcher.
+Triton's launcher binds, specialises and hashes all arguments at every call, which takes tens of microseconds on the
+host. Here that is done once: the arguments are in memory in the form that the kernel takes, and a launch writes its
+addresses there and calls the driver. This is the only file that uses Triton's launch interface;
+``tests/device/test_launch.py`` compares it with the public launcher.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _TYPES: dict[str, Any] = {
     "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float,
 }
-"""Types of arguments, as Triton calls them."""
+"""Types of arguments, by Triton's names."""
 _SCRATCH = 2
-"""Arguments that Triton adds to every kernel: memory for itself, which these kernels do not ask for."""
+"""The number of arguments that Triton adds to every kernel, for scratch memory that these kernels do not use."""
 _PROGRAMMATIC_STREAM_SERIALIZATION, _COOPERATIVE = 6, 2
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
+    """The driver's CUlaunchAttribute."""
 
     _fields_ = (
         ("id", ctypes.c_uint),
@@ -42,7 +42,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The driver's CUlaunchConfig."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -54,29 +54,29 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Ready(NamedTuple):
-    """What the driver is called with; ``opened`` are the values that each call gives."""
+class _Prepared(NamedTuple):
+    """The arguments of the driver's launch function; ``open_cells`` hold the values that differ from call to call."""
 
-    opened: tuple[Any, ...]
+    open_cells: tuple[Any, ...]
     config: _Config
     arguments: tuple[Any, ...]
     enqueue: Any
-    kept: tuple[Any, ...]
-    """What ``arguments`` point to."""
+    owners: tuple[Any, ...]
+    """Objects that must outlive ``arguments``, which point to them."""
 
 
 class Launch:
-    """One kernel on one grid, bound but for some arguments.
+    """One kernel on one grid, with all arguments bound but for some.
 
     Args:
         kernel: a Triton kernel none of whose runtime arguments is specialised.
-        programs: of the grid.
-        arguments: every argument by name. Integers that stand for addresses are large enough to be 64-bit.
-        open_names: arguments that each call gives, in this order.
-        options: of the compilation, such as ``num_warps``.
+        programs: the number of programs of the grid.
+        arguments: every argument by name. Integers in place of addresses must be large enough to be 64-bit.
+        open_names: the arguments that each call gives, in this order.
+        options: compiler options, such as ``num_warps``.
     """
 
-    __slots__ = ("_arguments", "_kernel", "_open_names", "_options", "_programs", "_ready")
+    __slots__ = ("_arguments", "_kernel", "_open_names", "_options", "_prepared", "_programs")
 
     def __init__(
         self,
@@ -88,17 +88,19 @@ class Launch:
     ):
         self._kernel, self._programs, self._arguments, self._options = kernel, programs, arguments, options
         self._open_names = tuple(open_names)
-        self._ready: _Ready | None = None
+        self._prepared: _Prepared | None = None
 
     def load(self) -> None:
-        """Compile the kernel and load it on the current device, if that has not been done."""
-        if INTERPRETED or self._ready is not None:
+        """Compile the kernel and load it on the current device, unless that has been done."""
+        if INTERPRETED or self._prepared is not None:
             return
         compiled = self._kernel.warmup(**self._arguments, **self._options, grid=(self._programs,))
         compiled._init_handles()
         metadata = compiled.metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
-            raise RuntimeError(f"{compiled.name} wants memory or clusters, which a launch here does not give it")
+            raise RuntimeError(
+                f"{compiled.name} needs scratch memory or clusters, which this launcher does not provide"
+            )
         values = {
             name: _TYPES[kind](self._arguments[name])
             for name, kind in compiled.src.signature.items()
@@ -117,20 +119,20 @@ class Launch:
         )
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
         arguments = (ctypes.byref(config), ctypes.c_void_p(compiled.function), pointers, None)
-        opened = tuple(values[name] for name in self._open_names)
-        self._ready = _Ready(opened, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
+        open_cells = tuple(values[name] for name in self._open_names)
+        self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
     def __call__(self, stream: int, given: Sequence[Any]) -> None:
-        """Enqueue on the CUDA stream with this handle, of the current device."""
-        if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler's, which wants to know
+        """Enqueue the kernel on the CUDA stream with this handle, of the current device."""
+        if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
             arguments = self._arguments | dict(zip(self._open_names, given, strict=True))
             self._kernel[(self._programs,)](**arguments, **self._options)
             return
-        if self._ready is None:
+        if self._prepared is None:
             self.load()
-            assert self._ready is not None
-        opened, config, arguments, enqueue, _ = self._ready
-        for cell, value in zip(opened, given, strict=True):
+            assert self._prepared is not None
+        open_cells, config, arguments, enqueue, _ = self._prepared
+        for cell, value in zip(open_cells, given, strict=True):
             cell.value = value
         config.stream = stream
         if error := enqueue(*arguments):

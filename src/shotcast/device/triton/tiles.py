@@ -1,21 +1,22 @@
-"""How many words and warps a program takes to hold a row; plain numbers for host and kernels."""
+"""The numbers of words and warps with which a program holds a row, for host and kernels."""
 
 from __future__ import annotations
 
 MAX_ROW_WORDS = 8192
-"""32-bit words of a row that one program norms: 16 a thread, of 16 warps."""
+"""The largest number of 32-bit words of a row that one program normalises: 16 a thread, of 16 warps."""
 
 
 def row_tile(words: int) -> tuple[int, int]:
-    """(words of the tile, warps of the program) that hold a row of ``words`` words.
+    """Return (words of the tile, warps of the program) for a row of ``words`` words.
 
-    They depend on nothing else, and so the order of a row's sum of squares does not: fused or not, in one shot or two,
-    the bits are the same. A thread holds 8 words, of the longest rows 16.
+    They depend on nothing else, so neither does the order in which a row's squares are summed: fused or not, in one
+    shot or two, the bits are the same. A thread holds 8 words, for the longest rows 16.
     """
     block = max(16, 1 << (words - 1).bit_length())
     return block, max(1, min(16, block // 256))
 
 
 def slots_at_once(block: int, warps: int) -> int:
-    """Tiles of a row that a program polls at once: 32 words a thread, a quarter of its registers."""
+    """Return the number of tiles of a row that a program polls at once: 32 words a thread, a quarter of its
+    registers."""
     return 32 * 32 * warps // block

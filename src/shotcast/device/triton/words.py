@@ -1,4 +1,4 @@
-"""Tensors as 32-bit words, and the arithmetic of the numerics contract on them.
+"""Tensors as 32-bit words, and arithmetic on them according to the numerics contract.
 
 A word is one float32, or two 16-bit floats with the first in the low half. Sums start at +0.0, add float32 values in
 the order the caller writes them, and round once, to nearest even.
@@ -14,10 +14,11 @@ from shotcast.device.triton.intrinsics import round_pair, round_to
 
 @triton.jit
 def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
-    """Words ``offs`` of the bytes from ``address + start`` on; zero from byte ``nbytes`` (of that stretch) on.
+    """Load words ``offs`` of the bytes from ``address + start`` on; zero from byte ``nbytes`` of that range on.
 
-    UNIT says what the caller knows: 16, address, start and nbytes are multiples of 16; else the widest access in bytes
-    (4, 2 or 1) that address, start and nbytes are multiples of. (The interpreter takes a small address for 32 bits.)
+    UNIT states what the caller knows. 16: address, start and nbytes are multiples of 16. Otherwise it is the widest
+    access in bytes (4, 2 or 1) of which address, start and nbytes are multiples. (The interpreter takes a small address
+    for a 32-bit number.)
     """
     at = address.to(tl.int64) + start
     if UNIT == 16:
@@ -41,7 +42,7 @@ def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
 
 @triton.jit
 def store_words(address, start, offs, words, nbytes, UNIT: tl.constexpr):
-    """Store words where :func:`load_words` would load them; bytes from ``nbytes`` on are not touched."""
+    """Store words where :func:`load_words` would load them; bytes from ``nbytes`` on are not modified."""
     at = address.to(tl.int64) + start
     if UNIT == 16:
         pointer = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
@@ -61,7 +62,7 @@ def store_words(address, start, offs, words, nbytes, UNIT: tl.constexpr):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """Words as (float32 of the low half, float32 of the high half); float32 words are both."""
+    """Convert words to (float32 of the low half, float32 of the high half); for float32 words both are the word."""
     if DTYPE == tl.float32:
         low = words.to(tl.float32, bitcast=True)
         high = low
@@ -76,7 +77,7 @@ def unpack(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def pack(low, high, DTYPE: tl.constexpr):
-    """Inverse of :func:`unpack`, rounding to nearest even."""
+    """Invert :func:`unpack`, rounding to nearest even."""
     if DTYPE == tl.float32:
         words = low.to(tl.int32, bitcast=True)
     else:
@@ -86,7 +87,7 @@ def pack(low, high, DTYPE: tl.constexpr):
 
 @triton.jit
 def round_float(value, DTYPE: tl.constexpr):
-    """float32 as a float of DTYPE, to nearest even."""
+    """Convert float32 to DTYPE, rounding to nearest even."""
     if DTYPE != tl.float32:
         value = round_to(value, DTYPE).to(tl.int16).to(DTYPE, bitcast=True)
     return value
@@ -94,7 +95,7 @@ def round_float(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """((+0.0 + parts[0]) + parts[1]) + ... in float32, rounded once."""
+    """Return ((+0.0 + parts[0]) + parts[1]) + ... in float32, rounded once."""
     low, high = unpack(parts[0], DTYPE)
     low = low + 0.0
     high = high + 0.0
@@ -107,16 +108,16 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def insert_own(parts, own, rank, COUNT: tl.constexpr):
-    """``parts`` by rank, with this rank's replaced by ``own``, which took no way through memory."""
-    whole = ()
+    """Return ``parts`` by rank with this rank's replaced by ``own``, which did not pass through memory."""
+    complete = ()
     for r in tl.static_range(COUNT):
-        whole = whole + (tl.where(rank == r, own, parts[r]),)
-    return whole
+        complete = complete + (tl.where(rank == r, own, parts[r]),)
+    return complete
 
 
 @triton.jit
-def sum_on(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """A sum of words, as (float32 of the low halves, of the high), with ``parts`` added on in order."""
+def accumulate(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """Add ``parts`` in order to a sum, given and returned as (float32 of the low halves, of the high halves)."""
     for r in tl.static_range(COUNT):
         next_low, next_high = unpack(parts[r], DTYPE)
         low = low + next_low
@@ -126,7 +127,7 @@ def sum_on(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def nan_unless(live, words, DTYPE: tl.constexpr):
-    """``words``, or NaN in every value when the call was stopped. Words of other dtypes have no NaN and pass."""
+    """Return ``words``, or NaN in every value if the call was stopped. Words of types without NaN are not changed."""
     if DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16:
         words = tl.where(live != 0, words, 0x7FFFFFFF if DTYPE == tl.float32 else 0x7FFF7FFF)
     return words

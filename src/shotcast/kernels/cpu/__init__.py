@@ -1,1 +1,1 @@
-"""Model kernels for CPUs, as host code that numba compiles."""
+"""Model kernels for CPUs, compiled by numba."""

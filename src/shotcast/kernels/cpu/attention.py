@@ -1,6 +1,6 @@
-"""Attention of CPU ranks over a paged cache, compiled: rotation into the cache, and one query a sequence.
+"""Compiled attention of CPU ranks over a paged cache: rotation into the cache, and decoding with one query a sequence.
 
-Caches are float32 [slots, key-value heads, head_dim]; a slot is ``block * block_size + place in the block``.
+Caches are float32 [slots, key-value heads, head_dim]; a slot is ``block * block_size + offset in the block``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shotcast.device.cpu.compilation import keep_on_disk
 from shotcast.device.cpu.threads import in_parallel
 
 _THREADS_FROM = 4 << 20
-"""Products of queries with keys from which a second thread saves more than it takes to wake it."""
+"""The number of products of queries with keys from which a second thread saves more time than waking it costs."""
 
 _MATRIX = types.Array(types.float32, 2, "C")
 _CUBE = types.Array(types.float32, 3, "C")
@@ -122,7 +122,7 @@ _SIGNATURES: dict[Callable[..., None], Any] = {
 
 @functools.cache
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    # "contract" and "reassoc" let dot products run in vectors; NaN and infinity keep their meaning
+    # "contract" and "reassoc" allow dot products to be vectorised; NaN and infinity keep their meaning
     dispatcher = njit(nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})(function)
     keep_on_disk(dispatcher)
     dispatcher.compile(_SIGNATURES[function])
@@ -140,14 +140,14 @@ def rotate_into_cache(
     values: torch.Tensor,
     queries: torch.Tensor,
 ) -> None:
-    """Rotate queries and keys by their positions, and put keys and values into the cache.
+    """Rotate queries and keys by their positions, and write keys and values to the cache.
 
     Args:
         x: float32 [tokens, (heads + 2 * kv heads) * head_dim]: queries, keys, values.
         cosines, sines: float32 [positions, head_dim / 2].
         positions, slots: int64 [tokens].
         keys, values: the caches.
-        queries: float32 [tokens, heads, head_dim], to fill.
+        queries: float32 [tokens, heads, head_dim], the output.
     """
     _compiled(_rotate)(
         x.numpy(),
@@ -174,18 +174,18 @@ def decode(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """Attention of one query a sequence, over the sequence's blocks.
+    """Attend with one query a sequence to the sequence's blocks.
 
-    Sequences are shared among as many threads as PyTorch has.
+    Sequences are divided among as many threads as PyTorch has.
 
     Args:
         queries, out: float32 [sequences, heads, head_dim].
         keys, values: the caches.
         tables: int32 [rows, blocks].
-        rows: int64 [sequences], each one's row of the tables.
-        lengths: int32 [sequences], tokens of each in the cache.
-        kv_head_of: int64 [heads], the key-value head of each.
-        window: how many tokens back a query sees, itself included; 0 for all.
+        rows: int64 [sequences], the row of the tables of each sequence.
+        lengths: int32 [sequences], the number of tokens of each in the cache.
+        kv_head_of: int64 [heads], the key-value head of each query head.
+        window: the number of tokens that a query sees, its own included; 0 for all.
     """
     arrays = [argument.numpy() for argument in (queries, keys, values, tables, rows, lengths, kv_head_of)]
     scale, run, result = 1.0 / math.sqrt(queries.shape[2]), _compiled(_decode), out.numpy()

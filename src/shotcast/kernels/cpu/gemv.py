@@ -1,7 +1,7 @@
-"""Products of few rows with a matrix of weights, compiled: each weight is read once, at the speed of memory.
+"""Compiled products of a few rows with a matrix of weights: each weight is read once, at the speed of memory.
 
-For decoding at small batch, where BLAS libraries, made for large matrices, leave much of it unused. A dot product here
-is one loop, which the compiler turns into vectors.
+They are made for decoding small batches, where BLAS libraries, made for large matrices, leave much of that speed
+unused. A dot product is one loop here, which the compiler vectorises.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numba import njit, types
 from shotcast.device.cpu.compilation import keep_on_disk
 from shotcast.device.cpu.threads import in_parallel
 
-MOST_ROWS = {torch.float32: 4, torch.bfloat16: 2}
-"""By the weights' dtype: rows of x up to which this is faster than PyTorch, by more than a little."""
+MAX_ROWS = {torch.float32: 4, torch.bfloat16: 2}
+"""The number of rows of x up to which this is clearly faster than PyTorch, by the weights' dtype."""
 _THREADS_FROM_BYTES = 8 << 20
-"""Weights from which a second thread saves more than it takes to wake it."""
+"""The size of the weights from which a second thread saves more time than waking it costs."""
 
 _X = types.Array(types.float32, 2, "C")
 _BITS = types.Array(types.uint16, 2, "C")
@@ -57,12 +57,12 @@ def _compiled(dtype: torch.dtype) -> Any:
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` is the faster way."""
-    return x.device.type == "cpu" and x.shape[0] <= MOST_ROWS.get(weight.dtype, 0) and weight.is_contiguous()
+    """Return whether :func:`linear` is the faster way."""
+    return x.device.type == "cpu" and x.shape[0] <= MAX_ROWS.get(weight.dtype, 0) and weight.is_contiguous()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T``, summed in float32.
+    """Return ``x @ weight.T``, summed in float32.
 
     Args:
         x: [rows, inputs], of the weights' dtype.

@@ -1,4 +1,5 @@
-"""Rows between two products: gated by SiLU, in FP8 with a scale of their own, or both, in one kernel.
+"""Operations on rows between two products: gating by SiLU, quantisation to FP8 with a scale per row, or both in one
+kernel.
 
 value     = x, or silu(first half) * second half              in float32
 scale     = max |value| / 448 of the row, at least 2^-126
@@ -18,7 +19,7 @@ from shotcast.kernels.triton.norm import e4m3_byte, magnitude, scale_of
 
 @triton.jit
 def silu(x):
-    """x / (1 + exp(-x)), without overflow."""
+    """Return x / (1 + exp(-x)), without overflow."""
     small = tl.exp(-tl.abs(x))
     return x * tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
@@ -34,7 +35,8 @@ def rows_kernel(
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, part): BLOCK columns, with QUANTIZE all of the row's WIDTH, into ``out`` [rows, WIDTH]."""
+    """Program (row, part): write BLOCK columns, with QUANTIZE all WIDTH columns of the row, to ``out`` [rows,
+    WIDTH]."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +60,7 @@ _BLOCK = 2048
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
-    """``silu(first half of the columns) * second half``, rounded once: [rows, 2 * width] to [rows, width]."""
+    """Return ``silu(first half of the columns) * second half``, rounded once: [rows, 2 * width] to [rows, width]."""
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     block = min(_BLOCK, triton.next_power_of_2(out.shape[1]))
     _launch(x, out, None, block, gated=True)
@@ -66,13 +68,13 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in FP8, after :func:`gate` with ``gated``.
+    """Quantise rows to FP8; with ``gated``, after :func:`gate`.
 
     Args:
-        x: contiguous [rows, columns], a float dtype.
+        x: contiguous [rows, columns], of a float dtype.
 
     Returns:
-        float8_e4m3fn [rows, width] and float32 [rows, 1], whose product is about the rows.
+        float8_e4m3fn [rows, width] and float32 [rows, 1], whose product approximates the rows.
     """
     width = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(x.shape[0], width, dtype=torch.float8_e4m3fn)

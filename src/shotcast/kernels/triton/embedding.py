@@ -1,4 +1,4 @@
-"""Rows of a rank's part of an embedding matrix."""
+"""Lookup of rows in a rank's part of an embedding matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TILE = 1024
 
 @triton.jit
 def embed_kernel(tokens, weight, out, start, count, HIDDEN: tl.constexpr, TILE: tl.constexpr):
-    """Program (token, tile of its row)."""
+    """Program (token, tile): copy a tile of the token's row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = i < HIDDEN
@@ -23,8 +23,12 @@ def embed_kernel(tokens, weight, out, start, count, HIDDEN: tl.constexpr, TILE: 
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
-    """Rows of ``tokens``, int64 [tokens], of which ``weight`` [count, hidden] has ``start`` to ``start + count``; zero
-    for the others: [tokens, hidden]."""
+    """Look up ``tokens``, int64 [tokens], in ``weight`` [count, hidden], which holds rows ``start`` to ``start +
+    count``.
+
+    Returns:
+        [tokens, hidden]; zeros for tokens of other ranks.
+    """
     count, hidden = weight.shape
     out = torch.empty(tokens.shape[0], hidden, dtype=weight.dtype, device=weight.device)
     embed_kernel[(tokens.shape[0], triton.cdiv(hidden, TILE))](

@@ -1,15 +1,16 @@
-"""Products of a row or two with a matrix of weights: each weight is read once, at the speed of memory.
+"""Products of one or two rows with a matrix of weights (GEMV): each weight is read once, at the speed of memory.
 
-    out = x @ weight.T * scale + bias;   GATED: the first half of the outputs are gates, the other half what they gate,
+    out = x @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
                                          out = silu(gates) * others
 
-For decoding, where a weight serves few tokens (for more: :mod:`shotcast.kernels.triton.skinny_gemm`). A program has
-some outputs and all of their columns, so sums need no other program, and their order is fixed. Weights depend on no
-kernel before: the first of them are loaded before the wait for it, which hides that kernel's end and this one's
-beginning. (To ask for more of them, into the L2 cache, made a step slower: docs/design/decode_step.md.)
+They are made for decoding, where a weight serves few tokens; more rows are for
+:mod:`shotcast.kernels.triton.skinny_gemm`. A program computes some outputs from all of their columns, so sums need no
+other program, and their order is fixed. Weights do not depend on the kernel before: the first of them are loaded before
+the wait for that kernel, which hides its end and this kernel's start. (Prefetching more of them into the L2 cache made
+a step slower: docs/design/decode_step.md.)
 
-Weights on their way take room in the L1 cache, which shared memory takes from: kernels that run beside these keep
-theirs small (:mod:`shotcast.kernels.triton.paged_attention`).
+Weights being loaded occupy the L1 cache, which shares its memory with shared memory. Kernels that run at the same time
+therefore use little shared memory (:mod:`shotcast.kernels.triton.paged_attention`).
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton.activations import silu
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of x."""
+"""Accepted types of x."""
 UNIT = 16
-"""Columns are a multiple of this."""
+"""The number of columns must be a multiple of this."""
 
 
 @triton.jit
 def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the weight that this program takes; GATED: a gate and what it gates are neighbours in the tile."""
+    """Return the rows of the weight that this program takes; with GATED, a gate and its other half are neighbours in
+    the tile."""
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if GATED:
         n = n // 2 + n % 2 * (outputs // 2)
@@ -62,7 +64,7 @@ def write_outputs(
     TILE: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Scales, bias and gate of the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of them."""
+    """Apply scales, bias and gate to the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of the result."""
     m = tl.arange(0, M_TILE)[:, None]
     if scale is not None:
         sums = sums * tl.load(scale + rows)[None, :]
@@ -94,11 +96,11 @@ def multiply_words(
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Sums over neighbouring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
+    """Return sums over neighbouring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
 
-    ``words`` are of the weight, from its word ``start`` on. A thread has four in a row, so the words of x that belong
-    to them are loaded by the same threads: four as well, or for FP8, which has twice as many columns a word, two times
-    four, here ``lower`` and ``upper``, of which neighbours belong to one word of the weight.
+    ``words`` hold the weight from its word ``start`` on. A thread has four consecutive words, so it also loads the
+    words of x that belong to them: four as well. FP8 has twice as many columns in a word, so there they are two times
+    four, here ``lower`` and ``upper``, and two neighbours of these belong to one word of the weight.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     i = tl.arange(0, WORDS)[None, None, :]
@@ -150,10 +152,12 @@ def gemv_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS columns of TILE rows at a time, in 32-bit words: as floats, each would take a register while it is on its
-    way. Compiled, the registers that are multiplied are those that the next words come into; what fills the time are
-    the other programs of the processor, of which few registers leave room for up to ten. ``inputs`` is a multiple of
-    16."""
+    """Program (tile): multiply COLUMNS columns of TILE rows at a time, as 32-bit words.
+
+    As floats, each weight would take a register while it is being loaded. When compiled, the words are multiplied from
+    the registers that the next words are loaded into; latency is hidden by the other programs of the SM, of which up to
+    ten fit since they take few registers. ``inputs`` is a multiple of 16.
+    """
     PER_WORD: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
     WORDS: tl.constexpr = COLUMNS // PER_WORD
     width = inputs // PER_WORD
@@ -176,12 +180,12 @@ def gemv_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """How :func:`stream_kernel` is launched.
+    """The launch configuration of :func:`gemv_kernel`.
 
     Attributes:
-        tile: outputs of a program.
-        columns: of the weight at a time, 16 bytes or more for each thread.
-        warps: of a program.
+        tile: the outputs of a program.
+        columns: the columns of the weight that are loaded at a time, 16 bytes or more for each thread.
+        warps: the warps of a program.
     """
 
     tile: int
@@ -192,17 +196,18 @@ class GemvConfig:
         return f"{self.tile}x{self.columns} w{self.warps}"
 
 
-MOST_ROWS = 2
-"""Rows of x at most, up to where this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
+MAX_ROWS = 2
+"""The number of rows of x up to which this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
 _FEW_OUTPUTS, _MANY_INPUTS = 24, 4096
-"""Outputs a processor: with fewer, it has few programs at a time, and each has more on its way, of so many columns."""
+"""The number of outputs per SM below which few programs run at a time, so that each loads more columns at once; and the
+number of columns from which that is possible."""
 
 
 def choose_config(outputs: int, inputs: int, itemsize: int, num_sms: int) -> GemvConfig:
-    """The launch on a GPU of ``num_sms`` SMs; each gets two programs if it can.
+    """Choose the launch on a GPU of ``num_sms`` SMs; each SM gets two programs if possible.
 
-    The fastest, nearly: 16-bit weights among the other kernels of a step
-    (benchmarks/data/h200/exploration/shared_memory.txt), FP8 by itself (benchmarks/data/h200/linear.json).
+    The choice is nearly the fastest: for 16-bit weights among the other kernels of a step
+    (benchmarks/data/h200/exploration/shared_memory.txt), for FP8 by itself (benchmarks/data/h200/linear.json).
     """
     few = outputs < _FEW_OUTPUTS * num_sms and inputs >= _MANY_INPUTS
     config = GemvConfig(4, 2048 if few or itemsize == 1 else 1024, 4)
@@ -213,41 +218,41 @@ def choose_config(outputs: int, inputs: int, itemsize: int, num_sms: int) -> Gem
 
 
 def candidates(itemsize: int) -> Iterator[GemvConfig]:
-    """Launches worth measuring."""
+    """Yield the configurations that are worth measuring."""
     warp_columns = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
     for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
         yield GemvConfig(tile, warp_columns * warps * steps, warps)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` is the fastest way."""
+    """Return whether :func:`linear` is the fastest way."""
     return (
         x.device.type == "cuda"
         and x.dtype in DTYPES
         and weight.dtype in (x.dtype, torch.float8_e4m3fn)
-        and 0 < x.shape[0] <= MOST_ROWS
+        and 0 < x.shape[0] <= MAX_ROWS
         and weight.shape[1] % UNIT == 0
         and x.is_contiguous()
         and weight.is_contiguous()
     )
 
 
-def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, most_rows: int, supported: bool, accepted: str) -> None:
-    """Refuse what no kernel here multiplies: dtypes that do not ``fit``, shapes, and more than ``most_rows`` rows.
+def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, max_rows: int, supported: bool, accepted: str) -> None:
+    """Raise if the operands are not supported.
 
     Raises:
-        UnsupportedError: for dtypes or rows.
-        ConfigError: for shapes.
+        UnsupportedError: the dtypes are not ``supported``, or x has more than ``max_rows`` rows.
+        ConfigError: the shapes do not fit.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if not supported or not 0 < rows <= most_rows:
+    if not supported or not 0 < rows <= max_rows:
         raise UnsupportedError(
-            f"1 to {most_rows} rows of {accepted} are multiplied, not {rows} of {x.dtype} with {weight.dtype}"
+            f"this product takes 1 to {max_rows} rows of {accepted}, not {rows} of {x.dtype} with {weight.dtype}"
         )
     whole = x.shape[1] == inputs and inputs % UNIT == 0 and not (gated and outputs % 2)
     if not whole or not x.is_contiguous() or not weight.is_contiguous():
         raise ConfigError(
-            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous, of equally many columns, a "
+            f"x {list(x.shape)} and weight {list(weight.shape)} must be contiguous and have equally many columns, a "
             f"multiple of {UNIT}{', with an even number of outputs' if gated else ''}"
         )
 
@@ -260,27 +265,28 @@ def linear(
     gated: bool = False,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T * scale + bias``, summed in float32 and rounded once.
+    """Return ``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
-    The weight is complete before kernels that may still run when this one begins: it is read meanwhile.
+    The weight must be complete before kernels that may still be running when this one starts, since it is read early.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.
-        weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype, or float8_e4m3fn with a scale.
+        weight: contiguous [outputs, inputs] of the same dtype, or float8_e4m3fn with a scale; inputs are a multiple of
+            16.
         scale: float32 [outputs].
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
-        stream: how to launch it; None for what is known to be fast.
+        config: the launch configuration; None for one that is known to be fast.
 
     Returns:
         [rows, outputs], or half as many columns if gated, of the dtype of x.
 
     Raises:
-        UnsupportedError: for other dtypes or more rows.
-        ConfigError: for other shapes.
+        UnsupportedError: the dtypes are others, or there are more rows.
+        ConfigError: the shapes do not fit.
     """
     supported = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
-    check(x, weight, gated, MOST_ROWS, supported, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
+    check(x, weight, gated, MAX_ROWS, supported, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if config is None:
         config = choose_config(outputs, inputs, weight.element_size(), num_sms(x.device))

@@ -1,7 +1,7 @@
-"""Rows of logits from the columns that ranks have computed, and what is largest in each row.
+"""Rows of logits from the columns that the ranks computed, and the largest logit of each row.
 
-One kernel puts the columns of all ranks side by side, as float32, and looks for the largest of each tile; a second one
-takes the largest of the tiles. So greedy decoding needs no other pass over the logits, and no other kernel.
+One kernel puts the columns of all ranks side by side, as float32, and finds the largest of each tile; a second one
+takes the largest of the tiles. Greedy decoding therefore needs no further pass over the logits, and no further kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TILE = 1024
 
 @triton.jit
 def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, TILE: tl.constexpr):
-    """Program (row, rank, tile): copies the tile, and keeps its largest value and that token.
+    """Program (row, rank, tile): copy the tile, and store its largest value and that token.
 
     NaN counts as infinity, so that a row that holds either has an infinite largest value.
     """
@@ -33,7 +33,7 @@ def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, TILE: tl.
     tl.store(values + row * vocab + start + i, value, mask=inside)
     order = tl.where(value != value, float("inf"), value)
     value_max, column = tl.max(order, axis=0, return_indices=True)
-    # tiles in the order of their tokens; one with no columns is minus infinity, and none before it is less
+    # tiles are in the order of their tokens; a tile without columns is minus infinity, and no earlier one is less
     index = (row * tl.num_programs(1) + rank) * tl.num_programs(2) + tile
     tl.store(largest + index, value_max)
     tl.store(tokens + index, start + tile * TILE + column)
@@ -41,7 +41,7 @@ def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, TILE: tl.
 
 @triton.jit
 def argmax_kernel(largest, tokens, best, count, COUNT: tl.constexpr):
-    """Program (row): the largest of its tiles, of equal ones the first."""
+    """Program (row): find the largest of its tiles, the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, COUNT)
     order = tl.load(largest + row * count + tile, mask=tile < count, other=float("-inf"))
@@ -61,11 +61,12 @@ def concat_columns(
     """Fill ``values`` and ``best`` from the ranks' columns.
 
     Args:
-        parts: a floating-point dtype, [rows, widths[rank]] of each rank, one behind the other.
-        starts: int32 [ranks + 1], where each rank's columns begin, and their number in all.
-        values: float32 [rows, sum(widths)], to fill.
-        best: int64 [rows, 2], to fill: the token of the largest logit (the lowest of equal ones), and 1 if all logits
-            of the row are numbers (at least one above minus infinity, none NaN or plus infinity), else 0.
+        parts: [rows, widths[rank]] of each rank, concatenated, of a floating-point dtype.
+        widths: the number of columns of each rank.
+        starts: int32 [ranks + 1], where each rank's columns begin, and the total number of columns.
+        values: float32 [rows, sum(widths)], output.
+        best: int64 [rows, 2], output: the token of the largest logit (the lowest of equal ones), and 1 if all logits of
+            the row are numbers (at least one above minus infinity, none NaN or plus infinity), else 0.
     """
     rows, vocab = values.shape
     tiles = triton.cdiv(max(widths), TILE)

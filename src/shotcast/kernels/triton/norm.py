@@ -1,12 +1,12 @@
-"""Residual add, RMSNorm and FP8 of a row, in a kernel of their own and as the end of the fused ones.
+"""Residual addition, RMSNorm and FP8 quantisation of a row, as a separate kernel and as the end of the fused kernels.
 
     residual' = round(x + residual)
     normed    = round(residual' / sqrt(mean(residual'^2) + eps) * weight)
     quantized = e4m3(clamp(normed * (1 / scale), -448, 448)),  scale given, or max |normed| / 448 of the row
 
-in float32, with ``residual'`` and ``normed`` as rounded. A program holds a whole row in registers, as 32-bit words. The
-squares add up in an order that the row's length alone decides (:func:`tree_sum_of_squares`), so every kernel that norms
-a row gives the same bits.
+All is computed in float32, from ``residual'`` and ``normed`` as rounded. A program holds a whole row in registers, as
+32-bit words. The squares add up in an order that depends only on the row's length (:func:`tree_sum_of_squares`), so
+every kernel that normalises a row gives the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def tree_sum(values, COUNT: tl.constexpr):
-    """Sum of COUNT values, a power of two: neighbours, then neighbouring pairs, and so on, whatever holds them."""
+    """Sum COUNT values, a power of two: neighbours, then neighbouring pairs, and so on, whichever threads hold them."""
     for level in tl.static_range(10):
         if COUNT >> level > 1:
             values = tl.sum(tl.reshape(values, [COUNT >> (level + 1), 2]), axis=1)
@@ -49,9 +49,11 @@ def tree_sum(values, COUNT: tl.constexpr):
 
 @triton.jit
 def tree_sum_of_squares(words, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Sum of the squares of all values in BLOCK words (16 or more): of each quad, then of 32 quads by the lanes of a
-    warp, then a tree of those. Nothing is left to the compiler's choice of who holds what, so a row comes out the same
-    whether one program holds it or several do, with a tile each.
+    """Sum the squares of all values in BLOCK words (16 or more): of each quad, then of 32 quads by the lanes of a warp,
+    then in a tree.
+
+    No order is left to the compiler's choice of layout, so a row gives the same bits whether one program holds it or
+    several hold a tile each.
     """
     QUADS: tl.constexpr = BLOCK // 4
     LANES: tl.constexpr = QUADS if QUADS < 32 else 32
@@ -66,7 +68,8 @@ def tree_sum_of_squares(words, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_norm(total, residual, weight, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """(new residual, norm) of a row: words of the sum, the residual and the weight; zero beyond the row's end."""
+    """Return (new residual, norm) of a row, from the words of the sum, the residual and the weight; zero beyond the
+    row's end."""
     low, high = unpack(total, DTYPE)
     more_low, more_high = unpack(residual, DTYPE)
     new_residual = pack(low + more_low, high + more_high, DTYPE)
@@ -78,27 +81,27 @@ def add_norm(total, residual, weight, eps, HIDDEN: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def magnitude(value):
-    """|value| as an integer that orders as it does; 0 for NaN."""
+    """Return |value| as an integer of the same order; 0 for NaN."""
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits > _INFINITY, 0, bits)
 
 
 @triton.jit
 def scale_of(largest):
-    """A row's own scale: its largest :func:`magnitude` / 448, at least 2^-126, whose inverse is finite."""
+    """Return a row's own scale: its largest :func:`magnitude` / 448, at least 2^-126, whose inverse is finite."""
     return tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), E4M3_MAX), SMALLEST_SCALE)
 
 
 @triton.jit
 def e4m3_byte(value):
-    """The byte of a scaled value; NaN is 0x7F, whatever its sign, so that no word of bytes is the sentinel."""
+    """Return the byte of a scaled value. NaN is 0x7F, whatever its sign, so that no word of bytes is the sentinel."""
     byte = to_e4m3(value)
     return tl.where((byte & 0x7F) == 0x7F, 0x7F, byte)
 
 
 @triton.jit
 def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """A row in FP8, four values a word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
+    """Quantise a row to FP8, four values a word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
     inverse = tl.div_rn(1.0, scale)
     low, high = unpack(normed, DTYPE)
     if DTYPE == tl.float32:
@@ -131,10 +134,13 @@ def finish_row(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From the words of a row's sum to all that is written of it: row ``row`` here, ``at`` in what may be gathered.
+    """Compute and store everything that follows from the words of a row's sum.
 
-    ``before`` and ``gain`` are words of the residual and the weight. All is NaN when the call was stopped. Returns
-    words of the norm and of its FP8 (if asked for), and the row's own scale (if it has one).
+    The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` and ``gain`` are
+    words of the residual and the weight. All results are NaN if the call was stopped.
+
+    Returns:
+        The words of the norm and of its FP8 form (if asked for), and the row's own scale (if it has one).
     """
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4 if HIDDEN % 4 == 0 else 2 if HIDDEN % 2 == 0 else 1
@@ -177,7 +183,7 @@ def add_rms_norm(
     ROW_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row a program, of up to ROW_BLOCK words; UNIT as in ``words.load_words``."""
+    """Program (row): normalise one row of up to ROW_BLOCK words; UNIT is as in ``words.load_words``."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
@@ -209,11 +215,11 @@ DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
 NORM_ADDRESSES = ("residual", "weight", "new_residual", "normed", "quantized", "scale", "eps")
-"""Arguments of every kernel that norms which belong to a call; see :func:`norm_addresses`."""
+"""Arguments of every kernel with a norm that differ from call to call; see :func:`norm_addresses`."""
 
 
 def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
-    """Values of :data:`NORM_ADDRESSES`. Tensors that there are none of get the address ``nowhere``."""
+    """Return the values of :data:`NORM_ADDRESSES`. Tensors that do not exist get the address ``nowhere``."""
 
     def address(tensor: torch.Tensor | None) -> int:
         return (tensor.data_ptr() if tensor is not None else 0) or nowhere
@@ -230,7 +236,8 @@ def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
 
 
 def norm_arguments(norm: Norm, nowhere: int) -> dict[str, Any]:
-    """What every kernel that norms is told of the norm, with ``nowhere`` and 0 for what belongs to a call."""
+    """Return the arguments of a norm for every kernel, with ``nowhere`` and 0 for those that differ from call to
+    call."""
     return dict.fromkeys(NORM_ADDRESSES, nowhere) | {
         "eps": 0.0,
         "HIDDEN": norm.hidden,
@@ -240,7 +247,8 @@ def norm_arguments(norm: Norm, nowhere: int) -> dict[str, Any]:
 
 
 def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
-    """Norm the rows of ``x`` [rows, hidden]; all tensors begin at multiples of 16 bytes. ``x`` may be among them."""
+    """Normalise the rows of ``x`` [rows, hidden]. All tensors begin at multiples of 16 bytes; ``x`` may be one of
+    ``tensors``."""
     item = x.element_size()
     row = norm.hidden * item
     block, warps = tiles.row_tile(-(-row // 4))

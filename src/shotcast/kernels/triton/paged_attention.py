@@ -1,10 +1,10 @@
-"""Attention of one query a sequence over a paged cache, for decoding.
+"""Attention with one query a sequence over a paged cache, for decoding.
 
-Time is that of reading keys and values once; norm and rotation of queries and keys are a part of it. Every (sequence,
-key-value head) is divided into ``splits`` parts of its context, each a program that reads its part in tiles for all
-query heads of the group, so that a single long sequence uses the whole GPU; a second kernel joins the parts
-(Flash-Decoding, Dao et al., 2023), if there are several. Lengths and tables are read on the device: a captured graph
-serves whatever they hold, and parts without tokens give zeros.
+The time is that of reading keys and values once. The kernel also normalises and rotates queries and keys. The context
+of every (sequence, key-value head) is divided into ``splits`` parts. A program reads one part in tiles, for all query
+heads of the group, so that even a single long sequence uses the whole GPU; a second kernel merges the parts, if there
+are several (Flash-Decoding, Dao et al., 2023). Lengths and tables are read on the device: a captured graph serves any
+contents, and parts without tokens give zeros.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from shotcast.kernels.triton import gemv
 from shotcast.kernels.triton.rope import load_halves, norm_and_rotate
 
 WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
-"""Keys that a program multiplies at a time; see :meth:`Decoding.tiles` for when which."""
+"""Keys that a program multiplies at a time; :meth:`PagedDecoding.tiles` chooses between them."""
 _FEW_SPLITS, _MANY_SPLITS = 2, 16
 LEAST_TILE = 16
 _LEAST_GROUP = 16
-"""Rows that ``tl.dot`` takes."""
+"""The smallest number of rows that ``tl.dot`` takes."""
 _RESERVED_BYTES = 1 << 10
-"""Of shared memory, for each program."""
+"""Shared memory of each program that the driver reserves."""
 WARPS = 4
 WIDE_STAGES, STAGES, FEW_STAGES = 4, 5, 2
-"""Two of five bring what tells where in the cache keys and values are, the next two these; the last multiplies. With
-wide tiles, one of four brings as many."""
+"""Pipeline stages. Of five, two load the block table entries that locate keys and values, the next two load keys and
+values, and the last multiplies. With wide tiles, one of four loads as many."""
 
 
 def tile_and_stages(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
-    """Keys at a time, and stages, for which ``memory`` bytes of shared memory have room.
+    """Return the keys at a time, and the stages, that fit in ``memory`` bytes of shared memory.
 
-    That is of two tiles of keys and values, and of them in the form that tensor cores take.
+    Two tiles of keys and values must fit, and these also in the layout that tensor cores take.
     """
     each = _tile_bytes(head_dim, itemsize)
     tile = TILE
@@ -54,13 +54,13 @@ def tile_and_stages(head_dim: int, itemsize: int, memory: int) -> tuple[int, int
 
 
 def _tile_bytes(head_dim: int, itemsize: int) -> int:
-    """Shared memory for a key and a value of two tiles."""
+    """Return the shared memory of one key and one value of each of two tiles."""
     return 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
 
 
 @triton.jit
 def cache_slots(table, positions, valid, BLOCK_SIZE: tl.constexpr):
-    """Where in the cache positions of a sequence lie."""
+    """Return the cache slots of positions of a sequence."""
     block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     return block * BLOCK_SIZE + positions % BLOCK_SIZE
 
@@ -79,7 +79,7 @@ def load_kv(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Halves of keys and of values at positions ``tile`` to ``tile + TILE``, 0 from ``stop`` on."""
+    """Load the halves of keys and of values at positions ``tile`` to ``tile + TILE``; 0 from ``stop`` on."""
     position = tile + tl.arange(0, TILE)
     valid = position < stop
     row = (cache_slots(table, position, valid, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
@@ -92,7 +92,7 @@ def load_kv(
 
 @triton.jit
 def attend(q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """Largest scores, sums of weights and halves of weighted values with TILE more keys and values."""
+    """Add TILE keys and values to a running softmax: largest scores, sums of weights and halves of weighted values."""
     k1, k2, v1, v2 = kv_tile
     scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
     scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
@@ -137,12 +137,14 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence, key-value head, split); ``parts``: float32 [sequences, heads, splits, head_dim], sums of
-    values by weights that are relative to the largest score; ``weights``: [..., 2], that score and the weights' sum.
-    One split alone is the ``result``, [sequences, heads, head_dim].
+    """Program (sequence, key-value head, split): attend to one part of the context.
 
-    All but ``x`` is there before the kernel before this one ends, so the first keys and values are on their way then.
-    The new ones come from ``x``, and enter the cache by the first split, which attends to them.
+    ``partial_out`` is float32 [sequences, heads, splits, head_dim], sums of values weighted relative to the largest
+    score; ``partial_stats`` is [..., 2], that score and the sum of the weights. With a single split, the output goes to
+    ``result``, [sequences, heads, head_dim].
+
+    Everything but ``x`` is complete before the previous kernel ends, so the first keys and values are loaded before
+    waiting for it. The new key and value come from ``x``; the first split writes them to the cache and attends to them.
     """
     release_next_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
@@ -188,7 +190,7 @@ def decode_kernel(
         total = total + 1.0
         low = low + new_low.to(tl.float32)
         high = high + new_high.to(tl.float32)
-    if start + FIRST_TILE < stop:  # else not even the loop's first loads, which would be of nothing, but waited for
+    if start + FIRST_TILE < stop:  # otherwise skip even the loop's first loads, which would wait for nothing
         for tile in tl.range(start + FIRST_TILE, stop, TILE, num_stages=STAGES):
             kv_tile = load_kv(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
             largest, total, low, high = attend(
@@ -204,7 +206,7 @@ def decode_kernel(
         rescale = 1.0 / total[:, None]
         tl.store(result + address, round_float(low * rescale, DTYPE), mask=own & in_half)
         tl.store(result + address + HALF, round_float(high * rescale, DTYPE), mask=own & in_half)
-    else:  # zeros where the part has no tokens: they are joined too
+    else:  # zeros where the part has no tokens, which is merged too
         tl.store(partial_out + address, low, mask=own & in_half)
         tl.store(partial_out + address + HALF, high, mask=own & in_half)
         tl.store(partial_stats + index * 2, largest[:, None], mask=own)
@@ -221,7 +223,7 @@ def merge_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence * heads): the parts of one head as one."""
+    """Program (sequence * heads): merge the parts of one head."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -237,13 +239,13 @@ def merge_kernel(
 
 
 class PagedDecoding:
-    """Attention of one query a sequence, for one layer shape; the scratch between its kernels is kept.
+    """Attention with one query a sequence, for one layer shape. It keeps the scratch memory between its kernels.
 
     Args:
-        heads, head_dim: of the queries.
+        heads, head_dim: the number and the size of the query heads.
         kv_head_of: for each query head its key-value head, ascending.
-        sequences: at most.
-        num_sms: multiprocessors of the GPU.
+        sequences: the largest number of sequences.
+        num_sms: the number of SMs of the GPU.
     """
 
     def __init__(
@@ -266,29 +268,29 @@ class PagedDecoding:
         self._partial_stats = torch.empty(room * 2, device=device)
 
     def splits(self, sequences: int) -> int:
-        """Parts of each context, so that about two programs a processor are there: a power of two."""
+        """Return the number of parts of each context, a power of two, for about two programs per SM."""
         wanted = max(1, 2 * self._num_sms // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
     def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, allow_wide: bool) -> tuple[int, int, int]:
-        """Keys that a program loads first, keys at a time after them, and stages.
+        """Return the keys that a program loads first, the keys at a time after them, and the stages.
 
-        The first are few where a context is in many parts, so that a short one is divided among more programs. The
-        others are few there too, and for as many sequences as products of ``gemv.py`` serve: their weights on their
-        way lie in the L1 cache, which is what shared memory leaves, and when attention had all it can use, steps took
-        longer by more than long contexts do now (docs/design/decode_step.md). Wide ones, where contexts are in few
-        parts and a processor has room for two programs, read as many keys ahead in fewer, larger steps; with larger
-        groups of heads registers do not hold them.
+        The first keys are few where a context is in many parts, so that a short one is divided among more programs. The
+        other tiles are small there too, and for as many sequences as ``gemv.py`` serves. Its weights are loaded through
+        the L1 cache, whose room is what shared memory leaves; when attention took all the shared memory it could use,
+        that slowed steps down by more than small tiles slow down long contexts (docs/design/decode_step.md). Wide tiles
+        are for contexts in few parts, where an SM has room for two programs: they load as many keys ahead in fewer,
+        larger steps. With larger groups of heads, registers cannot hold them.
 
         Args:
-            dtype: of queries and caches.
-            memory_bytes: shared memory that a program can have.
-            wide: whether wide tiles may be chosen.
+            dtype: the type of queries and caches.
+            memory_bytes: the shared memory that a program can have.
+            allow_wide: whether wide tiles may be chosen.
         """
         tile, stages = tile_and_stages(self._head_dim, dtype.itemsize, memory_bytes)
         splits = self.splits(sequences)
         many = splits > _MANY_SPLITS
-        if dtype in gemv.DTYPES and (many or sequences <= gemv.MOST_ROWS):
+        if dtype in gemv.DTYPES and (many or sequences <= gemv.MAX_ROWS):
             tile = min(tile, SMALL_TILE)
         elif (
             allow_wide
@@ -315,12 +317,13 @@ class PagedDecoding:
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """As :func:`rotation.rotate_into_cache` of these tokens, then :func:`shotcast.kernels.cpu.attention.decode`.
+        """Do :func:`~shotcast.kernels.triton.rope.rotate_into_cache` of these tokens, then attend as
+        :func:`shotcast.kernels.cpu.attention.decode` does.
 
-        All but ``x`` must be complete before kernels that may still run when this one begins.
+        Everything but ``x`` must be complete before kernels that may still be running when this one starts.
 
         Args:
-            x: [sequences, (heads + 2 kv heads) * head_dim]; caches and out are of its dtype.
+            x: [sequences, (heads + 2 kv heads) * head_dim]; caches and ``out`` are of its dtype.
         """
         sequences = x.shape[0]
         splits, half = self.splits(sequences), self._head_dim // 2

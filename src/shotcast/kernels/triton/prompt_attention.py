@@ -1,10 +1,10 @@
-"""Attention of several queries a sequence over a paged cache, for steps with prompts.
+"""Attention with several queries a sequence over a paged cache, for steps with prompts.
 
-Queries lie sequence by sequence, and each sequence's are the last of its positions, whose keys and values are in the
-cache already. They are cut into tiles, and a program has one tile and one key-value head: its rows are the (token,
-head) pairs of the heads that share these keys, so that what it reads of the cache serves them all. Softmax goes along
-with the keys (FlashAttention-2, Dao, 2023). Where tiles begin, and what they attend to, is read on the device: a
-captured graph serves whatever sequences there are, as long as there is room for their tiles.
+Queries are concatenated sequence by sequence; those of a sequence are at its last positions, and their keys and values
+are already in the cache. They are divided into tiles, and a program processes one tile and one key-value head: its rows
+are the (token, head) pairs of the query heads of this key-value head, so that one read of the cache serves them all.
+Softmax is computed along with the keys (FlashAttention-2, Dao, 2023). Where tiles begin, and what they attend to, is
+read on the device: a captured graph serves any sequences, as long as there is room for their tiles.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_op
 from shotcast.device.triton.words import round_float
 
 TILE_FIELDS = 4
-"""int32 words of a tile: its sequence's row of the tables, its first query, how many it has (0: none), and the position
-of the first (below 0: queries that attend to nothing, and are given zeros)."""
+"""int32 words of a tile: its sequence's row of the tables; its first query; its number of queries (0 for an empty
+tile); and the position of the first (below 0: queries that attend to nothing, and get zeros)."""
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
-"""Rows of a program; where those would leave SMs idle, or wide heads not fit into registers; and in float32,
-whose products go through registers alone."""
+"""Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
+float32, whose products use registers only."""
 KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 32, 16
-"""Keys that a program multiplies with at once; of heads wider than _WIDE; in float32."""
+"""Keys that a program multiplies at a time: usually; for heads wider than _WIDE; in float32."""
 _WIDE = 128
 STAGES, WIDE_STAGES = 3, 2
-"""Tiles of keys and values in shared memory; of wide heads."""
+"""Tiles of keys and values in shared memory: usually; for wide heads."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -55,10 +55,12 @@ def _attend_keys(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Softmax and sums, carried on over the keys from ``begin`` to ``end``, of which there are ``stop``. MASKED: not
-    every row sees all of them."""
+    """Continue softmax and sums over the keys from ``begin`` to ``end``; keys from ``stop`` on do not exist.
+
+    CAUSAL: not every row sees all of these keys.
+    """
     d = tl.arange(0, WIDTH)
-    # Blocks are read a tile before they are needed: or else keys and values, which the compiler asks for ahead of their
+    # Blocks are read a tile before they are needed. Otherwise keys and values, which the compiler loads ahead of their
     # use, would wait for them.
     ahead = begin + tl.arange(0, KEYS)
     blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
@@ -118,7 +120,7 @@ def _attend_tile(
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """``count`` queries, at most ROWS rows, from ``first`` on, of which the first is at position ``start``."""
+    """Attend with ``count`` queries, at most ROWS rows, from ``first`` on; the first one is at position ``start``."""
     row = tl.arange(0, ROWS)
     token = row // GROUP
     head = tl.load(first_heads + kv) + row % GROUP
@@ -129,12 +131,12 @@ def _attend_tile(
     query = tl.load(queries + address, mask=inside, other=0.0)
     position = start + token
 
-    # Finite, so that a row which has seen no key yet is none with an infinite difference.
+    # Finite, so that differences stay finite for a row that has seen no key yet.
     largest = tl.full([ROWS], -1e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     stop = tl.where(start < 0, 0, start + count)
-    # All rows see the keys from here to there.
+    # All rows see all keys between these bounds.
     all_from = 0
     all_to = (start + 1) // KEYS * KEYS
     if WINDOWED:
@@ -242,8 +244,11 @@ def prompt_kernel(
     TILE_FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile, key-value head), the last tile first: within a sequence it has the most keys. ``scale`` is that of
-    scores with log2(e) in it. A tile of one token, as sequences have that decode, or of few takes SHORT_ROWS rows."""
+    """Program (tile, key-value head), in reverse order of tiles: the last tile of a sequence has the most keys.
+
+    ``scale`` is that of the scores, times log2(e). A tile of one token, as for sequences that decode, or of few tokens
+    takes SHORT_ROWS rows.
+    """
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_FIELDS
@@ -305,12 +310,12 @@ def prompt_kernel(
 
 
 def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int) -> int:
-    """Tokens of a sequence that a program takes, at most.
+    """Return the largest number of tokens of a sequence that a program processes.
 
     Args:
-        tokens: of a step.
-        group: query heads of a key-value head, at most.
-        num_sms: multiprocessors of the GPU.
+        tokens: the number of tokens of the step.
+        group: the largest number of query heads of a key-value head.
+        num_sms: the number of SMs of the GPU.
     """
     if dtype == torch.float32:
         rows = FLOAT32_ROWS
@@ -334,19 +339,19 @@ def attend(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """Causal attention within each sequence: ``out`` is softmax(queries . keys / sqrt(head_dim)) . values.
+    """Attend causally within each sequence: ``out`` is softmax(queries . keys / sqrt(head_dim)) . values.
 
     Args:
         queries: [tokens, heads, head_dim], sequence by sequence.
-        keys, values: [slots, key-value heads, head_dim], the caches, with those of the queries' tokens in them.
-        tables: int32 [rows, blocks], the blocks of sequences in order.
+        keys, values: [slots, key-value heads, head_dim], the caches, which include the queries' tokens.
+        tables: int32 [rows, blocks], the blocks of each sequence in order.
         tiles: int32 [tiles, TILE_FIELDS]; queries in none of them get no output.
-        most: tokens of a tile.
-        first_heads: int32 [key-value heads + 1], of each the first of its query heads; and their number.
-        group: query heads of a key-value head, at most.
-        block_size: of the caches.
-        window: keys back that a query sees, its own included; 0 for all.
-        out: as queries, to fill. All are of one dtype.
+        max_tile_tokens: the largest number of tokens of a tile.
+        first_heads: int32 [key-value heads + 1], the first query head of each key-value head; and their number.
+        group: the largest number of query heads of a key-value head.
+        block_size: the number of slots of a block of the cache.
+        window: the number of keys that a query sees, its own included; 0 for all.
+        out: the output, like queries. All tensors are of one dtype.
     """
     heads, head_dim = queries.shape[1:]
     width = max(16, triton.next_power_of_2(head_dim))

@@ -1,7 +1,7 @@
-"""Queries and keys turned by their positions (RoPE), with a norm of each head before it if the model has one.
+"""Rotation of queries and keys by their positions (RoPE), after a norm of each head if the model has one.
 
-For decoding that is part of attention (:mod:`shotcast.kernels.triton.paged_attention`), which takes the functions from
-here; for steps with prompts, a kernel of its own, which also enters keys and values into the paged cache.
+In decoding this is part of attention (:mod:`shotcast.kernels.triton.paged_attention`), which uses the functions of this
+module. Steps with prompts run a separate kernel, which also writes keys and values to the paged cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from shotcast.device.triton.words import round_float
 
 @triton.jit
 def norm_and_rotate(a, b, norms, cosine, sine, eps, HEADS_TILE: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """Halves of heads [COUNT, HALF_TILE], normed with the halves ``norms`` of their weights (or None) and rotated, as
-    floats; rounded to DTYPE before and after the weight, as models are trained, and at the end."""
+    """Normalise heads [HEADS_TILE, HALF_TILE], given by their halves, with the halves ``norms`` of their weights (or
+    None), and rotate them.
+
+    The computation is in float32, rounded to DTYPE before and after the weight, as in training, and at the end.
+    """
     a, b = a.to(tl.float32), b.to(tl.float32)
     if norms is not None:
         factor = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * HALF) + eps)[:, None]
@@ -29,7 +32,7 @@ def norm_and_rotate(a, b, norms, cosine, sine, eps, HEADS_TILE: tl.constexpr, HA
 
 @triton.jit
 def load_halves(base, rows, i, mask, HALF: tl.constexpr):
-    """Both halves of heads that begin at ``rows`` [n, 1] heads of 2 * HALF past ``base``."""
+    """Load both halves of the heads at indices ``rows`` [n, 1], each of 2 * HALF elements, from ``base``."""
     address = rows * (2 * HALF) + i
     return tl.load(base + address, mask=mask, other=0.0), tl.load(base + address + HALF, mask=mask, other=0.0)
 
@@ -53,7 +56,8 @@ def rotate_kernel(
     HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, part): COUNT heads, of the queries, then the keys, then the values. ``norms`` may be None."""
+    """Program (token, part): process HEADS_TILE heads, of the queries, then the keys, then the values. ``norms`` may be
+    None."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     ALL_HEADS: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -83,7 +87,7 @@ def rotate_kernel(
 
 
 _PAIRS = 1024
-"""Of halves of heads, in a program."""
+"""Pairs of elements of a program."""
 
 
 def rotate_into_cache(
@@ -98,11 +102,11 @@ def rotate_into_cache(
     norms: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """As :func:`shotcast.kernels.cpu.attention.rotate_into_cache`; x, queries and caches are of one dtype.
+    """Do what :func:`shotcast.kernels.cpu.attention.rotate_into_cache` does; x, queries and caches are of one dtype.
 
     Args:
-        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before that.
-        eps: of the norm.
+        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before the rotation.
+        eps: the epsilon of the norm.
     """
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]

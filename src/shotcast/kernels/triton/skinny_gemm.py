@@ -1,13 +1,13 @@
-"""Products of 3 to 64 rows with a matrix of weights: each weight is read once, and tensor cores multiply.
+"""Products of 3 to 64 rows with a matrix of weights (skinny GEMM): each weight is read once, and tensor cores multiply.
 
-    out = (x * x_scale) @ weight.T * scale + bias;   GATED: the first half of the outputs are gates, the other half what
-                                                     they gate, out = silu(gates) * others
+    out = (x * x_scale) @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
+                                                     out = silu(gates) * others
 
-For decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time, and rows of x are
-columns of the right one. A program has one tile of outputs; where there are fewer tiles than SMs, several
-programs divide its columns: each stores its sums, and the one that arrives last adds all of them, in the order of the
-columns, so that the result does not depend on who that is. As much of the weight is on its way as a processor has
-shared memory for.
+They are made for decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time; rows
+of x are columns of the right operand. A program computes one tile of outputs. Where there are fewer tiles than SMs,
+several programs divide the columns of a tile (split-K): each stores its sums, and the last one to arrive adds all of
+them, in the order of the columns, so that the result does not depend on which one that is. As much of the weight is
+loaded ahead as an SM has shared memory for.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def skinny_gemm_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile, part): one of PARTS parts of the columns of TILE outputs.
+    """Program (tile, part): multiply one of SPLIT_K parts of the columns of TILE outputs.
 
-    ``partial`` is float32 [tiles, PARTS, TILE, M_TILE]; ``arrivals`` int32 [tiles], zero before and after. WHOLE:
-    inputs are a multiple of COLUMNS.
+    ``partial_sums`` is float32 [tiles, SPLIT_K, TILE, M_TILE]; ``counters`` is int32 [tiles], zero before and after.
+    EVEN_K: the number of inputs is a multiple of COLUMNS.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -92,7 +92,7 @@ def skinny_gemm_kernel(
         offset = tl.arange(0, TILE)[:, None] * M_TILE + m[None, :]
         tile_sums = partial_sums + tile.to(tl.int64) * (SPLIT_K * TILE * M_TILE) + offset
         tl.store(tile_sums + part * (TILE * M_TILE), sums, cache_modifier=".cg")
-        tl.debug_barrier()  # all of the program's stores are before its arrival
+        tl.debug_barrier()  # all stores of the program precede its arrival
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
         tl.debug_barrier()
         if is_last:
@@ -106,11 +106,11 @@ def skinny_gemm_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SkinnyGemmConfig:
-    """How :func:`skinny_gemm_kernel` is launched.
+    """The launch configuration of :func:`skinny_gemm_kernel`.
 
     Attributes:
-        stages: steps of columns on their way.
-        parts: programs that divide the columns of a tile.
+        stages: the number of steps of columns that are loaded ahead.
+        split_k: the number of programs that divide the columns of a tile.
     """
 
     stages: int
@@ -121,34 +121,34 @@ class SkinnyGemmConfig:
 
 
 TILE = 64
-"""Outputs of a program: rows of the left operand of a warp group."""
+"""Outputs of a program: the rows of a warp group's left operand."""
 STEP_BYTES = 256
-"""Of a row, at a time."""
+"""Bytes of a row that are loaded in one step."""
 WARPS = 4
-MOST_ROWS = 64
-"""Rows of x at most, up to where this is mostly faster than a library (benchmarks/data/h200/linear.json)."""
+MAX_ROWS = 64
+"""The number of rows of x up to which this is mostly faster than a library (benchmarks/data/h200/linear.json)."""
 _LEAST_ROWS = 16
-"""Columns of the right operand at least; with 8 it is no faster."""
+"""The smallest number of columns of the right operand; 8 would be no faster."""
 _MOST_STAGES = 10
 _LEAST_SPLIT_K = 3
-"""What two parts save, meeting costs."""
+"""The smallest number of parts; dividing in two saves no more than combining the parts costs."""
 _SPARE_BYTES = 12 << 10
-"""Shared memory of a processor that is left for other things than steps on their way."""
+"""Shared memory of an SM that is left for other purposes than loading ahead."""
 
 
 def row_tile(rows: int) -> int:
-    """Columns of the right operand for so many rows of x."""
+    """Return the number of columns of the right operand for ``rows`` rows of x."""
     return max(_LEAST_ROWS, triton.next_power_of_2(rows))
 
 
 def _stages(rows: int, programs_per_sm: int, memory_bytes: int) -> int:
-    """For which there is room if a processor has so many programs together; at least 2."""
+    """Return the number of stages, at least 2, that fit in memory with ``programs_per_sm`` programs on an SM."""
     step_bytes = (TILE + row_tile(rows)) * STEP_BYTES
     return max(2, min(_MOST_STAGES, (memory_bytes - _SPARE_BYTES) // programs_per_sm // step_bytes))
 
 
 def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
-    """Into how many the columns of tiles can be divided among so many programs."""
+    """Return into how many parts the columns can be divided among all SMs."""
     steps = -(-inputs * itemsize // STEP_BYTES)
     return max(1, min(num_sms // -(-outputs // TILE), steps // 2))
 
@@ -156,9 +156,9 @@ def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
 def choose_config(
     outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
 ) -> SkinnyGemmConfig:
-    """The launch on a GPU of ``num_sms`` SMs, each with ``memory`` bytes of shared memory.
+    """Choose the launch on a GPU of ``num_sms`` SMs, each with ``memory_bytes`` bytes of shared memory.
 
-    The fastest, nearly, over the shapes of benchmarks/data/h200/linear.json.
+    The choice is nearly the fastest over the shapes of benchmarks/data/h200/linear.json.
     """
     programs_per_sm = 2 if itemsize == 1 or outputs > 2 * TILE * num_sms else 1
     split_k = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
@@ -168,7 +168,7 @@ def choose_config(
 def candidates(
     outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
 ) -> Iterator[SkinnyGemmConfig]:
-    """Launches worth measuring: for one to three programs on a processor."""
+    """Yield the configurations that are worth measuring: for one to three programs on an SM."""
     configs = set()
     for programs_per_sm in (1, 2, 3):
         most = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
@@ -180,12 +180,12 @@ def candidates(
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` is the fastest way."""
+    """Return whether :func:`linear` is the fastest way."""
     return (
         x.device.type == "cuda"
         and x.dtype in (*DTYPES, FLOAT8)
         and weight.dtype == x.dtype
-        and 0 < x.shape[0] <= MOST_ROWS
+        and 0 < x.shape[0] <= MAX_ROWS
         and weight.shape[1] % UNIT == 0
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -193,7 +193,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def new_counters(weight: torch.Tensor) -> torch.Tensor:
-    """What :func:`linear` counts by: for products with ``weight`` of which none begins before the one before ended."""
+    """Make the counters of :func:`linear`, for products with ``weight`` that run one after another."""
     return torch.zeros(-(-weight.shape[0] // TILE), dtype=torch.int32, device=weight.device)
 
 
@@ -207,27 +207,27 @@ def linear(
     gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
+    """Return ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn; at most MOST_ROWS rows.
-        weight: contiguous [outputs, inputs, a multiple of 16] of the same dtype.
-        counts: of :func:`arrivals`.
+        x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn; at most MAX_ROWS rows.
+        weight: contiguous [outputs, inputs] of the same dtype; inputs are a multiple of 16.
+        counters: from :func:`new_counters`.
         x_scale: float32 [rows, 1], with float8_e4m3fn.
         scale: float32 [outputs].
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
-        tiles: how to launch it; None for what is known to be fast.
+        config: the launch configuration; None for one that is known to be fast.
 
     Returns:
         [rows, outputs], or half as many columns if gated, of the dtype of x; bfloat16 for float8_e4m3fn.
 
     Raises:
-        UnsupportedError: for other dtypes or more rows.
-        ConfigError: for other shapes.
+        UnsupportedError: the dtypes are others, or there are more rows.
+        ConfigError: the shapes do not fit.
     """
     supported = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
-    check(x, weight, gated, MOST_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
+    check(x, weight, gated, MAX_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
     rows, (outputs, inputs) = x.shape[0], weight.shape
     itemsize = weight.element_size()
     if config is None:

@@ -1,9 +1,9 @@
-"""A step as the device takes it: one small copy from the host, from which it derives all else itself.
+"""The inputs of a step on the device: one small copy from the host, from which the device derives everything else.
 
-So a captured graph can begin with it, and a token that is still being drawn never passes through the host.
+A captured graph can therefore begin with it, and a token that is still being sampled never passes through the host.
 
-These kernels are launched in the ordinary way, after all before them and before all after them: attention reads the
-tables and lengths that they write before it waits for the kernel before it.
+These kernels are launched without programmatic dependent launch, after all kernels before them and before all after
+them: attention reads the tables and lengths that they write before it waits for the previous kernel.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 FIELDS = 4
-"""int32 words of a sequence: its row of the tables, position, token (below 0: the one drawn last), and the block that
-it has been given for this step (below 0: none)."""
+"""int32 words of a sequence: its row of the tables; position; token (below 0: the one sampled last); and the block that
+it gets for this step (below 0: none)."""
 _TOKENS = 128
-"""Of a program, in steps with prompts."""
+"""Tokens of a program, in steps with prompts."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def unpack_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program: TILE sequences."""
+    """Program: process TILE sequences."""
     sequence = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = sequence < count
     row = tl.load(packed + sequence * FIELDS, mask=valid, other=0).to(tl.int64)
@@ -65,14 +65,14 @@ def unpack(
     lengths: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Enter the blocks given into the tables, and fill what a :class:`~shotcast.layers.batch.Batch` has.
+    """Enter new blocks into the tables, and fill the tensors of a :class:`~shotcast.layers.batch.Batch`.
 
     Args:
-        packed: int32 [sequences, FIELDS]; no row of the tables comes twice, unless it is given no block.
-        drawn: int64 [rows], of each row the token that was drawn last.
+        packed: int32 [sequences, FIELDS]; no row of the tables occurs twice, unless it gets no block.
+        last_tokens: int64 [rows], the token of each row that was sampled last.
         tables: int32 [rows, blocks].
-        tokens, positions, slots, rows: int64 [sequences], to fill.
-        lengths: int32 [sequences], to fill.
+        tokens, positions, slots, rows: int64 [sequences], outputs.
+        lengths: int32 [sequences], output.
     """
     count = packed.shape[0]
     tile = min(128, triton.next_power_of_2(count))
@@ -112,7 +112,7 @@ def unpack_prompts_kernel(
     sequences,
     TILE: tl.constexpr,
 ):
-    """Program: TILE tokens, TILE sequences that draw, and its share of the cells."""
+    """Program: process TILE tokens, TILE sequences that sample, and a part of the table updates."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = i < count
     token = tl.load(ids + i, mask=valid, other=0).to(tl.int64)
@@ -144,17 +144,18 @@ def unpack_prompts(
     slots: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Enter blocks into the tables, and fill what a :class:`~shotcast.layers.batch.Batch` has, of a step with prompts.
+    """Update the tables, and fill the tensors of a :class:`~shotcast.layers.batch.Batch`, for a step with prompts.
 
     Args:
-        ids: int32 [tokens]; one below 0 is -1 - the row whose token drawn last it stands for.
-        places, places_in_cache: int32 [tokens], positions and slots.
-        drawn_rows: int32 [sequences].
-        cells, filled: int32 [1], how many cells of ``tables`` are filled, and [2 * cells], of each its place and block.
-        drawn: int64 [rows], of each row the token that was drawn last.
+        ids: int32 [tokens]; a value below 0 is -1 - the row whose last sampled token it stands for.
+        position_ids, slot_ids: int32 [tokens], positions and slots.
+        sampled_rows: int32 [sequences].
+        num_updates, updates: int32 [1], the number of cells of ``tables`` to update; [2 * num_updates], the index and
+            the block of each cell.
+        last_tokens: int64 [rows], the token of each row that was sampled last.
         tables: int32 [rows, blocks].
-        tokens, positions, slots: int64 [tokens], to fill.
-        rows: int64 [sequences], to fill with ``drawn_rows``.
+        tokens, positions, slots: int64 [tokens], outputs.
+        rows: int64 [sequences], output: ``sampled_rows``.
     """
     count, sequences = ids.shape[0], sampled_rows.shape[0]
     unpack_prompts_kernel[(triton.cdiv(max(count, sequences), _TOKENS),)](

@@ -1,4 +1,4 @@
-"""Time stamps between kernels of a stream, inside a captured graph too, added up where they are taken."""
+"""Timers between kernels of a stream, also inside a captured graph. Their totals are added up on the device."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from shotcast.device.triton.intrinsics import now_ns
 
 @triton.jit
 def start_kernel(started_ns, timer):
+    """Note the time as the start of a span."""
     tl.store(started_ns + timer, now_ns())
 
 
 @triton.jit
 def stop_kernel(started_ns, totals, timer):
-    """``totals``: for each place nanoseconds between begins and ends, and how often that was."""
+    """Add the span since the start to ``totals``: for each timer the nanoseconds of its spans, and their number."""
     elapsed = now_ns() - tl.load(started_ns + timer)
     tl.store(totals + timer * 2, tl.load(totals + timer * 2) + elapsed)
     tl.store(totals + timer * 2 + 1, tl.load(totals + timer * 2 + 1) + 1)
 
 
 class SpanTimers:
-    """Clocks on the device, each with its total.
+    """Timers on the device, each with a total.
 
     Attributes:
-        totals: int64 [clocks, 2]: nanoseconds between begins and ends, and how often that was.
+        totals: int64 [timers, 2]: the nanoseconds of all spans, and their number.
     """
 
     def __init__(self, timers: int, device: torch.device):
@@ -34,9 +35,9 @@ class SpanTimers:
         self.totals = torch.zeros(timers, 2, dtype=torch.int64, device=device)
 
     def start(self, timer: int) -> None:
-        """What the stream does from here on counts."""
+        """Start a span of the stream's work."""
         start_kernel[(1,)](self._started_ns, timer, num_warps=1)
 
     def stop(self, timer: int) -> None:
-        """To here."""
+        """Stop the span."""
         stop_kernel[(1,)](self._started_ns, self.totals, timer, num_warps=1)

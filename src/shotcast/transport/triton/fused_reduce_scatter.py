@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
-from shotcast.device.triton.words import insert_own, load_words, nan_unless, pack, store_words, sum_on
+from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, pack, store_words
 from shotcast.kernels.triton.norm import DYNAMIC, NONE, finish_row
 from shotcast.transport.triton.sync import (
     arrival_masks,
@@ -68,7 +68,7 @@ def sum_of_slots(
         )
         if OWN:
             parts = insert_own(parts, own_words, call.rank, WORLD)
-        low, high = sum_on(low, high, parts, smaller(GROUP, WORLD - first), DTYPE)
+        low, high = accumulate(low, high, parts, smaller(GROUP, WORLD - first), DTYPE)
     return pack(low, high, DTYPE), call
 
 
