@@ -82,7 +82,7 @@ def test_joined_matrices_are_quantised_each_by_its_rows() -> None:
 
 
 def test_sides_must_fit() -> None:
-    with pytest.raises(ConfigError, match=r"multiples of 16; a rank's part of one is \[24, 32\]"):
+    with pytest.raises(ConfigError, match=r"multiples of 16; a rank's part of this one is \[24, 32\]"):
         Linear(quantize(torch.ones(24, 32)))
 
 
