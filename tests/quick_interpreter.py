@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import shared_ranks
 import shotcast
 
 GPU_COLLECTIVES = {"SHOTCAST_CPU_KERNELS": "interpreter"}
@@ -32,11 +33,17 @@ def interpret(
     *args: Any,
     timeout_s: float = COMPUTING_S,
     env: Mapping[str, str] | None = None,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """``shotcast.spawn`` of ranks for which kernels of GPUs are interpreted."""
+    """Run ``fn(*args)`` in ranks for which kernels of GPUs are interpreted.
+
+    Args:
+        fresh: start ranks for this call alone, by ``shotcast.spawn`` with ``kwargs``; without it, tests share them.
+    """
     env = {"TRITON_INTERPRET": "1", **(env or {})}
-    return shotcast.spawn(_quietly, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
+    start = shotcast.spawn if fresh else shared_ranks.run
+    return start(_quietly, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
 
 
 def _quietly(fn: Callable[..., Any], *args: Any) -> Any:
@@ -47,8 +54,9 @@ def _quietly(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
+@functools.cache
 def _quicken() -> None:
-    """In this process. Raises AttributeError with a Triton where it is done otherwise."""
+    """In this process, once. Raises AttributeError with a Triton where it is done otherwise."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 import shotcast
@@ -29,6 +30,13 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def shell(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shotcast", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment})
+
+
+def invoked(*args: str | Path, stdin: str | None = None) -> Result:
+    """A command that succeeds, in this process, which has loaded PyTorch."""
+    result = CliRunner().invoke(app, list(map(str, args)), input=stdin)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def refused(*args: str) -> str:
@@ -70,8 +78,7 @@ def test_doctor() -> None:
 class TestBench:
     @pytest.mark.parametrize("op", ["all-reduce", "reduce-scatter", "all-gather"])
     def test_table(self, op: str) -> None:
-        result = shell("bench", op, *QUICK, "-b", "64", "-e", "1K", "-f", "16", "--world-size", "2", "-d", "bfloat16")
-        assert result.returncode == 0, result.stderr
+        result = invoked("bench", op, *QUICK, "-b", "64", "-e", "1K", "-f", "16", "--world-size", "2", "-d", "bfloat16")
         rows = [line.split() for line in result.stdout.splitlines() if line.split()[2:3] == ["bfloat16"]]
         assert {row[0] for row in rows} == {"64", "1024"}
         assert {row[4] for row in rows} >= {"ring", "one_shot", "gloo"}
@@ -117,12 +124,11 @@ class TestBench:
 
     def test_work_between_calls(self, tmp_path: Path) -> None:
         result_file, table = tmp_path / "result.json", tmp_path / "new" / "table.md"
-        result = shell(
+        result = invoked(
             "bench", "all-reduce", *QUICK, "-b", "256", "-e", "1K", "--world-size", "2",
             "--algorithms", "one_shot,gloo", "--between", "gemm", "--hidden", "64", "--gemm-k", "8",
             "--json", result_file, "--markdown", table,
         )  # fmt: skip
-        assert result.returncode == 0, result.stderr
         points = [(row["measure"], row["work"], row["nbytes"]) for row in json.loads(result_file.read_text())["rows"]]
         assert set(points) == {("call", "", 256), ("call", "", 1024)} | {
             ("between", "gemm 8x64", 256),
@@ -132,8 +138,7 @@ class TestBench:
         assert [line.split(" | ")[0] for line in table.read_text().splitlines()[2:]] == ["| 256 B", "| 1 KB"]
 
     def test_host_time_of_cpu_ranks_is_the_calls_time(self) -> None:
-        result = shell("bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--world-size", "2", "--host")
-        assert result.returncode == 0, result.stderr
+        result = invoked("bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--world-size", "2", "--host")
         assert "host time of a call" in result.stdout
         assert "this is the" in result.stdout
 
@@ -165,8 +170,7 @@ KEPT = [
 
 class TestKeptResults:
     def test_table(self) -> None:
-        result = shell("bench", "table", KEPT[0], "--sizes", "8K,1M", "--columns", "two_shot,nccl")
-        assert result.returncode == 0, result.stderr
+        result = invoked("bench", "table", KEPT[0], "--sizes", "8K,1M", "--columns", "two_shot,nccl")
         assert result.stdout.splitlines() == [
             "| | two-shot | NCCL (default) | best NCCL / own bits |",
             "|---|---|---|---|",
@@ -237,8 +241,7 @@ class TestTune:
         assert run["versions"]["torch"]
         # pretend that another day made it
         path.write_text(path.read_text().replace(next(iter(first["provenance"])), "2020-01-01"))
-        result = shell(*args, "--op", "reduce_scatter", "--merge")
-        assert result.returncode == 0, result.stderr
+        invoked(*args, "--op", "reduce_scatter", "--merge")
         second = json.loads(path.read_text())
         assert second["entries"]["eager"].keys() == {"all_reduce", "reduce_scatter"}
         assert second["entries"]["eager"]["all_reduce"] == first["entries"]["eager"]["all_reduce"]
@@ -388,10 +391,8 @@ class TestEngine:
         assert re.search(r"\d+\.\d% of the time in communication", result.stderr)
 
     def test_chat_keeps_the_conversation(self) -> None:
-        command = [sys.executable, "-m", "shotcast", "chat", "--temperature", "0", "-n", "12"]
         asked = "Name a fruit.\nName another one.\n\nnever asked\n"
-        result = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=100)
-        assert result.returncode == 0, result.stderr
+        result = invoked("chat", "--temperature", "0", "-n", "12", stdin=asked)
         assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
 
     def test_interrupt_before_an_answer_takes_the_question_back(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,13 @@ from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.collectives.torch_ops import operators
 
 
+def compiled_anew(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)`` in a process that has compiled nothing, as far as PyTorch knows."""
+    torch._dynamo.reset()
+    counters.clear()
+    return fn(*args)
+
+
 def values(comm: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Other numbers on each rank. Sums of them round, so their order shows."""
     generator = torch.Generator().manual_seed(1000 * seed + comm.rank)

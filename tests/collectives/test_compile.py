@@ -7,85 +7,102 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import compile_targets as targets
 import pytest
 
+import shared_ranks
 import shotcast
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+BACKENDS = [
+    pytest.param("aot_eager", marks=[pytest.mark.full] if shutil.which("g++") else []),
+    pytest.param("inductor", marks=needs_compiler),
+]
+"""Inductor compiles what this other one hands on, so its tests are of both."""
 SOMETIMES = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.full])]
 """A minute of compiling on two cores each; what Inductor itself may do wrong, a model and the order of calls show."""
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.fixture(autouse=True)
-def code_of_this_test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def code_of_this_run_alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Code that Inductor made before, and kept, was made by what the package was then."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def compile_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run a target in ranks that other tests use too, as PyTorch's compilers take seconds to load."""
+    return shared_ranks.run(targets.compiled_anew, world_size, fn, *args)
 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_every_call(backend: str) -> None:
-    assert shotcast.spawn(targets.compiled_equals_eager, 2, backend, timeout_s=500) == [1, 1]
+    assert compile_on_ranks(targets.compiled_equals_eager, 2, backend) == [1, 1]
 
 
 @pytest.mark.full
 def test_every_call_of_three() -> None:
-    assert shotcast.spawn(targets.compiled_equals_eager, 3, "aot_eager", timeout_s=500) == [1, 1, 1]
+    assert compile_on_ranks(targets.compiled_equals_eager, 3, "aot_eager") == [1, 1, 1]
 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_fused_calls(backend: str) -> None:
-    graphs = shotcast.spawn(targets.fused_equals_eager, 2, backend, timeout_s=500)
+    graphs = compile_on_ranks(targets.fused_equals_eager, 2, backend)
     assert graphs == [1, 1]
 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_one_graph_for_all_sizes(backend: str) -> None:
-    assert shotcast.spawn(targets.dynamic_sizes, 2, backend, timeout_s=500) == [1, 1]
+    assert compile_on_ranks(targets.dynamic_sizes, 2, backend) == [1, 1]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gradients(world_size: int) -> None:
-    assert shotcast.spawn(targets.gradients, world_size, "aot_eager", timeout_s=500) == [26] * world_size
+    assert compile_on_ranks(targets.gradients, world_size, "aot_eager") == [26] * world_size
 
 
 def test_operators_are_what_they_say() -> None:
-    checked = shotcast.spawn(targets.opcheck, 2, timeout_s=500)[0]
+    checked = compile_on_ranks(targets.opcheck, 2)[0]
     assert len(checked) == 13
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model(backend: str) -> None:
-    assert shotcast.spawn(targets.model_equals_eager, 2, backend, timeout_s=500) == [2, 2]  # inference, training
+    assert compile_on_ranks(targets.model_equals_eager, 2, backend) == [2, 2]  # inference, training
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_the_program(backend: str) -> None:
     """Left alone, compilers drop the call whose result nobody uses; Inductor starts with the barrier, gathers last."""
-    made = shotcast.spawn(targets.order_of_the_program, 2, backend, timeout_s=500)
+    made = compile_on_ranks(targets.order_of_the_program, 2, backend)
     assert made[0] == made[1]
     assert made[0][:6] == ["all_to_all", "all_reduce", "barrier", "all_gather", "all_reduce", "reduce_scatter"]
     assert sorted(made[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # the backward's
 
 
 def test_what_a_graph_says() -> None:
-    shotcast.spawn(targets.cached_by_what_it_says, 2, timeout_s=500)
+    compile_on_ranks(targets.cached_by_what_it_says, 2)
 
 
 def test_who_is_called() -> None:
-    shotcast.spawn(targets.who_is_called, 2, "aot_eager", timeout_s=500)
+    compile_on_ranks(targets.who_is_called, 2, "aot_eager")
 
 
 def test_bad_calls() -> None:
-    shotcast.spawn(targets.bad_calls, 2, "aot_eager", timeout_s=500)
+    compile_on_ranks(targets.bad_calls, 2, "aot_eager")
 
 
 def test_selective_checkpoints() -> None:
-    shotcast.spawn(targets.checkpointed, 2, "aot_eager", timeout_s=500)
+    compile_on_ranks(targets.checkpointed, 2, "aot_eager")
 
 
 def test_order_that_cannot_be_kept_is_refused() -> None:

@@ -79,7 +79,7 @@ def test_bits_do_not_depend_on_the_launch() -> None:
 def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
     victim, timeout_s = world_size - 1, 3.0
     arguments = ("cpu", "two_shot_fp8", victim, SIGNALS[how], timeout_s)
-    results = interpreted(killed, world_size, *arguments, timeout_s=20, return_exceptions=True)
+    results = interpreted(killed, world_size, *arguments, timeout_s=20, fresh=True, return_exceptions=True)
     assert isinstance(results[victim], shotcast.RankFailed)
     for said in results[:victim]:
         assert isinstance(said, dict), said

@@ -1,6 +1,6 @@
 """The kernels that GPUs run, run by Triton's interpreter on CPU ranks: real concurrency over shared memory, no GPU.
 
-Every test starts its ranks once, as the interpreter takes a second or so to read a kernel that a process has not seen.
+Tests share sets of ranks, as the interpreter takes a second or so to read a kernel that a process has not seen.
 """
 
 from __future__ import annotations
@@ -98,12 +98,14 @@ def pairwise() -> list[Case]:
 
 
 def interpreted(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100, **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 500, fresh: bool = False, **kwargs: Any
 ) -> list[Any]:
-    """The ranks' collectives are those of GPUs, in shared memory that nobody else's tests use."""
+    """Run ranks whose collectives are those of GPUs; ``fresh`` ones in shared memory that nobody else uses."""
+    if not fresh:
+        return interpret(fn, world_size, *args, timeout_s=timeout_s, env=GPU_COLLECTIVES, **kwargs)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
         env = {**GPU_COLLECTIVES, "SHOTCAST_SHM_DIR": folder}
-        return interpret(fn, world_size, *args, timeout_s=timeout_s, env=env, **kwargs)
+        return interpret(fn, world_size, *args, timeout_s=timeout_s, env=env, fresh=True, **kwargs)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -215,7 +217,12 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
     """Survivors name the rank that is gone, within the deadline, and later calls fail at once."""
     victim, timeout_s = world_size - 1, 3.0
     results = interpreted(
-        killed, world_size, "cpu", algorithm, victim, SIGNALS[how], timeout_s, timeout_s=30, return_exceptions=True
+        killed,
+        world_size,
+        *("cpu", algorithm, victim, SIGNALS[how], timeout_s),
+        timeout_s=30,
+        fresh=True,
+        return_exceptions=True,
     )
     assert isinstance(results[victim], shotcast.RankFailed)
     for said in results[:victim]:

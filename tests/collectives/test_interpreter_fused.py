@@ -108,7 +108,16 @@ TROUBLE = [
 def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
     victim = world_size - 1
     results = interpreted(
-        targets.stopped, world_size, "cpu", op, algorithm, victim, SIGNALS["killed"], 2.0, return_exceptions=True
+        targets.stopped,
+        world_size,
+        "cpu",
+        op,
+        algorithm,
+        victim,
+        SIGNALS["killed"],
+        2.0,
+        fresh=True,
+        return_exceptions=True,
     )
     assert isinstance(results[victim], shotcast.RankFailed)
     for said in results[:victim]:

@@ -107,7 +107,16 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
 def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
     victim, timeout_s = world_size - 1, 3.0
     results = interpreted(
-        killed, world_size, "cpu", algorithm, victim, SIGNALS[how], timeout_s, timeout_s=20, return_exceptions=True
+        killed,
+        world_size,
+        "cpu",
+        algorithm,
+        victim,
+        SIGNALS[how],
+        timeout_s,
+        timeout_s=20,
+        fresh=True,
+        return_exceptions=True,
     )
     assert isinstance(results[victim], shotcast.RankFailed)
     for said in results[:victim]:

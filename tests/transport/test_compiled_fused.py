@@ -26,12 +26,13 @@ class Form(NamedTuple):
     multicast: bool = False
 
 
-FORMS = [Form(name) for name in cross.FUSED]
-FORMS += [Form(name, quantize="dynamic", keeps_normed=False) for name in ("norm", "fused_two_shot", "fused_gather")]
+FORMS = [Form(name) for name in ("norm", "fused_two_shot_clears", "fused_gather")]
+FORMS += [Form(name, quantize="dynamic", keeps_normed=False) for name in ("norm", "fused_two_shot")]
 FORMS += [Form(name, "float16", 5120, "static") for name in ("norm", "fused_one_shot")]
 FORMS += [Form(name, "float32", 2880, "dynamic", world_size=8) for name in ("fused_scatter", "fused_gather")]
-FORMS += [Form("fused_gather", hidden=4096, quantize="dynamic", capability=capability) for capability in (80, 100, 120)]
-FORMS += [Form(name, quantize="dynamic", multicast=True) for name in ("fused_gather", "fused_two_shot")]
+FORMS += [Form("fused_gather", hidden=4096, quantize="dynamic", capability=capability) for capability in (80, 120)]
+FORMS += [Form("fused_gather", quantize="dynamic", multicast=True)]
+FORMS += [Form("fused_two_shot", quantize="dynamic", capability=100, multicast=True)]
 MORE = [
     Form(name, dtype, hidden, quantize, True, world_size, capability)
     for name in cross.FUSED
@@ -40,6 +41,8 @@ MORE = [
     for world_size in (2, 4, 8)
     for capability in (80, 90, 100, 120)
 ]
+MORE += [Form("fused_gather", quantize="dynamic", keeps_normed=False)]
+MORE += [Form(name, quantize="dynamic", multicast=True) for name in ("fused_gather", "fused_two_shot")]
 
 
 def name_of(form: Form) -> str:
