@@ -11,14 +11,15 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := .venv/.installed
 
-.PHONY: help demo test lint ruff clean
+.PHONY: help demo test test-full lint ruff clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
-	@echo "make test   linters, types, tests"
-	@echo "make lint   linters and types alone"
-	@echo "make clean  remove .venv and what was built"
+	@echo "make demo       a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
+	@echo "make test       linters, types, tests: about 8 minutes on two cores"
+	@echo "make test-full  the same and every test that needs no GPU: hours"
+	@echo "make lint       linters and types alone"
+	@echo "make clean      remove .venv and what was built"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  PIP_OPTIONS=$(PIP_OPTIONS)"
 
@@ -36,16 +37,22 @@ demo: $(INSTALLED)
 	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
 
-# What mostly computes (types, kernels compiled, protocols explored, plans, draws, models) runs beside the rest, which mostly waits, and gives way to it.
-BESIDE := tests/device tests/kernels tests/transport/test_compiled*.py tests/transport/test_multicast_words.py \
-	tests/transport/test_fused_tiles.py tests/transport/test_launch_arguments.py tests/protocols tests/engine/test_sampler.py tests/engine/test_scheduler.py \
-	tests/engine/test_tokenizer.py tests/engine/test_relay.py tests/engine/test_runner.py tests/models \
-	tests/collectives/test_compile.py tests/bench/test_tune.py tests/test_functional.py tests/test_wheel.py
+# Tests that say how soon something happens run one after the other; all others beside them, in workers that give way.
+WORKERS ?= 2
+define run_tests
+	@nice -n 19 $(BIN)/mypy > .types.log 2>&1 & types=$$!; \
+	nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m '$(1) and not timing' > .tests.log 2>&1 & tests=$$!; \
+	trap 'kill $$types $$tests; exit 130' INT TERM; \
+	$(BIN)/python -m pytest -m '$(1) and timing'; status=$$?; \
+	wait $$tests || status=1; wait $$types || status=1; cat .types.log .tests.log; exit $$status
+endef
+
 test: ruff
-	@(nice -n 19 $(BIN)/mypy && nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider $(BESIDE)) \
-		> .tests-beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); rest=$$?; \
-	wait $$beside; beside=$$?; echo "types, $(BESIDE):"; cat .tests-beside.log; exit $$((rest | beside))
+	$(call run_tests,not gpu and not full)
+
+test-full: ruff
+	$(call run_tests,not gpu)
 
 lint: ruff
 	$(BIN)/mypy
@@ -55,5 +62,5 @@ ruff: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .tests-beside.log build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .tests.log .types.log build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

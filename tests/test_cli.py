@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import shotcast
 from shotcast.cli import app
 
+pytestmark = pytest.mark.long
+
 QUICK = ["--device", "cpu", "--iters", "8", "--seconds", "0.02", "--warmup_iters", "1"]
 
 
@@ -54,6 +56,7 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"shotcast {shotcast.__version__}\n")
 
 
+@pytest.mark.timing
 def test_starts_quickly() -> None:
     best = 60.0
     for _ in range(3):

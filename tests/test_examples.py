@@ -14,6 +14,8 @@ import pytest
 from example_targets import run_as_rank
 from shotcast.launcher.spawn import spawn
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

@@ -12,6 +12,8 @@ from shotcast.bench import harness, implementations
 from shotcast.bench.config import BenchConfig
 from shotcast.errors import ConfigError, RankFailed
 
+pytestmark = pytest.mark.timing
+
 CONFIG = BenchConfig(
     op="all_reduce",
     device="cpu",

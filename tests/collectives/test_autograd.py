@@ -8,8 +8,6 @@ import torch
 
 import shotcast
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_against_the_transposed_map(world_size: int) -> None:

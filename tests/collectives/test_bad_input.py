@@ -18,8 +18,6 @@ from shotcast.collectives.choice.table import KERNELS, Row, render
 from shotcast.hardware.detect import cpu_model
 from shotcast.wire import LaunchShape
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bad_calls_are_refused_and_the_next_good_one_succeeds(world_size: int) -> None:
@@ -161,6 +159,7 @@ class TestDisagreement:
         said = shotcast.spawn(targets.disagree_on_device, 2, timeout_s=50)
         assert said == ["the ranks do not agree on device: rank 0: cuda, rank 1: cpu"] * 2
 
+    @pytest.mark.timing
     def test_construction_that_a_rank_does_not_come_to(self) -> None:
         op, missing, took = shotcast.spawn(targets.one_does_not_come, 3, timeout_s=50)[0]
         assert (op, missing) == ("construction", (1,))

@@ -17,6 +17,8 @@ import pytest
 import shared_ranks
 import shotcast
 
+pytestmark = pytest.mark.long
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 BACKENDS = [
     pytest.param("aot_eager", marks=[pytest.mark.full] if shutil.which("g++") else []),

@@ -17,7 +17,6 @@ from shotcast import wire
 from shotcast.collectives.choice.table import Row, render
 from shotcast.wire import LaunchShape
 
-pytestmark = pytest.mark.timeout(120)
 ODD_COUNTS = [0, 1, 5, 63, 4099]
 MANY_COUNTS = [0, 1, 2, 3, 5, 7, 8, 63, 64, 65, 1000, 4095, 4096, 4099, 65_537, 300_001, 1 << 20]
 
@@ -117,6 +116,7 @@ class TestBits:
         assert len(bits) == 1
 
 
+@pytest.mark.timing
 class TestThreads:
     def test_two_at_once_are_refused(self) -> None:
         told = shotcast.spawn(targets.two_threads, 2, timeout_s=60)[0]
@@ -129,6 +129,7 @@ class TestThreads:
         assert 0.5 < took < 3
 
 
+@pytest.mark.timing
 class TestStates:
     def test_context_timeout_and_close(self) -> None:
         shotcast.spawn(targets.states, 3, timeout_s=60)

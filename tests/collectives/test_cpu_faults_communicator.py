@@ -14,7 +14,7 @@ from workers import SIGNALS, killed, late_then_reset, mismatched
 import shotcast
 from shotcast import CollectiveMismatch, CollectiveTimeout, RankFailed, wire
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.timing]
 TIMEOUT_S = 0.6
 
 

@@ -75,6 +75,7 @@ def test_bits_do_not_depend_on_the_launch() -> None:
     assert interpreted(targets.launches_alike, 2) == [True, True]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "how"), [(2, "killed"), (3, "stopped")])
 def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
     victim, timeout_s = world_size - 1, 3.0
@@ -92,6 +93,7 @@ def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
         assert said["left"] == []
 
 
+@pytest.mark.timing
 def test_calls_after_a_fault_give_nan() -> None:
     """Slots hold numbers of earlier calls by then."""
     for error, nans, _ in interpreted(replayed, 3, "two_shot_fp8", 2.0)[:-1]:

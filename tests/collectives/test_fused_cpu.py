@@ -10,7 +10,6 @@ from fused_targets import Case
 import shotcast
 from shotcast.wire import Op
 
-pytestmark = pytest.mark.timeout(120)
 OPS = [Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER]
 ROWS = [(0, 8), (1, 1), (5, 7), (4, 129), (6, 64), (3, 2880)]
 

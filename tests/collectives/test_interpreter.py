@@ -43,6 +43,8 @@ from workers import (
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 
+pytestmark = pytest.mark.long
+
 WORLD_SIZES = range(2, 9)
 SUMS = [f"{kind}/{name}" for kind in ("all_reduce", "in_place") for name in ("one_shot", "two_shot", "ring")]
 SUMS += ["all_reduce/two_shot_fp8", "in_place/two_shot_fp8"]
@@ -210,6 +212,7 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
     assert said["nan"]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("world_size", "how", "algorithm"), [(2, "killed", "one_shot"), (3, "killed", "ring"), (3, "stopped", "two_shot")]
 )
@@ -233,6 +236,7 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
         assert said["left"] == []
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("operation", "victim"), [("all_gather", 0), ("broadcast", 1)])
 def test_who_sends_nothing_after_its_header_is_named(operation: str, victim: int) -> None:
     for rank, said in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 2.0)):
@@ -241,6 +245,7 @@ def test_who_sends_nothing_after_its_header_is_named(operation: str, victim: int
             assert (said["error"].op, said["error"].missing) == (operation, (victim,))
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), (2, "ring")])
 def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -> None:
     """Slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""
@@ -250,6 +255,7 @@ def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -
         assert took < 2
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "algorithm"), [(2, "two_shot"), (3, "ring")])
 def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
     results = interpreted(late_then_reset, world_size, "cpu", algorithm, 1, 3.0)
@@ -260,6 +266,7 @@ def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
             expect_timeout(said, 1, 3.0)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("what", "ahead"), [("nbytes", 0), ("dtype", 3)])
 def test_a_message_that_is_not_as_expected(what: str, ahead: int) -> None:
     """The receiver learns what it is at once; the sender, whose message lies in the mailbox, with a later call."""
@@ -270,6 +277,7 @@ def test_a_message_that_is_not_as_expected(what: str, ahead: int) -> None:
     assert sorted(errors[1].calls) == [0, 1]
 
 
+@pytest.mark.timing
 def test_a_message_that_does_not_come() -> None:
     first, second, third = interpreted(missing_messages, 3)
     assert [error and error.missing for error in first] == [None, (1,)]
@@ -277,6 +285,7 @@ def test_a_message_that_does_not_come() -> None:
     assert third == [None, None]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, ["op", "dtype", "root"]), (3, ["nbytes", "algorithm"])])
 def test_mismatch(world_size: int, kinds: list[str]) -> None:
     """Everybody learns who differs and in what, long before the deadline."""

@@ -14,6 +14,8 @@ from workers import SIGNALS
 import shotcast
 from shotcast.wire import Op
 
+pytestmark = pytest.mark.long
+
 DTYPES = ["float32", "float16", "bfloat16"]
 LENGTHS = [64, 576, 1000, 2048]
 """Elements of a row: a power of two and none; FP8 of no multiple of 16 bytes; several warps."""
@@ -104,6 +106,7 @@ TROUBLE = [
 ]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("op", "algorithm", "world_size"), TROUBLE)
 def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
     victim = world_size - 1
@@ -125,6 +128,7 @@ def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
         expect_timeout(said, victim, 2.0, op)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_reset_after_a_late_rank(world_size: int) -> None:
     kinds = [(op, algorithm) for op, algorithm, size in TROUBLE if size == world_size]
@@ -137,6 +141,7 @@ def test_reset_after_a_late_rank(world_size: int) -> None:
                 expect_timeout(said, 0, 2.0, op)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("op", "programs"), [(Op.ALL_REDUCE_RMS_NORM, 2), (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5)])
 def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
     """Its header and its part of the sums have left it, so the others wait for its sums, or norms: a quarter longer
@@ -150,6 +155,7 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
             assert took > timeout_s * 1.25
 
 
+@pytest.mark.timing
 def test_mismatch() -> None:
     """Ranks that want different things of the same rows are told so."""
     kinds = {"op": "op", "quantize": "root", "normed": "root"}

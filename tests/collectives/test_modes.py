@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import mode_targets as targets
-import pytest
 
 import shotcast
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_each_mode_has_its_own_choice() -> None:

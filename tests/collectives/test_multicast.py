@@ -28,6 +28,8 @@ from workers import SIGNALS, killed
 import shotcast
 from shotcast.wire import Op
 
+pytestmark = pytest.mark.long
+
 COUNTS = [0, 1, 5, 333, 2048]
 
 
@@ -100,6 +102,7 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
     assert said["nan"]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("world_size", "how", "algorithm"),
     [(3, "killed", "multimem"), (2, "stopped", "multimem"), (2, "killed", "two_shot")],
@@ -126,6 +129,7 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
         assert said["again_s"] < 1
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
     victim, timeout_s = 0, 2.0
@@ -135,6 +139,7 @@ def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
             expect_timeout(said, victim, timeout_s)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_reset_after_a_late_rank(world_size: int) -> None:
     timeout_s = 2.0

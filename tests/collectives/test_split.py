@@ -7,8 +7,6 @@ import split_targets as targets
 
 import shotcast
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_groups_and_orders(world_size: int) -> None:
@@ -28,6 +26,7 @@ def test_another_workspace() -> None:
     shotcast.spawn(targets.of_another_size, 4, 1 << 18, 1 << 20, timeout_s=50)
 
 
+@pytest.mark.timing
 def test_independent_of_each_other() -> None:
     shotcast.spawn(targets.independent, 3, timeout_s=50)
 

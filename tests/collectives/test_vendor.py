@@ -7,8 +7,6 @@ import pytest
 
 import shotcast
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_reductions_that_own_kernels_do_not_do() -> None:
     said = shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)[0]

@@ -29,6 +29,8 @@ from shotcast.errors import ConfigError, EngineDead, UnsupportedError
 from shotcast.launcher.spawn import RankGroup
 from shotcast.models.source import find_model
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [
     "The capital of France is",
     "1, 2, 3, 4,",
@@ -245,6 +247,7 @@ def test_prompts_beyond_a_step_pass_in_chunks(reference: Any) -> None:
         assert_greedy(reference, outputs)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -267,6 +270,7 @@ def test_a_killed_rank_fails_what_runs_at_once(how: signal.Signals, told: str) -
     assert_gone(pids)
 
 
+@pytest.mark.timing
 def test_a_stopped_rank_is_named_within_the_timeout() -> None:
     with LLM("smollm2", tensor_parallel=2, max_model_len=1024, timeout_s=2.0) as llm:
         pids = llm.pids
@@ -280,6 +284,7 @@ def test_a_stopped_rank_is_named_within_the_timeout() -> None:
     assert_gone(pids)
 
 
+@pytest.mark.timing
 def test_close_ends_the_ranks_and_what_waits() -> None:
     llm = LLM("smollm2", max_model_len=1024)
     errors: list[BaseException] = []
@@ -304,6 +309,7 @@ def test_close_ends_the_ranks_and_what_waits() -> None:
         llm.generate(PROMPTS[0], greedy(2))
 
 
+@pytest.mark.timing
 def test_close_with_a_step_in_each_stage_is_no_death() -> None:
     llm = LLM("smollm2", pipeline_parallel=2, max_model_len=512)
     streams = [llm.stream(prompt, greedy(300)) for prompt in PROMPTS[:2]]
@@ -317,6 +323,7 @@ def test_close_with_a_step_in_each_stage_is_no_death() -> None:
     assert_gone(llm.pids)
 
 
+@pytest.mark.timing
 def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
@@ -332,6 +339,7 @@ def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Pa
             assert "no sign of life" in str(error)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
 def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path, end: str, status: int) -> None:
     save_tiny(tmp_path)
@@ -347,6 +355,7 @@ def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path, end: str
     assert_gone([int(pid) for pid in run(script, status).split()])
 
 
+@pytest.mark.timing
 def test_a_forked_process_ends_without_the_engine(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     script = tmp_path / "script.py"

@@ -29,6 +29,8 @@ from shotcast.kernels.triton.prompt_attention import (
     tile_tokens,
 )
 
+pytestmark = pytest.mark.long
+
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program may have; that of 8.6 and 8.9 for 8.0."""
 

@@ -21,7 +21,7 @@ import shotcast
 from shotcast import CollectiveTimeout, ConfigError, RankFailed
 from shotcast.launcher import rank_process
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.timing]
 
 
 def gone(pid: int) -> bool:

@@ -28,6 +28,8 @@ from shotcast.server.main import run
 from shotcast.server.metrics import Metrics
 from shotcast.server.service import _Sequences
 
+pytestmark = pytest.mark.timing
+
 
 def held(after: int = 2) -> ScriptedEngine:
     engine = ScriptedEngine()

@@ -16,6 +16,8 @@ from shotcast.server.config import ServerConfig
 from shotcast.server.engine import Engine
 from shotcast.server.restart import STEADY_S, TRIES, run_again
 
+pytestmark = pytest.mark.timing
+
 
 class Starts:
     """What ``run_again`` is given: engines and errors in turn, the last for ever, and what it made of them.

@@ -24,6 +24,8 @@ from triton.runtime.jit import create_function_from_signature
 import cross
 from shotcast.wire import REDUCIBLE
 
+pytestmark = pytest.mark.long
+
 KERNELS = [name for name in cross.KERNELS if name not in cross.FP8]
 MAIL = ("send", "recv")
 SUMS: dict[str, Callable[[int], int]] = {

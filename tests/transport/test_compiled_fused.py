@@ -12,6 +12,8 @@ from test_compiled import MAX_STACK, of_kind
 import cross
 from shotcast.device.triton import tiles
 
+pytestmark = pytest.mark.long
+
 
 class Form(NamedTuple):
     """What a kernel is compiled for, as ``cross.compiled_fused`` takes it."""

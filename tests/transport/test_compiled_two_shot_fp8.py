@@ -19,6 +19,8 @@ import cross
 from shotcast.device.triton.intrinsics import ROWS_FIRST
 from shotcast.wire import REDUCIBLE
 
+pytestmark = pytest.mark.long
+
 SHAPES = ((128, 1), (512, 4), (1024, 8))
 QUANTISED = 3
 

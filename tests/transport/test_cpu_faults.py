@@ -15,7 +15,7 @@ from shotcast.errors import ClosedError
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, LaunchShape, Op
 
-pytestmark = pytest.mark.usefixtures("compiled_before_forking")
+pytestmark = [pytest.mark.usefixtures("compiled_before_forking"), pytest.mark.timing]
 
 MAX_BYTES = 1 << 20
 SUM = CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 400)

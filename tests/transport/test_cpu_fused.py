@@ -277,6 +277,7 @@ def check_late(group, late, case):
     executor.close()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("world_size", "late", "way", "form"),
     [
@@ -324,11 +325,13 @@ def check_killed(group, victim, way, number):
     return "named"
 
 
+@pytest.mark.timing
 def test_a_killed_rank_is_named():
     results = run_ranks(3, check_killed, 1, WAYS[3], signal.SIGKILL, mortal=True)
     assert results == ["named", DEAD, "named"]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[2]], ids=lambda way: f"{way[0].label}-{way[1]}")
 def test_a_stopped_rank_is_named_and_comes_back(way):
     assert run_ranks(2, check_killed, 1, way, signal.SIGSTOP) == ["named"] * 2
@@ -354,6 +357,7 @@ def check_mismatches(group):
     executor.close()
 
 
+@pytest.mark.timing
 def test_other_forms_of_a_norm_are_mismatches():
     run_ranks(3, check_mismatches)
 

@@ -79,6 +79,7 @@ def check_apart(group):
     executor.close()
 
 
+@pytest.mark.timing
 def test_pairs_do_not_wait_for_others():
     run_ranks(4, check_apart)
 
@@ -127,5 +128,6 @@ def check_faults(group):
     executor.close()
 
 
+@pytest.mark.timing
 def test_late_and_different_messages_are_faults():
     run_ranks(3, check_faults)

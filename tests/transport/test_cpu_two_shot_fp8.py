@@ -276,5 +276,6 @@ def check_late(group, late):
     executor.close()
 
 
+@pytest.mark.timing
 def test_a_late_rank_is_named():
     run_ranks(3, check_late, 1)
