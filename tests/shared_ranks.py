@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shotcast.errors import RankFailed
-from shotcast.launcher.spawn import Ranks
+from shotcast.launcher.spawn import RankGroup
 
 KEPT = 3
 """Sets that wait for more calls at once: each rank takes a few hundred MB."""
@@ -66,7 +66,7 @@ class SharedRanks:
     def __init__(self, world_size: int, env: Mapping[str, str]):
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         with Listener(os.path.join(self._folder.name, "socket"), "AF_UNIX", backlog=world_size) as listener:
-            self._job = Ranks.start(_serve, world_size, listener.address, env=env)
+            self._job = RankGroup.start(_serve, world_size, listener.address, env=env)
             atexit.register(self.end)
             listener._listener._socket.settimeout(_START_S)  # type: ignore[attr-defined]
             connections = {}

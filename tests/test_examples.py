@@ -47,6 +47,8 @@ UNDER_TORCHRUN = {
 
 BY_TORCHRUN = ("01_all_reduce.py", "04_killed_rank.py")
 """Examples that the default tests start by torchrun itself; it takes each rank seconds to import torch."""
+KILLED = "04_killed_rank.py"
+"""The ranks that go on must come in time, or they are named too."""
 IN_PLACE = ("02_explain.py", "03_choose_an_algorithm.py")
 """Examples that the default tests run in ranks forked by spawn, with torchrun's environment."""
 
@@ -55,7 +57,11 @@ def test_all_examples_are_known() -> None:
     assert [file.name for file in EXAMPLES] == sorted(EXPECTED) == sorted(UNDER_TORCHRUN)
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.timing] if name == KILLED else []
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, marks=marks_of(file.name), id=file.stem) for file in EXAMPLES])
 def test_runs(file: Path) -> None:
     assert f"python examples/{file.name}" in file.read_text()
     command = [sys.executable, file.relative_to(ROOT)]
@@ -66,7 +72,10 @@ def test_runs(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in BY_TORCHRUN else pytest.param(name, marks=pytest.mark.full) for name in UNDER_TORCHRUN],
+    [
+        pytest.param(name, marks=marks_of(name) + ([] if name in BY_TORCHRUN else [pytest.mark.full]))
+        for name in UNDER_TORCHRUN
+    ],
 )
 def test_runs_under_torchrun(name: str) -> None:
     ranks, expected, times = UNDER_TORCHRUN[name]
