@@ -67,11 +67,11 @@ def test_divisors_replace_the_kind() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"theta": 0.0}, r"theta of rotary embedding is from 1e-18 to 1e\+18, not 0"),
+        ({"theta": 0.0}, r"theta of rotary embedding must be from 1e-18 to 1e\+18, not 0"),
         ({"theta": float("nan")}, "theta .* not nan"),
         ({"theta": 1e4, "rope_type": "linear", "factor": 1e30}, r"factor .* not 1e\+30"),
         ({"theta": 1e4, "divisors": (1.0, 0.0)}, "a divisor .* not 0"),
-        ({"theta": 1.0, "rope_type": "yarn"}, "theta .* is not 1"),
+        ({"theta": 1.0, "rope_type": "yarn"}, "theta .* must not be 1"),
     ],
 )
 def test_angles_are_numbers(options: dict[str, Any], message: str) -> None:

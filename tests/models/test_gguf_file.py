@@ -431,7 +431,7 @@ def try_to_read(path: Path) -> None:
         ("tokenizer.ggml.eos_token_id", [2], r"eos_token_id = \[2\], which is no token"),
         ("tokenizer.ggml.eot_token_id", -1, "eot_token_id = -1, which is no token"),
         ("llama.rope.freq_base", "large", "freq_base = 'large', which is no number"),
-        ("llama.rope.freq_base", 0.0, "theta of rotary embedding is from 1e-18"),
+        ("llama.rope.freq_base", 0.0, "theta of rotary embedding must be from 1e-18"),
         ("llama.attention.layer_norm_rms_epsilon", math.nan, "norm_eps"),
         ("llama.block_count", 1000, "layers of a model must be from 1 to 999"),
     ],

@@ -30,10 +30,10 @@ class KVCache:
 
 def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Apply RMSNorm to each head of queries and keys, with its row of ``weight`` [heads + kv heads, head_dim]."""
-    count, head_dim = weight.shape
-    queries_and_keys = qkv[:, : count * head_dim].view(-1, count, head_dim)
+    num_decodes, head_dim = weight.shape
+    queries_and_keys = qkv[:, : num_decodes * head_dim].view(-1, num_decodes, head_dim)
     normed = F.rms_norm(queries_and_keys.float(), (head_dim,), None, eps).to(qkv.dtype) * weight
-    return torch.cat((normed.flatten(1), qkv[:, count * head_dim :]), dim=1)
+    return torch.cat((normed.flatten(1), qkv[:, num_decodes * head_dim :]), dim=1)
 
 
 class Attention:
@@ -81,19 +81,21 @@ class Attention:
 
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         """Attend: queries, keys and values [tokens, (heads + 2 kv heads) * head_dim] to [tokens, heads * head_dim]."""
-        count = batch.num_decodes
+        num_decodes = batch.num_decodes
         out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
         if batch.tiles is not None:
             queries = self._rotate(qkv, cache, batch, slice(None))
             self._attend_tiles(queries, cache, batch.block_tables, batch.tiles, out)
-        if self._paged_decoding is not None and count:
+        if self._paged_decoding is not None and num_decodes:
             rotation, paged = (self._cosines, self._sines), (batch.block_tables, batch.table_rows, batch.seq_lens)
-            options = cache.block_size, self.window, out[:count], self._norms, self._eps
-            self._paged_decoding(qkv[:count], *rotation, cache.keys, cache.values, *paged, *options)
-        elif count:
-            self._decode(self._rotate(qkv[:count], cache, batch, slice(0, count)), cache, batch, out[:count])
+            options = cache.block_size, self.window, out[:num_decodes], self._norms, self._eps
+            self._paged_decoding(qkv[:num_decodes], *rotation, cache.keys, cache.values, *paged, *options)
+        elif num_decodes:
+            self._decode(
+                self._rotate(qkv[:num_decodes], cache, batch, slice(0, num_decodes)), cache, batch, out[:num_decodes]
+            )
         if batch.prefill is not None:
-            rest = slice(count, None)
+            rest = slice(num_decodes, None)
             self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefill, out[rest])
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 

@@ -62,34 +62,36 @@ class Rope:
         numbers = [(name, getattr(self, name)) for name in _NUMBERS]
         for name, value in numbers + [("a divisor", divisor) for divisor in self.divisors or ()]:
             if value is not None and not _LEAST <= value <= 1 / _LEAST:
-                raise ConfigError(f"{name} of rotary embedding is from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}")
+                raise ConfigError(
+                    f"{name} of rotary embedding must be from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}"
+                )
         if self.rope_type == "yarn" and self.theta == 1:
-            raise ConfigError("theta of rotary embedding by yarn is not 1")
+            raise ConfigError("theta of rotary embedding with yarn must not be 1")
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
         """Return float32 [head_dim / 2], radians per position."""
-        plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        base = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         if self.divisors is not None:
-            return plain / torch.tensor(self.divisors)
+            return base / torch.tensor(self.divisors)
         if self.rope_type == "linear":
-            return plain / self.factor
+            return base / self.factor
         if self.rope_type == "llama3":
-            turns = self.original_max_position * plain / (2 * math.pi)
-            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            kept = kept.clamp(0, 1)
-            return kept * plain + (1 - kept) * plain / self.factor
+            rotations = self.original_max_position * base / (2 * math.pi)
+            unscaled = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            unscaled = unscaled.clamp(0, 1)
+            return unscaled * base + (1 - unscaled) * base / self.factor
         if self.rope_type == "yarn":
 
-            def pair_of(turns: float) -> float:
-                span = math.log(self.original_max_position / (turns * 2 * math.pi))
+            def pair_of(rotations: float) -> float:
+                span = math.log(self.original_max_position / (rotations * 2 * math.pi))
                 return head_dim * span / (2 * math.log(self.theta))
 
             low = max(math.floor(pair_of(self.beta_fast)), 0)
             high = min(math.ceil(pair_of(self.beta_slow)), head_dim - 1)
             ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
-            kept = 1 - ramp.clamp(0, 1)
-            return kept * plain + (1 - kept) * plain / self.factor
-        return plain
+            unscaled = 1 - ramp.clamp(0, 1)
+            return unscaled * base + (1 - unscaled) * base / self.factor
+        return base
 
     def magnitude(self) -> float:
         """Return the factor of sines and cosines."""

@@ -160,14 +160,14 @@ def _sum_with(form: Format) -> Any:
             total = cgutils.alloca_once(builder, wide)
             builder.store(splat(F32, lanes, 0.0), total)
             with cgutils.for_range(builder, world_size) as rank:
-                where = builder.add(sources, builder.mul(rank.index, ir.Constant(WORD, 8)))
-                source = builder.load(builder.inttoptr(where, WORD.as_pointer()))
+                source_address = builder.add(sources, builder.mul(rank.index, ir.Constant(WORD, 8)))
+                source = builder.load(builder.inttoptr(source_address, WORD.as_pointer()))
                 item = builder.inttoptr(builder.add(source, offset), stored.as_pointer())
                 value = form.widen(builder, builder.load(item, align=1), lanes)
                 builder.store(builder.fadd(builder.load(total), value), total)
             result = form.narrow(builder, builder.load(total), lanes)
-            place = builder.inttoptr(builder.add(destination, offset), stored.as_pointer())
-            builder.store(result, place, align=1)
+            target_item = builder.inttoptr(builder.add(destination, offset), stored.as_pointer())
+            builder.store(result, target_item, align=1)
 
         blocks = builder.udiv(count, ir.Constant(WORD, LANES))
         with cgutils.for_range(builder, blocks) as block:

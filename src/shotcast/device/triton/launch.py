@@ -122,17 +122,17 @@ class Launch:
         open_cells = tuple(values[name] for name in self._open_names)
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
-    def __call__(self, stream: int, given: Sequence[Any]) -> None:
+    def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
         """Enqueue the kernel on the CUDA stream with this handle, of the current device."""
         if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
-            arguments = self._arguments | dict(zip(self._open_names, given, strict=True))
+            arguments = self._arguments | dict(zip(self._open_names, call_values, strict=True))
             self._kernel[(self._programs,)](**arguments, **self._options)
             return
         if self._prepared is None:
             self.load()
             assert self._prepared is not None
         open_cells, config, arguments, enqueue, _ = self._prepared
-        for cell, value in zip(open_cells, given, strict=True):
+        for cell, value in zip(open_cells, call_values, strict=True):
             cell.value = value
         config.stream = stream
         if error := enqueue(*arguments):

@@ -171,10 +171,10 @@ def candidates(
     """Yield the configurations that are worth measuring: for one to three programs on an SM."""
     configs = set()
     for programs_per_sm in (1, 2, 3):
-        most = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
+        largest = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
         configs |= {
             SkinnyGemmConfig(_stages(rows, programs_per_sm, memory_bytes), split_k)
-            for split_k in (1, max(1, most - 1), most)
+            for split_k in (1, max(1, largest - 1), largest)
         }
     yield from sorted(configs, key=str)
 

@@ -41,12 +41,12 @@ def unpack_kernel(
     row = tl.load(packed + sequence * FIELDS, mask=valid, other=0).to(tl.int64)
     position = tl.load(packed + sequence * FIELDS + 1, mask=valid, other=0)
     token = tl.load(packed + sequence * FIELDS + 2, mask=valid, other=0).to(tl.int64)
-    given = tl.load(packed + sequence * FIELDS + 3, mask=valid, other=0)
+    new_block = tl.load(packed + sequence * FIELDS + 3, mask=valid, other=0)
     token = tl.where(token < 0, tl.load(last_tokens + row, mask=valid & (token < 0), other=0), token)
-    place = tables + row * blocks + position // BLOCK_SIZE
-    known = tl.load(place, mask=valid & (given < 0), other=0)
-    tl.store(place, given, mask=valid & (given >= 0))
-    block = tl.where(given < 0, known, given).to(tl.int64)
+    cell = tables + row * blocks + position // BLOCK_SIZE
+    current_block = tl.load(cell, mask=valid & (new_block < 0), other=0)
+    tl.store(cell, new_block, mask=valid & (new_block >= 0))
+    block = tl.where(new_block < 0, current_block, new_block).to(tl.int64)
     tl.store(tokens + sequence, token, mask=valid)
     tl.store(positions + sequence, position.to(tl.int64), mask=valid)
     tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=valid)
@@ -126,8 +126,8 @@ def unpack_prompts_kernel(
     for start in range(tl.program_id(0) * TILE, count_updates, tl.num_programs(0) * TILE):
         update = start + tl.arange(0, TILE)
         inside = update < count_updates
-        place = tl.load(updates + update * 2, mask=inside, other=0)
-        tl.store(tables + place, tl.load(updates + update * 2 + 1, mask=inside, other=0), mask=inside)
+        cell = tl.load(updates + update * 2, mask=inside, other=0)
+        tl.store(tables + cell, tl.load(updates + update * 2 + 1, mask=inside, other=0), mask=inside)
 
 
 def unpack_prompts(
