@@ -1,4 +1,5 @@
-"""FP8 conversions alone: every byte, every tie and its neighbours, every exponent, specials; vectors and scalars."""
+"""FP8 conversions by themselves: every byte, every tie and its neighbours, every exponent, specials; vectors and
+scalars."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from shotcast.device.cpu.floats import F32, LANES, WORD, vector
 
 @intrinsic(prefer_literal=True)
 def _convert(_context, lanes, to_bytes, destination, source, count):
-    """``count`` groups of ``lanes`` elements, from float32 to bytes or back."""
+    """Convert ``count`` groups of ``lanes`` elements from float32 to bytes or back."""
     width = lanes.literal_value
     kinds = (F32, BYTE) if to_bytes.literal_value else (BYTE, F32)
     convert = to_e4m3 if to_bytes.literal_value else from_e4m3
@@ -68,7 +69,7 @@ def padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def expected_bytes(values: torch.Tensor) -> torch.Tensor:
-    # Written out, since PyTorch turns what is beyond 464 into NaN; and gives NaN a sign, which is not kept here.
+    # Written out, since PyTorch turns values beyond 464 into NaN, and keeps the sign of NaN, which is dropped here.
     expected = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(values.isnan(), torch.full_like(expected, 0x7F), expected)
 

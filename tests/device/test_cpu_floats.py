@@ -1,4 +1,4 @@
-"""Sums over ranks, alone: every 16-bit value, every rounding case, both float16 conversions."""
+"""Sums over ranks by themselves: every 16-bit value, every rounding case, both float16 conversions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_16_bit_value(kind):
 
 @pytest.mark.parametrize("kind", ["float16", "float16 by bits", "bfloat16"])
 def test_ties_and_neighbours_of_ties(kind):
-    """A large value plus halves of its last place: nearest even on either side."""
+    """Add halves of the last place to a large value: nearest even on either side."""
     dtype = KINDS[kind][0]
     values = all_16_bit_values(dtype)
     small = values.float().abs()
@@ -109,7 +109,7 @@ def test_without_a_place_for_the_cache_it_still_compiles(monkeypatch):
 
 
 def test_kept_code_belongs_to_the_sources(monkeypatch, tmp_path):
-    """Code kept by one version of any file of the package is not loaded by another."""
+    """Check that code cached by one version of any file of the package is not loaded by another."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
 
     def loads() -> int:

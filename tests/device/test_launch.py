@@ -1,4 +1,4 @@
-"""The short way to launch a kernel, held against Triton's own: what reaches the compiled kernel is the same."""
+"""The prepared launch, compared with Triton's own launcher: the compiled kernel gets the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
 
 
 class Driver:
-    """As much of a GPU's driver as a launch asks for."""
+    """The part of a GPU's driver that a launch needs."""
 
     def get_current_device(self) -> int:
         return 0
@@ -36,7 +36,7 @@ class Driver:
 
 
 class Compiled:
-    """A compiled kernel that notes how it was run by Triton."""
+    """A compiled kernel that records how Triton ran it."""
 
     function, packed_metadata, name = 0xF00D, (4, 1, 1024), "kernel"
 
@@ -65,7 +65,7 @@ class Compiled:
 
 
 class Enqueued(NamedTuple):
-    """What the driver was asked to launch; ``values`` without Triton's two scratch addresses, which are null."""
+    """The launch that the driver was asked for; ``values`` without Triton's two scratch addresses, which are null."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]
@@ -77,7 +77,7 @@ class Enqueued(NamedTuple):
 
 
 class Library:
-    """The CUDA driver: reads what it is told to launch as ``cuda.h`` lays it out."""
+    """The CUDA driver, which reads its arguments as ``cuda.h`` lays them out."""
 
     KINDS: ClassVar = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "fp32": ctypes.c_float}
 
@@ -123,7 +123,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         kernel.device_caches.clear()
     yield made
     for kernel, _ in cross.KERNELS.values():
-        kernel.device_caches.clear()  # it holds what no GPU can run
+        kernel.device_caches.clear()  # it holds code that no GPU can run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a rank of test_activations.py runs: rows gated and quantised by the kernel under the interpreter."""
+"""Ranks of test_activations.py: rows gated and quantised by the kernel under the interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ E4M3_MAX = 448.0
 
 
 def both(shapes: list[tuple[int, int]], dtype_name: str, size: float) -> tuple[float, float, float]:
-    """How far off ``gate``, ``quantize`` and the two together are; each over what it may be off by."""
+    """Return the errors of ``gate``, ``quantize`` and the two together, each relative to its bound."""
     dtype = getattr(torch, dtype_name)
     worst = torch.zeros(3, dtype=torch.float64)
     for rows, width in shapes:
@@ -27,16 +27,17 @@ def both(shapes: list[tuple[int, int]], dtype_name: str, size: float) -> tuple[f
             largest = wanted.abs().amax(1, keepdim=True)
             torch.testing.assert_close(scale.double(), (largest / E4M3_MAX).clamp(min=2**-126), rtol=2**-20, atol=0.0)
             off = (quantized.double() * scale.double() - wanted).abs()
-            # half a unit in the last of four binary places, or of the smallest
+            # half a unit in the last of four binary places, or half the smallest number
             bound = (wanted.abs() / 16).maximum(scale.double() * 2**-10) * (1 + 2**-10)
             off_by.append((off / bound).max())
-        worst = torch.maximum(worst, torch.stack(off_by))  # NaN where either has one; max() would pass over it
+        worst = torch.maximum(worst, torch.stack(off_by))  # NaN where either has one; max() would skip it
     gate_off, quantized_off, both_off = worst.tolist()
     return gate_off, quantized_off, both_off
 
 
 def edges() -> list[list[float]]:
-    """Rows in FP8 and back: of zeros, with the largest and the least, with a NaN; and gates that exp cannot take."""
+    """Quantise to FP8 and back rows of zeros, with the largest and the least value, with a NaN; and gates beyond exp's
+    range."""
     x = torch.tensor([[0.0, -0.0, 0.0, 0.0], [448.0, -448.0, 1.0, 2.0**-9], [float("nan"), 448.0, 0.0, 7.0]])
     quantized, scale = activations.quantize(x)
     steep = activations.gate(torch.tensor([[-200.0, 200.0, 1.0, 1.0]]))

@@ -1,4 +1,4 @@
-"""What a rank of test_decoding_kernels.py runs: the small kernels of a decoding step, under the interpreter."""
+"""Ranks of test_decoding_kernels.py: the small kernels of a decoding step, under the interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shotcast.kernels.triton.timestamps import SpanTimers
 def unpacked(
     packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, ...]:
-    """All that is derived, and the tables as they are afterwards."""
+    """Return everything that is derived, and the tables afterwards."""
     count = packed.shape[0]
     tokens, positions, slots, rows = (torch.full([count], -9) for _ in range(4))
     lengths = torch.full([count], -9, dtype=torch.int32)
@@ -28,13 +28,13 @@ def unpacked_prompts(
     last_tokens: torch.Tensor,
     tables: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """All that is filled, and the tables as they are afterwards. Positions are 1000 + place, slots 2000 + place."""
+    """Return everything that is filled, and the tables afterwards. Positions are 1000 + index, slots 2000 + index."""
     count = ids.shape[0]
     tokens, positions, slots = (torch.full([count], -9) for _ in range(3))
     rows = torch.full(sampled_rows.shape, -9)
     position_ids = torch.arange(count, dtype=torch.int32)
     num_updates = torch.tensor([updates.shape[0]], dtype=torch.int32)
-    more = torch.cat((updates.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # of steps before
+    more = torch.cat((updates.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # left over from earlier steps
     step_inputs.unpack_prompts(
         ids,
         position_ids + 1000,
@@ -66,7 +66,8 @@ def embedded(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Te
 
 
 def stamped(spans: int, pause_s: float) -> tuple[torch.Tensor, float]:
-    """Totals of two clocks, the second stopped in the middle of each span of the first; and what it took."""
+    """Return the totals of two timers, and the time taken; the second is stopped in the middle of each span of the
+    first."""
     stamps = SpanTimers(2, torch.device("cpu"))
     started = time.monotonic()
     for _ in range(spans):

@@ -1,4 +1,4 @@
-"""What a rank of test_gemv.py and test_skinny_gemm.py runs: products by the interpreted kernels, beside float64."""
+"""Ranks of test_gemv.py and test_skinny_gemm.py: products by the interpreted kernels, compared with float64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shotcast.kernels.triton.gemv import GemvConfig
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
 
 Case = tuple[int, int, int, str, bool, bool, bool, GemvConfig | None]
-"""rows, inputs, outputs, dtype, FP8 weights, bias, gated, launch."""
+"""Rows, inputs, outputs, dtype, FP8 weights, bias, gated, launch."""
 
 
 def operands(
     rows: int, inputs: int, outputs: int, dtype: torch.dtype, fp8: bool, biased: bool, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """x, weight, scale, bias."""
+    """Make x, weight, scale and bias."""
     generator = torch.Generator().manual_seed(rows * inputs + outputs)
     x = torch.randn(rows, inputs, generator=generator).to(device, dtype)
     # sums of about 1, so that none leaves the range of float16 when it is gated
@@ -36,7 +36,7 @@ def excess(
     x_scale: torch.Tensor | None = None,
     summed_in: float = 2**-24,
 ) -> float:
-    """The largest error over what sums that are rounded by ``summed_in`` at each step, then once, may be off by."""
+    """Return the largest error relative to the bound for sums rounded by ``summed_in`` at each step, then once."""
     exact, size = (multiply(x.double(), weight.double()) for multiply in (_product, _size))
     if scale is not None:
         exact, size = exact * scale.double(), size * scale.double()
@@ -65,7 +65,7 @@ def _size(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def products(cases: list[Case]) -> list[float]:
-    """:func:`excess` of each case."""
+    """Return :func:`excess` of each case."""
     found = []
     for rows, inputs, outputs, dtype, fp8, biased, gated, config in cases:
         given = operands(rows, inputs, outputs, getattr(torch, dtype), fp8, biased, "cpu")
@@ -74,11 +74,11 @@ def products(cases: list[Case]) -> list[float]:
 
 
 SkinnyGemmCase = tuple[int, int, int, str, bool, bool, SkinnyGemmConfig | None]
-"""rows, inputs, outputs, dtype ("float8": of x and weights, with scales), bias, gated, launch."""
+"""Rows, inputs, outputs, dtype ("float8": of x and weights, with scales), bias, gated, launch."""
 
 
 def skinny_gemm_excess(case: SkinnyGemmCase, device: str, summed_in: float = 2**-24) -> float:
-    """:func:`excess` of two products that count by the same."""
+    """Return :func:`excess` of two products that use the same counters."""
     rows, inputs, outputs, name, biased, gated, config = case
     dtype = torch.bfloat16 if name == "float8" else getattr(torch, name)
     x, weight, scale, bias = operands(rows, inputs, outputs, dtype, name == "float8", biased, device)

@@ -1,4 +1,4 @@
-"""What a rank of test_paged_attention.py runs: the kernels under the interpreter, beside compiled host code."""
+"""Ranks of test_paged_attention.py: the kernels under the interpreter, compared with compiled host code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = (1, 5, 130, 64, 65)
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy after whose end nothing can be read: who does is ended by SIGSEGV."""
+    """Copy to memory whose end is guarded: reading beyond it raises SIGSEGV."""
     size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
@@ -36,7 +36,7 @@ def both_ways(
     lengths_of: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
 ) -> float:
-    """Largest difference between the kernels and the host's attention, relative to the largest value."""
+    """Return the largest difference between the kernels and the host's attention, relative to the largest value."""
     dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(head_dim)
     heads, kv_heads, sequences = len(kv_head_of), max(kv_head_of) + 1, len(lengths_of)
@@ -54,7 +54,7 @@ def both_ways(
     x = torch.randn(sequences, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
     angles = torch.rand(max(lengths_of), head_dim // 2, generator=generator) * 6
     lengths = torch.tensor(lengths_of, dtype=torch.int32)
-    # The sequences' rows, in another order than theirs, in a larger table.
+    # The rows of the sequences are in another order than the sequences, in a larger table.
     rows = torch.arange(sequences).flip(0) + 1
     spread = torch.full((sequences + 2, tables.shape[1]), 1 << 20, dtype=torch.int32)
     spread[rows] = tables
@@ -77,9 +77,10 @@ def both_ways(
             rope.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.PagedDecoding(heads, head_dim, kv_head_of, 8, num_sms, given.device)
             for scratch in (decoding._partial_out, decoding._partial_stats):
-                scratch.fill_(float("nan"))  # what is joined must have been written, by parts without tokens too
+                # everything that is merged must have been written, also by parts without tokens
+                scratch.fill_(float("nan"))
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
-            # Compilers join products and sums in float32 in one kernel and not in the other.
+            # Compilers fuse products and sums in float32 in one kernel and not in the other.
             joined = 1e-6 if dtype == torch.float32 and device != "cpu" else 0.0
             for kept, alone in zip(mine, rotated, strict=True):
                 torch.testing.assert_close(kept, alone, rtol=joined, atol=joined)
@@ -92,6 +93,6 @@ def both_ways(
     worst = 0.0
     for found, wanted in zip(run(True, dtype), run(False, torch.float32), strict=True):
         assert found.shape == wanted.shape
-        assert found.isfinite().all()  # a NaN is no more than anything
+        assert found.isfinite().all()  # comparisons with NaN are false
         worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
     return worst

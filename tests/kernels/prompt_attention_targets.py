@@ -1,4 +1,4 @@
-"""What a rank of test_prompt_attention.py runs: the kernel under the interpreter, beside attention in float64."""
+"""Ranks of test_prompt_attention.py: the kernel under the interpreter, compared with attention in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shotcast.kernels.triton.prompt_attention import TILE_FIELDS, attend
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""How far results may be off, as a part of the largest of their head. (The interpreter cuts bfloat16 weights off.)"""
+"""Accepted errors, relative to the largest result of their head. (The interpreter truncates bfloat16 weights.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Case:
     """A step, and the shape of a layer.
 
     Attributes:
-        sequences: of each, how many tokens came before, and how many it has in this step.
-        padding: queries that are nobody's, after these.
-        unused: tiles with nothing.
-        tokens: of a tile, at most.
+        sequences: the number of tokens before this step and in it, for each sequence.
+        padding: queries after these that belong to no sequence.
+        unused: the number of empty tiles.
+        tokens: the largest number of tokens of a tile.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -64,13 +64,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel gives, and what is right: [tokens with padding, heads, head_dim], float64."""
+    """Return the kernel's results, and the exact ones: [tokens with padding, heads, head_dim], float64."""
     generator = torch.Generator().manual_seed(case.seed)
     heads, kv_heads, size = len(case.kv_head_of), max(case.kv_head_of) + 1, case.block_size
     lengths = [before + new for before, new in case.sequences]
     blocks_of = [-(-length // size) for length in lengths]
     blocks = torch.randperm(sum(blocks_of), generator=generator).int()
-    # What no sequence holds may be anything, and rows of the tables are in another order than the sequences.
+    # Slots that no sequence holds may contain anything; rows of the tables are in another order than the sequences.
     keys, values = (
         torch.full([sum(blocks_of) * size, kv_heads, case.head_dim], float("nan"), dtype=case.dtype) for _ in range(2)
     )
@@ -128,7 +128,7 @@ def is_right(case: Case, device: str) -> bool:
 
 
 def any_step_is_attended_to(examples: int, device: str = "cpu") -> None:
-    """Raises AssertionError for a step whose attention is wrong."""
+    """Raise AssertionError for a step whose attention is wrong."""
 
     @settings(max_examples=examples, deadline=None, database=None)
     @given(cases())

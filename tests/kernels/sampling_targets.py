@@ -1,4 +1,4 @@
-"""What a rank of test_sampling.py runs: draws by the kernels under the interpreter, beside PyTorch's on the CPU."""
+"""Ranks of test_sampling.py: sampling by the kernels under the interpreter, compared with PyTorch on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shotcast.kernels.triton import sampling
 from shotcast.kernels.triton.sampling_scores import key_value, noise, score_bound, score_key
 
 CLOSE = 1e-5
-"""Of scores that rounding may order otherwise, what they differ by at most, relative."""
+"""The largest relative difference of scores that rounding may order otherwise."""
 
 
 def best_of(logits: torch.Tensor) -> torch.Tensor:
@@ -27,8 +27,8 @@ def best_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack((best, logits.gather(1, best[:, None])[:, 0].isfinite().long()), dim=1)
 
 
-def draw(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> list[int]:
-    """The tokens drawn, which are what is told and entered; nothing else is entered."""
+def sample_tokens(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> list[int]:
+    """Sample, and return the tokens, which are the ones written to ``last_tokens``; nothing else is written."""
     best, drawn = best_of(logits), torch.full([max(slots) + 2], -1)
     before = logits.clone(), best.clone()
     told = sampler.sample(logits, slots, best, drawn, False).told
@@ -42,7 +42,7 @@ def draw(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> list[i
 
 
 def divide(vocab: int, tile: int, capacity: int, num_sms: int) -> None:
-    """How rows are divided among programs, and how many elements a list holds; four blocks are a row at least."""
+    """Set how rows are divided among programs, and how many elements a list holds. Four blocks are at least a row."""
     sampling.TILE, sampling.CAPACITY = tile, capacity
     sampling.BLOCK = 1 << max(0, (vocab // 4).bit_length() - 1)
     sampling.num_sms = lambda device: num_sms
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of one batch; ``kind`` of logits."""
+    """The rows of one batch; ``kind`` is the distribution of their logits."""
 
     vocab: int
     kind: str
@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn, vocabs: Sequence[int]) -> Case:
 
 
 def samplers(case: Case, nudge: float = 0.0) -> tuple[Sampler, Sampler]:
-    """By PyTorch and by kernels; ``nudge`` changes top_p by as much, relative."""
+    """Make samplers by PyTorch and by kernels; ``nudge`` changes top_p relatively."""
     made = tuple(Sampler(len(case.rows) + 3, case.vocab, "cpu", 5, kernels=kernels) for kernels in (False, True))
     for sampler in made:
         for place, row in enumerate(case.rows):
@@ -132,7 +132,7 @@ def slot_of(place: int) -> int:
 
 
 def as_good(case: Case, row: Row, place: int, logits: torch.Tensor, tokens: tuple[int, int]) -> bool:
-    """Whether the CPU's own scores of two tokens are as close as rounding."""
+    """Return whether the CPU's own scores of two tokens differ by no more than rounding."""
     params = row.params
     if params.greedy:
         return False
@@ -150,10 +150,10 @@ def as_good(case: Case, row: Row, place: int, logits: torch.Tensor, tokens: tupl
 
 
 def compare(case: Case) -> tuple[int, int]:
-    """Draws, and how many of them differ for a reason.
+    """Return the number of sampled tokens, and how many of them differ within rounding.
 
     Raises:
-        AssertionError: one differs for none.
+        AssertionError: a token differs by more than rounding.
     """
     divide(case.vocab, case.tile, case.capacity, case.num_sms)
     slots = [slot_of(place) for place in range(len(case.rows))]
@@ -162,23 +162,23 @@ def compare(case: Case) -> tuple[int, int]:
     total = excused = 0
     for step in range(2):
         logits = case.logits(step)
-        wanted, found = draw(plain, logits, slots), draw(kernels, logits, slots)
+        wanted, found = sample_tokens(plain, logits, slots), sample_tokens(kernels, logits, slots)
         now = replace(case, rows=tuple(Row(row.params, out) for row, out in zip(case.rows, outputs, strict=True)))
         total += len(slots)
         for place, pair in enumerate(zip(wanted, found, strict=True)):
             if pair[0] == pair[1]:
                 continue
-            nudged = {draw(samplers(now, nudge)[0], logits, slots)[place] for nudge in (-1e-6, 1e-6)}
+            nudged = {sample_tokens(samplers(now, nudge)[0], logits, slots)[place] for nudge in (-1e-6, 1e-6)}
             assert as_good(now, now.rows[place], place, logits[place], pair) or pair[1] in nudged, (now, place, pair)
             excused += 1
         outputs = [(*output, token) for output, token in zip(outputs, found, strict=True)]
-        for place, output in enumerate(outputs):  # where they differed, the CPU goes on from the kernels' token
+        for place, output in enumerate(outputs):  # where they differ, the CPU continues from the kernels' token
             plain.assign(slots[place], case.rows[place].params, f"{place}", output)
     return total, excused
 
 
 def compared(vocabs: Sequence[int], examples: int) -> tuple[int, int]:
-    """:func:`compare` over as many examples."""
+    """Run :func:`compare` over this many examples."""
     totals = [0, 0]
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -192,7 +192,7 @@ def compared(vocabs: Sequence[int], examples: int) -> tuple[int, int]:
 
 
 def alone_and_together(vocab: int) -> list[tuple[list[int], list[int]]]:
-    """Of several divisions of the rows among programs, what requests draw by themselves, and beside others."""
+    """Return, for several divisions of the rows among programs, the tokens of requests alone and in a batch."""
     kinds = (
         SamplingParams(seed=1),
         SamplingParams(seed=2, top_k=9, top_p=0.8),
@@ -213,13 +213,13 @@ def alone_and_together(vocab: int) -> list[tuple[list[int], list[int]]]:
         for params, row in zip(kinds, x, strict=True):
             sampler = Sampler(1, vocab, "cpu", 5, kernels=True)
             sampler.assign(0, params, "", (3, 3, 4))
-            alone += draw(sampler, row[None], [0])
-        found.append((alone, draw(crowd, x, slots)))
+            alone += sample_tokens(sampler, row[None], [0])
+        found.append((alone, sample_tokens(crowd, x, slots)))
     return found
 
 
 def broken(vocab: int) -> list[int]:
-    """What rows give whose logits are no numbers, between rows whose are."""
+    """Sample rows whose logits are not numbers, between rows whose logits are."""
     divide(vocab, 64, 16, 2)
     x = torch.randn(7, vocab, generator=torch.Generator().manual_seed(0))
     x[1, 3], x[2, 5], x[3], x[4, 7] = math.nan, math.inf, -math.inf, math.nan
@@ -230,12 +230,12 @@ def broken(vocab: int) -> list[int]:
     for sampler in samplers:
         for slot, params in enumerate(kinds):
             sampler.assign(slot, params, "", ())
-    found = draw(samplers[0], x, range(7))
-    return [found[row] for row in whole] + draw(samplers[1], x[whole], whole)
+    found = sample_tokens(samplers[0], x, range(7))
+    return [found[row] for row in whole] + sample_tokens(samplers[1], x[whole], whole)
 
 
 def warmed(vocab: int) -> bool:
-    """Whether drawing for nobody changes no draw."""
+    """Return whether warming up leaves the sampled tokens as they are."""
     params = SamplingParams(seed=1, top_k=5, presence_penalty=1.0)
     x = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0))
     found = []
@@ -244,19 +244,22 @@ def warmed(vocab: int) -> bool:
         if warm:
             sampler.warm()
         sampler.assign(0, params, "", (1,))
-        found.append([draw(sampler, x, [0]) for _ in range(3)])
+        found.append([sample_tokens(sampler, x, [0]) for _ in range(3)])
     return found[0] == found[1]
 
 
 def tail(count: int) -> list[int]:
-    """Draws with top_p 0.75 of tokens that weigh 1 and 0.3, and 998 that weigh 0.09 together: each is so far off that
-    weights there are added up at once. With them the first token does not reach top_p; without it would."""
+    """Sample with top_p 0.75 of tokens that weigh 1 and 0.3, and 998 that weigh 0.09 together.
+
+    Each of these is so far off that their weights are added up at once. With them, the first token does not reach
+    top_p; without them it would.
+    """
     divide(1000, 64, 64, 2)
     x = torch.tensor([1.0, 0.3] + [9e-5] * 998).log()
     sampler = Sampler(count, 1000, "cpu", 0, kernels=True)
     for slot in range(count):
         sampler.assign(slot, SamplingParams(top_p=0.75, seed=slot), "", ())
-    return draw(sampler, x.expand(count, -1).contiguous(), range(count))
+    return sample_tokens(sampler, x.expand(count, -1).contiguous(), range(count))
 
 
 @triton.jit
@@ -269,9 +272,11 @@ def score_kernel(keys, scores, SIZE: tl.constexpr):  # noqa: N803
 
 
 def scores(bits: list[int]) -> tuple[list[float], list[float], list[float]]:
-    """Scores of a token at distance 0 whose noise has these bits, by the kernels and by PyTorch; and their bounds."""
+    """Return the scores of a token at distance 0 whose noise has these bits, by the kernels and by PyTorch; and their
+    bounds."""
     keys = []
-    for wanted in bits:  # token 0 is scrambled to 0 by no key; the rest is undone, last step first
+    # the first, unkeyed hash maps token 0 to 0; the steps of the keyed one are inverted, last step first
+    for wanted in bits:
         x = wanted ^ wanted >> 15 ^ wanted >> 30
         keys += [0, x * pow(0xD35A2D97, -1, 2**32) % 2**32]
     made = torch.zeros(2, len(bits))
@@ -283,7 +288,7 @@ def scores(bits: list[int]) -> tuple[list[float], list[float], list[float]]:
 
 
 def zeros() -> list[int]:
-    """What is drawn of zeros of either sign, which are equal: greedily with penalties for others, and by top_k."""
+    """Sample from zeros of either sign, which are equal: greedily with penalties of other tokens, and by top_k."""
     divide(20, 16, 16, 2)
     x = torch.full([2, 20], -1.0)
     x[:, 3], x[:, 5] = -0.0, 0.0
@@ -291,10 +296,10 @@ def zeros() -> list[int]:
     sampler = Sampler(2, 20, "cpu", 0, kernels=True)
     for slot, params in enumerate(kinds):
         sampler.assign(slot, params, "", (0,))
-    return draw(sampler, x, range(2))
+    return sample_tokens(sampler, x, range(2))
 
 
 def both_cuts() -> tuple[int, int]:
-    """:func:`compare` where top_p keeps less of what top_k leaves than of all."""
+    """Run :func:`compare` where top_p keeps fewer of the tokens that top_k leaves than of all tokens."""
     kinds = [SamplingParams(top_k=k, top_p=p, seed=seed) for k in (5, 500) for p in (0.3, 0.8) for seed in range(4)]
     return compare(Case(1000, "flat", 0, tuple(Row(params, ()) for params in kinds), 128, 8192, 2))

@@ -1,4 +1,4 @@
-"""The small kernels of a decoding step: by Triton's interpreter, against plain torch; and compiled."""
+"""The small kernels of a decoding step: under Triton's interpreter against plain torch, and compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shotcast.kernels.triton.timestamps import start_kernel, stop_kernel
 
 
 def test_what_begins_a_step_is_not_overtaken() -> None:
-    """Kernels that others may overtake say so by PDL; attention reads tables and lengths before it waits."""
+    """Check that later kernels cannot start early: attention reads tables and lengths before it waits."""
     for kernel in (unpack_kernel, unpack_prompts_kernel, embed_kernel):
         assert "PDL" not in kernel.arg_names
     for module in (embedding, step_inputs):
@@ -28,11 +28,11 @@ def test_what_begins_a_step_is_not_overtaken() -> None:
 
 
 def test_a_step_is_unpacked() -> None:
-    tables = torch.tensor([[3, 9], [5, 8], [1, 0], [6, 6]], dtype=torch.int32)  # the last is nobody's
+    tables = torch.tensor([[3, 9], [5, 8], [1, 0], [6, 6]], dtype=torch.int32)  # the last row belongs to no sequence
     last_tokens = torch.tensor([70, 71, 72, 73])
     packed = [
-        (2, 4, 41, 7),  # is given block 7
-        (0, 6, -1, -1),  # computes what it drew last
+        (2, 4, 41, 7),  # gets block 7
+        (0, 6, -1, -1),  # computes its last sampled token
         (1, 3, 43, -1),
         (3, 0, 0, -1),
         (3, 0, 0, -1),
@@ -49,7 +49,7 @@ def test_a_step_is_unpacked() -> None:
 
 @pytest.mark.parametrize(("count", "sequences", "num_updates"), [(300, 5, 700), (3, 200, 0), (128, 128, 1)])
 def test_a_step_with_prompts_is_unpacked(count: int, sequences: int, num_updates: int) -> None:
-    """More cells than a program takes, more sequences than tokens, and none."""
+    """Cover more updates than a program takes, more sequences than tokens, and none."""
     generator = torch.Generator().manual_seed(count)
     last_tokens = torch.randint(0, 1000, [40], generator=generator)
     ids = torch.randint(-40, 60, [count], generator=generator, dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_columns_are_joined_and_the_largest_found(widths: tuple[int, ...], dtype
     generator = torch.Generator().manual_seed(len(widths))
     whole = torch.randn(9, sum(widths), generator=generator).to(dtype)
     last = sum(widths) - 1
-    whole[1, [3, last]] = 100.0  # equal ones: the first
+    whole[1, [3, last]] = 100.0  # of equal ones, the first
     whole[2, last] = 100.0
     whole[3, last] = float("nan")
     whole[4, 5] = float("inf")
@@ -90,7 +90,7 @@ def test_columns_are_joined_and_the_largest_found(widths: tuple[int, ...], dtype
     numbers = best[:, 1] == 1
     assert best[numbers, 0].tolist() == whole.float().argmax(1)[numbers].tolist()
     assert best[1, 0] == 3
-    # What is none is still a token, which a step that is planned already may look up.
+    # Without a valid maximum there is still a token in range, since a step that is already planned may look it up.
     assert ((best[:, 0] >= 0) & (best[:, 0] <= last)).all()
 
 

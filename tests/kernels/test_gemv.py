@@ -24,7 +24,7 @@ KINDS = (("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16"
 
 
 def cases() -> list[Case]:
-    """Columns of part of a step, of whole steps and of both; odd outputs."""
+    """Cover columns of part of a step, of whole steps and of both; odd outputs."""
     made: list[Case] = []
     shapes = ((48, 6), (512, 10), (528, 2), (2064, 38), (4096, 4))
     for (dtype, fp8), (inputs, outputs), rows in itertools.product(KINDS, shapes, (1, 2)):
@@ -56,7 +56,7 @@ def test_small_matrices_fill_the_gpu_as_far_as_they_can(outputs: int, inputs: in
     [(1536, 4096, 2, 2048), (1536, 1024, 2, 1024), (7168, 4096, 2, 1024), (1536, 1024, 1, 2048)],
 )
 def test_products_of_few_outputs_have_more_on_their_way(outputs: int, inputs: int, item: int, columns: int) -> None:
-    """Not where half of it would lie beyond the row."""
+    """Check that more is loaded ahead, except where half of it would be beyond the row."""
     assert gemv.choose_config(outputs, inputs, item, 132).columns == columns
 
 
@@ -69,7 +69,7 @@ BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
         (1, 28672, 8192, BF16, BF16, "cuda", True),
         (2, 1536, 4096, FP16, FP16, "cuda", True),
         (3, 1536, 4096, FP16, FP16, "cuda", False),
-        (2, 26624, 16384, BF16, FP8, "cuda", True),  # which in FP8 would have to quantise x first
+        (2, 26624, 16384, BF16, FP8, "cuda", True),  # an FP8 product would have to quantise x first
         (3, 26624, 16384, BF16, FP8, "cuda", False),
         (0, 1536, 4096, BF16, BF16, "cuda", False),
         (1, 1536, 4104, BF16, BF16, "cuda", False),

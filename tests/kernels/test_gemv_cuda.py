@@ -37,7 +37,7 @@ def test_every_launch_that_is_measured(rows: int, fp8: bool) -> None:
 
 
 def skinny_gemm_off(case: SkinnyGemmCase) -> float:
-    """Tensor cores of compute capability 9 sum products of float8 in 14 bits or so."""
+    """Return the excess; tensor cores of compute capability 9 sum products of float8 in about 14 bits."""
     return skinny_gemm_excess(case, "cuda", 2**-11 / case[1] if case[3] == "float8" else 2**-24)
 
 
@@ -60,9 +60,10 @@ def test_every_skinny_launch_that_is_measured(rows: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_chained_in_a_graph(rows: int) -> None:
-    """Each product reads what the one before wrote, though it begins before that one ends; the same bits each time.
+    """Check that each product reads the results of the one before, though it starts before that one ends.
 
-    Three matrices take turns, so that products count by what others counted by shortly before.
+    The bits are the same each time. Three matrices take turns, so that the counters of one product were used shortly
+    before.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     layers = [Linear(torch.randn(2048, 2048, generator=generator, device="cuda").bfloat16() / 45) for _ in range(3)]
@@ -97,7 +98,7 @@ def test_rows_between_products(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 64, 65, 1000])
 @pytest.mark.parametrize("biased", [False, True])
 def test_fp8_layer(rows: int, biased: bool) -> None:
-    """By either way, and given rows in FP8: within what rounding weights and rows may cost."""
+    """Check both paths, also given rows in FP8: the errors stay within the rounding of weights and rows."""
     generator = torch.Generator("cuda").manual_seed(rows)
     split_k = [
         float8.quantize(torch.randn(size, 4096, generator=generator, device="cuda").bfloat16()) for size in (512, 48)

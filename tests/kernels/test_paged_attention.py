@@ -1,4 +1,4 @@
-"""Paged attention as GPUs run it, by Triton's interpreter, against the compiled code of CPU ranks; and compiled."""
+"""Paged attention for GPUs: under Triton's interpreter against the compiled code of CPU ranks, and compiled."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_kernels_do_what_the_host_does(
     num_sms: int,
     close: float,
 ) -> None:
-    """In 2 or 4 parts; in many, most without tokens; in one, which needs no join. Heads are turned in one or two."""
+    """Cover 2 or 4 parts; many parts, most without tokens; one part, which needs no merge; one or two rotation
+    programs."""
     case = kv_head_of, head_dim, block_size, window, dtype, normed, num_sms
     (worst,) = interpret(both_ways, 1, *case)
     assert worst < close
@@ -121,7 +122,7 @@ TILES = {"FIRST_TILE": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
 
 @pytest.mark.parametrize("splits", [1, 32])
 def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int) -> None:
-    """Nothing that this step's kernels write; but the first keys and values, of steps before."""
+    """Check that it loads nothing that this step's kernels write, but the first keys and values of earlier steps."""
     constants = SHAPE | TILES | {"SPLITS": splits, "PDL": True}
     signature = {name: "constexpr" if name in constants else KINDS[name] for name in decode_kernel.arg_names}
     vectors = ("x", "keys", "values", "cosines", "sines", "partial_out", "partial_stats", "result")
@@ -178,7 +179,7 @@ def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability:
         (8, 2, torch.float16, TILE // 2, SMALL_TILE, STAGES),
         (8, 4, torch.float16, TILE, TILE, STAGES),
         (8, 16, torch.float16, TILE, WIDE_TILE, WIDE_STAGES),
-        (8, 1, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),  # room for no more
+        (8, 1, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),  # there is no room for more
         (8, 64, torch.float32, SMALL_TILE, SMALL_TILE, STAGES),
         (1, 160, torch.bfloat16, TILE, WIDE_TILE, WIDE_STAGES),
     ],
@@ -220,7 +221,7 @@ def test_wide_tiles_are_for_groups_and_gpus_whose_registers_hold_them() -> None:
 
 
 class Launches:
-    """In place of a kernel: what it is launched with, as (grid, arguments by name, options)."""
+    """A stand-in for a kernel that records its launches, as (grid, arguments by name, options)."""
 
     def __init__(self, kernel: Any):
         self.names = kernel.arg_names
@@ -247,7 +248,7 @@ def test_heads_are_turned_together(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """16 bytes of 16-bit values a thread and access, and no more programs than that takes."""
+    """Check for 16-byte accesses of 16-bit values, and no more programs than these need."""
     launches = Launches(rotate_kernel)
     monkeypatch.setattr(rope, "rotate_kernel", launches)
     monkeypatch.setattr(rope, "launch_options", lambda device, warps: {"launch_pdl": True, "num_warps": warps})
@@ -270,7 +271,7 @@ def test_heads_are_turned_together(
 
 
 def test_small_tiles_take_little_shared_memory() -> None:
-    """Four programs' worth leave 64 KB of a processor's 256 to the cache; of larger tiles, two have nearly all."""
+    """Check that four programs leave 64 KB of an SM's 256 to the cache; with larger tiles, two use nearly all of it."""
     assert tiles_compiled("bf16", 128, SMALL_TILE, STAGES, 90).metadata.shared < 48 << 10
     assert tiles_compiled("bf16", 128, TILE, STAGES, 90).metadata.shared > 80 << 10
 

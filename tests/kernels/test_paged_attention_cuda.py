@@ -1,4 +1,4 @@
-"""Attention of decoding as GPUs compute it, against compiled host code. Run with ``pytest -m gpu``."""
+"""Decoding attention on a real GPU, against compiled host code. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLOSE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 @pytest.mark.parametrize("num_sms", [1, 30, 132, 1000])
 @pytest.mark.parametrize("dtype", list(CLOSE))
 def test_contexts_of_any_length_in_any_number_of_parts(dtype: str, num_sms: int) -> None:
-    """From one part of up to 79 tiles to 64 parts, of which most sequences leave some empty."""
+    """Cover one part of up to 79 tiles to 64 parts, some of which are empty for most sequences."""
     for kv_head_of, head_dim, window, normed in (
         ((0, 0, 0, 0, 1, 1, 1, 1), 128, 0, False),
         ((0, 0, 1), 64, 900, True),

@@ -1,4 +1,4 @@
-"""Attention of prompts: by Triton's interpreter, against attention in float64; and compiled."""
+"""Prompt attention: under Triton's interpreter against attention in float64, and compiled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shotcast.kernels.triton.prompt_attention import (
 pytestmark = pytest.mark.long
 
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Bytes of shared memory that a program may have; that of 8.6 and 8.9 for 8.0."""
+"""Bytes of shared memory that a program may have; for 8.0, those of 8.6 and 8.9."""
 
 
 def test_any_step_is_attended_to() -> None:
@@ -82,7 +82,7 @@ def test_few_queries_take_few_rows(
 def compiled(
     rows: int, keys: int, head_dim: int, dtype: str, windowed: bool = False, group: int = 4, capability: int = 90
 ) -> Any:
-    """As ``attend`` launches it."""
+    """Compile the kernel as ``attend`` launches it."""
     constants = {
         "HEADS": 2 * group,
         "KV_HEADS": 2,
@@ -108,7 +108,7 @@ def compiled(
 
 
 def instances(counts: Counter[str], name: str) -> int:
-    """Of instructions whose name begins so."""
+    """Count the instructions whose names begin with this prefix."""
     return sum(count for found, count in counts.items() if found.startswith(name))
 
 
@@ -120,9 +120,9 @@ def instances(counts: Counter[str], name: str) -> int:
 def test_hopper_multiplies_from_shared_memory_and_spills_nothing(
     rows: int, head_dim: int, dtype: str, windowed: bool, group: int, tmp_path: Path
 ) -> None:
-    """Each loop has its products; keys and values are asked for before it and in it, and a tile is left on its way.
+    """Check that each loop has its products, and loads keys and values before it and in it, with a tile loaded ahead.
 
-    Loops are there twice: tiles of few rows have products of 16, which Hopper's instructions do not multiply.
+    There are two copies of the loops: tiles of few rows have products of 16, for which Hopper has no wgmma instruction.
     """
     kernel = compiled(rows, KEYS, head_dim, dtype, windowed, group)
     early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")

@@ -1,4 +1,4 @@
-"""Attention of prompts as GPUs compute it, against attention in float64. Run with ``pytest -m gpu``."""
+"""Prompt attention on a real GPU, against attention in float64. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_any_step_is_attended_to() -> None:
     ("kv_head_of", "head_dim"), [((0, 0, 0, 0, 1, 1, 1, 1), 128), ((0, 1, 1, 1, 2), 64), ((0,) * 12, 80), ((0, 0), 256)]
 )
 def test_long_steps(kv_head_of: tuple[int, ...], head_dim: int, window: int, dtype: torch.dtype) -> None:
-    """In the tiles that the engine makes of them; large steps and small ones take others."""
+    """Use the tiles that the engine makes; large steps and small ones have different ones."""
     device = torch.device("cuda", 0)
     group = max(len(list(heads)) for _, heads in itertools.groupby(kv_head_of))
     for sequences in (((0, 1500), (900, 548)), ((3000, 1), (1, 1), (2000, 60), (0, 66)), ((0, 3000),)):

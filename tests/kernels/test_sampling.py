@@ -1,4 +1,4 @@
-"""Draws by kernels: under Triton's interpreter against PyTorch's on the CPU, and compiled for GPUs."""
+"""Sampling kernels: under Triton's interpreter against PyTorch on the CPU, and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shotcast.kernels.triton import sampling
 
 @pytest.mark.parametrize(("vocabs", "examples"), [((1, 2, 31, 257), 40), ((1000, 5000), 8)])
 def test_the_tokens_that_pytorch_draws(vocabs: tuple[int, ...], examples: int) -> None:
-    """Whatever rows ask for; but for scores, or cuts, that are as close as float32 is rounded."""
+    """Cover all parameters; tokens may differ only where scores or thresholds are as close as float32 rounding."""
     ((total, excused),) = interpret(targets.compared, 1, vocabs, examples)
     assert total >= 2 * examples
     assert excused <= total // 100 + 1, f"{excused} of {total} differ by rounding"
@@ -85,7 +85,7 @@ def compiled(kernel: Any, vocab: int, warps: int, capability: int = 90) -> Any:
     }
     constants = {name: value for name, value in values.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else KINDS[name] for name in kernel.arg_names}
-    options = {"enable_fp_fusion": True} | sampling.OPTIONS  # Triton's own, and what a launch changes
+    options = {"enable_fp_fusion": True} | sampling.OPTIONS  # Triton's defaults, and the options that a launch changes
     return cross.build(kernel, signature, constants, warps, capability, options, aligned=set(KINDS))
 
 
@@ -108,7 +108,7 @@ def test_in_registers(kernel: Any, warps: int, registers: int, vocab: int, tmp_p
     found = cross.instructions(made.asm["ptx"])
     if kernel is not sampling.finish_kernel:
         assert ("ld.global.v4.b32" in found) == (vocab % 4 == 0)
-    # As the CPU rounds: quotients exactly, and no product together with a sum.
+    # Rounding is the CPU's: quotients exactly, and no product fused with a sum.
     assert not [name for name in found if name.startswith("div.full")]
     if kernel is sampling.penalised_max_kernel:
         assert not [name for name in found if name.startswith("fma")]

@@ -21,11 +21,11 @@ from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, skinny_gemm_ke
 
 DTYPES = ("bfloat16", "float16", "float8")
 MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
-"""KiB of shared memory of a processor, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+"""KiB of shared memory of an SM, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 
 def cases() -> list[SkinnyGemmCase]:
-    """Columns of part of a step, of whole steps and of both; odd outputs; uneven parts, and one without any."""
+    """Cover columns of part of a step, of whole steps and of both; odd outputs; uneven parts, and an empty one."""
     made: list[SkinnyGemmCase] = []
     launches = itertools.cycle((None, SkinnyGemmConfig(2, 3), SkinnyGemmConfig(3, 2), SkinnyGemmConfig(2, 1)))
     shapes = itertools.cycle(((48, 6), (512, 130), (528, 70), (2064, 38), (1024, 64)))
@@ -152,7 +152,7 @@ SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624
 def test_tensor_cores_take_tiles_of_shared_memory(
     outputs: int, inputs: int, fp8: bool, rows: int, tmp_path: Path
 ) -> None:
-    """By the instructions of the ninth generation, whose copies are of 16 bytes; nothing is spilt."""
+    """Check for wgmma instructions and 16-byte copies, without spills."""
     kernel, signature = compiled(outputs, inputs, rows, fp8)
     early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
     assert cross.touched(early, signature) == []

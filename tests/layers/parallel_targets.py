@@ -1,4 +1,4 @@
-"""What ranks run for test_parallel.py."""
+"""Ranks of test_parallel.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shotcast.layers.parallel import Parallel
 
 
 def norms(algorithm: str, sequence_parallel: int) -> tuple[bool, float]:
-    """Whether the norm came in FP8; and how far it is off the other form, over what rounding to FP8 allows."""
+    """Return whether the norm came in FP8; and its difference to the other form, relative to FP8 rounding."""
     with shotcast.Communicator(device="cpu") as comm:
         parallel = Parallel(comm, algorithm=algorithm, sequence_parallel=sequence_parallel)
         generator = torch.Generator().manual_seed(comm.rank)

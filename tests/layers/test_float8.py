@@ -1,4 +1,4 @@
-"""Products in FP8, against float64: what rounding to e4m3 may cost, and not more."""
+"""FP8 products against float64: the errors are those of rounding to e4m3, and no more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIDES = st.sampled_from([16, 32, 48, 256])
 
 
 def rounding(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What each element in FP8 may be off by, as docs/reference/numerics.md says."""
+    """Return the largest error of each element in FP8, according to docs/reference/numerics.md."""
     return (matrix.abs() / 16).maximum(scale * 2**-10) * (1 + 2**-10)
 
 
@@ -60,7 +60,7 @@ def test_slices_do_not_matter_and_zeros_stay(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Matrices:
-    """A source that says how many bytes were read, and makes what is asked for."""
+    """A source that makes the tensors it is asked for, and records how many bytes were read."""
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(len(name)))

@@ -1,4 +1,4 @@
-"""A norm in FP8 is the norm, rounded; on ranks that add up whole residuals or parts of them."""
+"""The norm in FP8 is the norm, rounded; for ranks that add up whole residuals or parts of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How dimensions and heads are divided: everything belongs to somebody, evenly, in order."""
+"""Division of dimensions and heads: every element belongs to one rank, evenly, in order."""
 
 from __future__ import annotations
 

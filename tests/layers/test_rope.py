@@ -1,4 +1,4 @@
-"""Angles, against those of Hugging Face Transformers."""
+"""Rotary angles, against those of Hugging Face Transformers."""
 
 from __future__ import annotations
 

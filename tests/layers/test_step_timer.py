@@ -1,4 +1,4 @@
-"""Clocks of ranks; the one of GPUs in ``tests/engine/test_llm_cuda.py``."""
+"""Timers of ranks; that of GPUs is tested in ``tests/engine/test_llm_cuda.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_host_clock_counts_communication_within_steps() -> None:
 
 
 def test_what_stamps_take_is_taken_off() -> None:
-    """Of a step of two calls of 3 us and 4 us of other work; an empty span is 1 us long, and delays by 2.5 us."""
+    """Time a step of two calls of 3 us and 4 us of other work; an empty span is 1 us long, and delays by 2.5 us."""
     cost = TimestampCost(1000.0, 2500.0)
     assert cost.communication_s(2 * (3000 + 1000), 2) == pytest.approx(6e-6)
     assert cost.step_s(1000 + 4000 + 2 * (3000 + 2500), 1, 2) == pytest.approx(10e-6)

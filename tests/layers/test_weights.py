@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: cut, converted, joined; and the parts add up to the whole."""
+"""A rank's part of a checkpoint: sliced, converted, joined; the parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shotcast.layers.weights import Weights
 
 
 class Memory:
-    """Tensors by name, and what was read of them."""
+    """Named tensors, and a record of what was read."""
 
     def __init__(self, **tensors: torch.Tensor):
         self.tensors = tensors
@@ -71,7 +71,7 @@ def test_several_matrices_become_one() -> None:
 
 
 def test_the_head_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, a layer has memory of its own, which no step should ask for."""
+    """Check that steps make no layer: on a GPU, a layer has memory of its own."""
     made: list[torch.Tensor] = []
 
     def linear(weight: torch.Tensor) -> Linear:

@@ -1,4 +1,4 @@
-"""What ranks run for test_parity.py."""
+"""Ranks of test_parity.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 4
 
 
 class Tables:
-    """Blocks of sequences in a paged cache, given out in a scattered order."""
+    """Blocks of sequences in a paged cache, allocated in a scattered order."""
 
     def __init__(self, sequences: int, blocks: int):
         order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(3))
@@ -28,7 +28,8 @@ class Tables:
         return int(self.blocks[sequence, position // BLOCK]) * BLOCK + position % BLOCK
 
     def batch(self, parts: list[tuple[int, int, list[int]]]) -> Batch:
-        """``parts``: (sequence, tokens before, tokens), those with one token first. All their tokens are drawn from."""
+        """Make a batch of ``parts``: (sequence, tokens before, tokens), sorted by whether they have one token; all
+        logits are wanted."""
         parts = sorted(parts, key=lambda part: len(part[2]) > 1)
         tokens = [token for _, _, new in parts for token in new]
         positions = [position for _, start, new in parts for position in range(start, start + len(new))]
@@ -61,7 +62,7 @@ class Tables:
 def logits(
     folder: str, stages: int, prompts: list[list[int]], chunk: int, decoded: int, options: dict[str, Any]
 ) -> list[torch.Tensor] | None:
-    """Logits of all tokens of each prompt: in chunks, but for the last ``decoded`` tokens, which come one by one.
+    """Return the logits of all tokens of each prompt: in chunks, with the last ``decoded`` tokens one by one.
 
     Sequences are shifted by a step each, so that steps hold chunks and single tokens together.
     """

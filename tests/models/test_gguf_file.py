@@ -1,4 +1,4 @@
-"""GGUF: the same weights as Hugging Face's, whatever part is read and however they are stored."""
+"""GGUF files: the same weights as Hugging Face's, whichever part is read and however they are stored."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ SHAPES = {
     "blk.0.ffn_down.weight": (HIDDEN, FFN),
 }
 Written = dict[str, tuple[np.ndarray, GGMLQuantizationType]]
-"""What is in a file: rows of bytes or numbers, and their type."""
+"""The content of a file: rows of bytes or numbers, and their type."""
 
 
 def stored(values: np.ndarray, kind: GGMLQuantizationType, numbers: np.random.Generator) -> np.ndarray:
     if kind.name in ("Q4_K", "Q6_K"):
-        # the package does not quantise to these: any bytes are weights, if the scales among them are finite
+        # the package cannot quantise to these types, but any bytes are weights if the scales among them are finite
         block, nbytes = gguf.GGML_QUANT_SIZES[kind]
         blocks = numbers.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, nbytes), dtype=np.uint8)
         scales = slice(0, 4) if kind.name == "Q4_K" else slice(208, 210)
@@ -69,7 +69,7 @@ def write(
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, tuple[int, ...]] | None = None,
 ) -> Written:
-    """A model of one layer. ``metadata`` adds to what is said of the architecture; None leaves a key out."""
+    """Write a model of one layer. ``metadata`` adds to the fields of the architecture; None leaves a key out."""
     numbers = np.random.default_rng(0)
     writer = GGUFWriter(path, architecture)
     said: dict[str, Any] = {
@@ -113,13 +113,14 @@ def write(
 
 
 def whole(written: Written, name: str) -> torch.Tensor:
-    """A tensor by the package's own dequantisation."""
+    """Return a tensor by the gguf package's own dequantisation."""
     data, kind = written[name]
     return torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
 
 
 def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The order of Hugging Face: pairs (0, 1), (2, 3), ... of a head become (0, d/2), (1, d/2 + 1), ..."""
+    """Return rows in the order of Hugging Face: pairs (0, 1), (2, 3), ... of a head become (0, d/2), (1, d/2 + 1),
+    ..."""
     return weight.view(heads, HEAD_DIM // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -308,7 +309,8 @@ def test_other_files_are_named(tmp_path: Path) -> None:
 
 
 def assert_as_the_package_reads(path: Path) -> None:
-    """Metadata but for lists of strings, and where each tensor is, as by the reader that takes seconds."""
+    """Compare metadata, except lists of strings, and tensor locations with the package's reader, which takes
+    seconds."""
     header, theirs = GgufHeader.read(path), gguf.GGUFReader(path)
     known = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     vocabularies = {name for name, field in known.items() if gguf.GGUFValueType.STRING in field.types[1:]}

@@ -1,4 +1,4 @@
-"""Bytes of a rank, and bytes that there are."""
+"""The memory that a rank needs, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_each_rank_has_a_column_and_a_word(few: str, said: str) -> None:
 
 
 def test_keys_and_values_of_a_token() -> None:
-    """Llama 3.1 8B keeps 128 KiB a token in bfloat16."""
+    """Check that Llama 3.1 8B keeps 128 KiB a token in bfloat16."""
     assert kv_bytes_per_token(preset("llama-3.1-8b"), 2, 8, 32) == 128 * 1024
 
 

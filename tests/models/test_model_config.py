@@ -1,4 +1,4 @@
-"""What config.json says, and what is refused rather than computed wrongly."""
+"""Reading config.json, and refusing what would be computed wrongly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 def said(family: str = "llama", **changes: Any) -> dict[str, Any]:
-    """A config.json; a change to ... leaves the key out."""
+    """Make a config.json; a change to ... leaves the key out."""
     whole = TINY | {"architectures": [f"{FAMILIES[family]}ForCausalLM"], "model_type": family} | changes
     return {key: value for key, value in whole.items() if value is not ...}
 

@@ -1,4 +1,4 @@
-"""Logits, against Hugging Face Transformers on the same weights, for every family and layout."""
+"""Logits against Hugging Face Transformers on the same weights, for every family and layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 import shotcast
 
-VOCAB = 203  # no multiple of anything
+VOCAB = 203  # not a multiple of any unit or tile
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -50,13 +50,13 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[torch.Tensor]]]:
-    """A tiny model of each family, as Transformers saves it, with the logits that Transformers computes."""
+    """Save a tiny model of each family by Transformers, with the logits that Transformers computes."""
     made = {}
     for name, (family, options) in FAMILIES.items():
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-        for parameter in model.parameters():  # biases are 0 and norms 1, which would hide both
+        for parameter in model.parameters():  # biases of 0 and norms of 1 would hide errors
             if parameter.dim() == 1:
                 torch.nn.init.normal_(parameter, 0.7, 0.3)
         folder = tmp_path_factory.mktemp(name)

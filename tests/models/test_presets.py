@@ -32,7 +32,7 @@ PARAMETERS = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
 }
-"""As huggingface.co counts them in the safetensors files."""
+"""Numbers of parameters that huggingface.co shows for the safetensors files."""
 
 
 def test_parameters_are_those_published() -> None:

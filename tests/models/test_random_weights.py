@@ -1,4 +1,4 @@
-"""Random weights: the same whichever part is read, and of the size of real ones."""
+"""Random weights: the same whichever part is read, and as large as real ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_rows_tensors_and_seeds_differ() -> None:
 
 
 def test_a_part_of_the_largest_model_takes_that_part() -> None:
-    """The whole matrix would be 1.7 GB."""
+    """Read a part; the whole matrix would take 1.7 GB."""
     weights = RandomWeights(preset("llama-3.1-405b"))
     part = weights.read("model.layers.125.mlp.down_proj.weight", slice(0, 512), slice(53248 - 64, 53248))
     assert part.shape == (512, 64)

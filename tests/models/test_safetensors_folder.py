@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: every part of every tensor, and what damage is called."""
+"""Hugging Face folders: every part of every tensor, and the errors for damaged files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensors]:
-    """The same model in one file and in several, and its tensors."""
+    """Save the same model in one file and in several; return its tensors too."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensors
 
 @pytest.fixture
 def one(saved: tuple[Path, Path, Tensors], tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Copy the model, to be damaged."""
     return Path(shutil.copytree(saved[0], tmp_path / "one"))
 
 

@@ -1,4 +1,4 @@
-"""What a user may name a model by."""
+"""The names by which a user may choose a model."""
 
 from __future__ import annotations
 
