@@ -61,10 +61,10 @@ def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Communicator, 
     if x.dim() == 0:
         x = x.view(1)
     dim = _dimension(gather_dim, x)
-    whole = group.all_gather(x)
+    gathered = group.all_gather(x)
     if dim == 0:
-        return whole
-    return whole.view(parts, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+        return gathered
+    return gathered.view(parts, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter_tensor(

@@ -72,7 +72,11 @@ def test_layouts_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"algorithms": ("fast",)}, "'fast'"), ({"output": 1}, "output 2 or more"), ({"batches": (0,)}, "1 or more")],
+    [
+        ({"algorithms": ("fast",)}, "'fast'"),
+        ({"output": 1}, "output at least 2"),
+        ({"batches": (0,)}, "must be at least 1"),
+    ],
 )
 def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> None:
     good = {
@@ -146,4 +150,4 @@ def test_options_that_a_table_of_the_engine_has_not(tmp_path: Path) -> None:
     arguments = ["bench", "table", "--kind", "engine", "--json", str(tmp_path / "none"), "--sizes", "8K"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "a table of the engine has no" in result.stderr
+    assert "a table of the engine takes no" in result.stderr

@@ -23,7 +23,7 @@ GROUP = SimpleNamespace(group_name="0")
 
 @pytest.fixture
 def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """PyTorch's symmetric memory: an allocator that offers ``multicast_ptr``, and what it was told at allocation."""
+    """Replace PyTorch's symmetric memory by an allocator with a ``multicast_ptr`` that records its settings."""
     monkeypatch.delenv("SHOTCAST_MULTICAST", raising=False)
     monkeypatch.setenv(DISABLE, "")
     offered = SimpleNamespace(multicast_ptr=0xABC000, disabled=None, buffer_ptrs=[0x1000, 0x2000])
@@ -68,7 +68,7 @@ def test_switched_off_before_the_allocation_and_after(
 def test_pytorch_is_told_of_ranks_that_share_a_gpu_and_only_then(
     pytorch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In that mode the allocator would not set up multicast either."""
+    """The allocator would not set up multicast in that mode either."""
     monkeypatch.setenv(OVERLAPPING, "")
     made()
     assert os.environ[OVERLAPPING] == ""

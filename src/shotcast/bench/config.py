@@ -16,7 +16,7 @@ MIN_CALLS = 5
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """What to measure. It is picklable, as it is sent to the ranks.
+    """The points to measure. It is picklable, as it is sent to the ranks.
 
     Attributes:
         sizes: bytes of the whole tensor, ascending. A size is rounded up to one that divides evenly among the ranks.

@@ -28,8 +28,8 @@ def fill(text: str, make: Callable[[list[str]], str]) -> str:
     if text.count(_BEGIN) != text.count(_END) or len(_TABLE.findall(text)) != text.count(_BEGIN):
         raise ConfigError(f"each table must be between '{_BEGIN}... -->' and '{_END}'; one has no such end")
 
-    def made(match: re.Match[str]) -> str:
+    def generate(match: re.Match[str]) -> str:
         table = make(shlex.split(match["arguments"])).strip()
         return f"{_BEGIN}{match['arguments']}-->\n\n{table}\n\n{_END}"
 
-    return _TABLE.sub(made, text)
+    return _TABLE.sub(generate, text)

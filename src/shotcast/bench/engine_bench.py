@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchConfig:
-    """What to measure: each batch with each algorithm on each layout.
+    """The points to measure: each batch with each algorithm on each layout.
 
     With ``baseline``, Transformers is measured first.
     """
@@ -282,7 +282,7 @@ def _point(
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
     """Return the seconds between neighbouring tokens of all requests."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
-    return [later - earlier for one in times for earlier, later in itertools.pairwise(one)]
+    return [later - earlier for request_times in times for earlier, later in itertools.pairwise(request_times)]
 
 
 def _row(

@@ -106,8 +106,8 @@ class FusedCase(Case):
             comm.all_reduce_rms_norm_fp8(x, residual, weight, EPS, scale=given, out=out)
 
         def values() -> Mapping[str, torch.Tensor]:
-            off = quantized.double() * scale.double() - self.norm(new_residual)
-            return {name: off, "new_residual": new_residual}
+            error = quantized.double() * scale.double() - self.norm(new_residual)
+            return {name: error, "new_residual": new_residual}
 
         results = (quantized, new_residual) if static else (quantized, scale, new_residual)
         return BenchCall(name, run, no_op, x, results, values=values)
@@ -135,20 +135,20 @@ class FusedCase(Case):
         """
         step = torch.finfo(self.context.dtype).eps
         plain = super().reference()
-        total, total_off = (values.view(self.x.shape) for values in plain["sum"])
-        kept = total + self._residual.double()
-        kept_off = total_off + step * (kept.abs() + total_off)
+        total, total_error = (values.view(self.x.shape) for values in plain["sum"])
+        kept_residual = total + self._residual.double()
+        residual_error = total_error + step * (kept_residual.abs() + total_error)
         # the magnitude of a norm, for any new residual within the bound
-        rms = (kept.square().mean(-1, keepdim=True) + EPS).sqrt()
-        size = self.norm(kept).abs() + 2 * self._weight.double().abs() * kept_off / rms
-        normed_off = step * size + 2**-20
-        nothing_off = torch.zeros_like(kept)
+        rms = (kept_residual.square().mean(-1, keepdim=True) + EPS).sqrt()
+        size = self.norm(kept_residual).abs() + 2 * self._weight.double().abs() * residual_error / rms
+        normed_error = step * size + 2**-20
+        zeros = torch.zeros_like(kept_residual)
         reference = {
-            "sum": (total, total_off),
-            "new_residual": (kept, kept_off),
-            "normed": (nothing_off, normed_off),
+            "sum": (total, total_error),
+            "new_residual": (kept_residual, residual_error),
+            "normed": (zeros, normed_error),
         }
         for name, largest in (("fp8_dynamic", size.amax(-1, keepdim=True)), ("fp8_static", size.max())):
-            off = 2**-4 * (size + normed_off) + 2**-10 * largest / E4M3_MAX
-            reference[name] = (nothing_off, normed_off + 1.02 * off)
+            fp8_error = 2**-4 * (size + normed_error) + 2**-10 * largest / E4M3_MAX
+            reference[name] = (zeros, normed_error + 1.02 * fp8_error)
         return reference

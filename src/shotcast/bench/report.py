@@ -176,34 +176,36 @@ def table(rows: Sequence[Row]) -> Table:
         left = name in ("type", "redop", "algorithm")
         view.add_column(f"{name}\n({unit})" if unit else name, justify="left" if left else "right", no_wrap=True)
     for nbytes in sorted({row.nbytes for row in rows}):
-        same = [row for row in rows if row.nbytes == nbytes]
-        times = [row.time_us for row in same if row.time_us is not None and row.algorithm not in implementations.PLAIN]
-        for row in same:
+        same_size = [row for row in rows if row.nbytes == nbytes]
+        times = [
+            row.time_us for row in same_size if row.time_us is not None and row.algorithm not in implementations.PLAIN
+        ]
+        for row in same_size:
             cells = [str(nbytes), str(row.count), row.dtype, redop, row.algorithm, _cell(row.time_us)]
             cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
             cells += ["N/A" if row.errors is None else str(row.errors), _cell(row.p99_us), _cell(row.skew_us)]
             cells += [str(row.tokens)] if first.hidden else []
-            cells += [_cell(above_plain_us(row, same))] if fused else []
+            cells += [_cell(above_plain_us(row, same_size))] if fused else []
             cells += [_cell(row.work_us)] if first.measure == "between" else []
             cells += ["N/A" if row.allocations is None else str(row.allocations)] if host else []
             style = "bold red" if row.errors else "bold" if times and row.time_us == min(times) else ""
-            view.add_row(*cells, style=style, end_section=row is same[-1])
+            view.add_row(*cells, style=style, end_section=row is same_size[-1])
     return view
 
 
-def above_plain_us(row: Row, same: Iterable[Row]) -> float | None:
+def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
     """Return the time of a fused call minus that of the fastest own all-reduce alone, of the same size and measure."""
     plain = [
         other.time_us
-        for other in same
-        if other.algorithm in implementations.PLAIN and other.time_us and beside(row, other)
+        for other in same_size
+        if other.algorithm in implementations.PLAIN and other.time_us and same_conditions(row, other)
     ]
     if not plain or row.time_us is None or row.algorithm in implementations.PLAIN:
         return None
     return row.time_us - min(plain)
 
 
-def beside(row: Row, other: Row) -> bool:
+def same_conditions(row: Row, other: Row) -> bool:
     """Return whether two rows differ only in the implementation and its results."""
     facts = ("op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work")
     return all(getattr(row, fact) == getattr(other, fact) for fact in facts)

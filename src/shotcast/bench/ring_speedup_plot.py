@@ -22,7 +22,7 @@ from shotcast.errors import ConfigError
 SMALLEST, LARGEST = 4 << 10, 1 << 20
 MULTISHOT = ("one_shot", "two_shot", "auto")
 RINGS = {"nccl_ring": ("NCCL's ring", "#D55E00", "s"), "ring": ("our ring", "#0072B2", "o")}
-"""For each implementation: its name in the picture, its colour (from Okabe and Ito's palette), its marker."""
+"""The name in the picture, the colour (from Okabe and Ito's palette) and the marker of each ring."""
 CLAIM = 3.0
 """The claim in the title of NVIDIA's article "3x Faster AllReduce with NVSwitch and TensorRT-LLM MultiShot" (2024)."""
 
@@ -48,8 +48,8 @@ def figure(rows: Sequence[Row], caption: str = "") -> Any:
     require_same(rows, "op", "dtype", "device")
     panels: dict[int, dict[str, list[tuple[int, float]]]] = {}
     for world_size in sorted({row.world_size for row in rows if row.op == "all_reduce"}):
-        mine = [row for row in rows if row.world_size == world_size]
-        lines = {ring: points for ring in RINGS if (points := ratios(mine, ring))}
+        group = [row for row in rows if row.world_size == world_size]
+        lines = {ring: points for ring in RINGS if (points := ratios(group, ring))}
         if lines:
             panels[world_size] = lines
     if not panels:

@@ -43,7 +43,7 @@ StampEvery = Annotated[
     int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
 ]
 RankTimeout = Annotated[float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")]
-MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="The most tokens of the answer.")]
+MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="The largest number of tokens in the answer.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")]
 TopP = Annotated[
     float, typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to this.")

@@ -22,7 +22,7 @@ class Device(enum.StrEnum):
 MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="The smallest message, such as 8 or 1K.")]
 MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")]
 StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")]
-Iters = Annotated[int, typer.Option("-n", "--iters", help="The most timed calls at one point.")]
+Iters = Annotated[int, typer.Option("-n", "--iters", help="The largest number of timed calls at one point.")]
 Warmup = Annotated[int, typer.Option("-w", "--warmup_iters", help="Warm-up calls before the timed ones.")]
 Check = Annotated[
     int, typer.Option("-c", "--check", min=0, max=1, help="1 compares results with a float64 sum; 0 does not.")
@@ -112,20 +112,20 @@ def device_name(device: Device) -> str:
 
 
 def world_sizes_of(text: str, device: str, running: int | None) -> list[int]:
-    asked = numbers_in(text, "--world-size")
-    if any(number < 2 for number in asked):
+    world_sizes = numbers_in(text, "--world-size")
+    if any(number < 2 for number in world_sizes):
         raise ConfigError("a collective takes at least 2 ranks")
     if running is not None:
-        if asked not in ([], [running]):
+        if world_sizes not in ([], [running]):
             raise ConfigError(f"this job already has {running} ranks; leave out --world-size under torchrun")
         return [running]
     if device == "cpu":
         from shotcast.hardware.detect import available_cores
 
-        return asked or [min(8, max(2, available_cores()))]
+        return world_sizes or [min(8, max(2, available_cores()))]
     import torch
 
     count = torch.cuda.device_count()
-    if count < max(asked, default=2):
-        raise ConfigError(f"{max(asked, default=2)} CUDA ranks need as many GPUs; {count} are visible")
-    return asked or [count]
+    if count < max(world_sizes, default=2):
+        raise ConfigError(f"{max(world_sizes, default=2)} CUDA ranks need as many GPUs; {count} are visible")
+    return world_sizes or [count]

@@ -66,7 +66,7 @@ class HostFacts:
 
     @property
     def all_peers(self) -> bool:
-        """Whether every GPU has access to the memory of every other one."""
+        """True if every GPU has access to the memory of every other one."""
         return all(access for i, row in enumerate(self.peer_access) for j, access in enumerate(row) if i != j)
 
     def as_json(self) -> dict[str, Any]:
