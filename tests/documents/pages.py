@@ -1,0 +1,79 @@
+"""The documents of the repository, and what is shown in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
+
+_FENCE = re.compile(r"^( *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+MARKS = {
+    "sh": {
+        "": "a test runs it",
+        "install": "it installs packages",
+        "make": "it is a target of the Makefile, which installs and takes minutes",
+        "long": "it takes minutes",
+        "stays": "it goes on until it is ended",
+        "gpu": "it needs GPUs",
+    },
+    "python": {
+        "": "a test runs it as a script",
+        "ranks": "a test runs it on two CPU ranks, where comm is their communicator",
+        "fragment": "it is a part of something else",
+        "server": "it needs a running server",
+        "gpu": "it needs GPUs",
+    },
+    "text": {"": "it is no command"},
+    "": {"": "it is no command"},
+}
+"""The info strings of fences: language, then a mark, with what the mark says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    mark: str
+    body: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def commands(self) -> list[list[str]]:
+        """The commands of a block of shell, as words; comments and continued lines are taken care of."""
+        lines = self.body.replace("\\\n", " ").splitlines()
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def fences(language: str) -> list[Fence]:
+    """All blocks of a language."""
+    return [fence for page in PAGES for fence in fences_of(page) if fence.language == language]
+
+
+def fences_of(page: Path) -> list[Fence]:
+    """All blocks of a page."""
+    text = page.read_text()
+    found = []
+    for match in _FENCE.finditer(text):
+        language, _, mark = match["info"].strip().partition(" ")
+        found.append(Fence(page, text.count("\n", 0, match.start()) + 1, language, mark, match["body"]))
+    return found
+
+
+def without_fences(page: Path) -> str:
+    """The text of a page without its blocks."""
+    return _FENCE.sub("", page.read_text())

@@ -1,0 +1,132 @@
+"""The API page has every public name, with its arguments, and no other."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+import typer
+from pages import ROOT
+
+import shotcast
+from shotcast import errors, functional
+from shotcast.cli import app
+from shotcast.engine.async_llm import AsyncLLM
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.llm import LLM
+from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
+
+TEXT = (ROOT / "docs" / "reference" / "api.md").read_text()
+
+
+def section(heading: str) -> str:
+    """The text below a heading, up to the next."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"no heading {heading!r}"
+    return found[1]
+
+
+def listed(heading: str) -> list[str]:
+    """The first cells of the tables of a section."""
+    return re.findall(r"^\| `([^`]+)` \|", section(heading), re.MULTILINE)
+
+
+def shown(name: str, function: Callable[..., Any]) -> str:
+    """A name with its arguments and their defaults, without types."""
+    signature = inspect.signature(function)
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+        if function.__module__ == functional.__name__ or parameter.name != "self"
+    ]
+    return f"{name}{inspect.Signature(plain)}"
+
+
+def members(kind: type) -> set[str]:
+    """The public methods, with their arguments, and the public properties of a class."""
+    return {
+        shown(name, value) if inspect.isfunction(value) else name
+        for name, value in inspect.getmembers_static(kind)
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    }
+
+
+def options(kind: type) -> list[str]:
+    """The fields of a dataclass with their defaults."""
+    return [item.name if item.default is MISSING else f"{item.name}={item.default!r}" for item in fields(kind)]
+
+
+def test_communicator() -> None:
+    arguments = list(inspect.signature(shotcast.Communicator).parameters)
+    assigned = {"rank", "world_size", "device", "max_bytes", "name"}
+    names = listed("Communicator")
+    assert names[: len(arguments)] == arguments
+    assert set(names[len(arguments) :]) == members(shotcast.Communicator) | assigned
+    assert f"`{shown('shotcast.Communicator', shotcast.Communicator)}`" in section("Communicator")
+
+
+def test_attributes_of_a_communicator_are_those_of_an_instance() -> None:
+    """What the constructor assigns is not in the class, so it is looked for in its source."""
+    source = inspect.getsource(shotcast.Communicator)
+    assigned = set(re.findall(r"self\.([a-z]\w*)(?:, self\.\w+)* *(?::[^=\n]+)?=[^=]", source))
+    assigned |= {name for group in re.findall(r"((?:self\.[a-z]\w*, )+self\.[a-z]\w*) =", source)
+                 for name in re.findall(r"self\.(\w+)", group)}  # fmt: skip
+    assert assigned <= set(listed("Communicator"))
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_engines(kind: type) -> None:
+    assert set(listed(kind.__name__)) == members(kind)
+    assert f"{kind.__name__}(model, **options)`" in section("Engine")
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_options(kind: type) -> None:
+    assert listed(kind.__name__) == options(kind)
+
+
+def test_outputs() -> None:
+    assert set(listed("RequestOutput")) == {item.name for item in fields(RequestOutput)} | members(RequestOutput)
+    assert listed("EngineStats") == [item.name for item in fields(EngineStats)]
+
+
+def test_functional() -> None:
+    assert set(listed("functional")) == {shown(name, getattr(functional, name)) for name in functional.__all__}
+
+
+def test_errors() -> None:
+    kinds = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert set(listed("Errors")) == kinds
+
+
+def test_spawn() -> None:
+    assert listed("spawn") == [shown("spawn", shotcast.spawn)]
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    assert {
+        name for name in shotcast.__all__ if not name.startswith("__") and not re.search(rf"\b{name}\b", TEXT)
+    } == set()
+
+
+def commands(group: Any, prefix: str) -> set[str]:
+    found = set()
+    for name, command in group.commands.items():
+        found |= commands(command, f"{prefix} {name}") if hasattr(command, "commands") else {f"{prefix} {name}"}
+    return found
+
+
+def test_command_line() -> None:
+    assert set(listed("Command line")) == commands(typer.main.get_group(app), "shotcast")
+
+
+def test_every_line_says_something() -> None:
+    """But for names that are other names of the function above them."""
+    empty = re.findall(r"^\| `(\w+)[^`]*` \| +\|", TEXT, re.MULTILINE)
+    assert [name for name in empty if not name.endswith(("_single", "_autograd"))] == []

@@ -1,0 +1,79 @@
+"""Pages are found, link to what exists, and name files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import MARKS, PAGES, ROOT, fences_of, without_fences
+
+import test_imports
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]+))?\)")
+RAW = ROOT / "benchmarks" / "data" / "h200"
+NAMED_ELSEWHERE = {"config.json", "_x2.json"}
+"""A file of every model, and the end of a name."""
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", without_fences(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{target}#{anchor}")
+    assert broken == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / target).resolve() for target, _ in LINK.findall(index.read_text())}
+    assert {named(page) for page in PAGES if page not in (index, ROOT / "SECURITY.md") and page not in linked} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = without_fences(page)
+    sources = re.findall(r"`([\w/]+/[\w.]+\.(?:py|sh))`", text)
+    results = re.findall(r"`([\w/]+\.(?:json|txt|xml))`", text)
+    roots = (ROOT, ROOT / "src" / "shotcast", ROOT / "src" / "shotcast" / "collectives")
+    absent = [name for name in sources if not any((root / name).exists() for root in roots)]
+    kept = (ROOT, ROOT / "benchmarks", RAW, RAW / "exploration")
+    absent += [
+        name for name in results if name not in NAMED_ELSEWHERE and not any((root / name).exists() for root in kept)
+    ]
+    assert absent == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_blocks_say_what_they_are(page: Path) -> None:
+    """The first word is the language; the second says why no test runs the block."""
+    unknown = [f"{fence.where}: {fence.language} {fence.mark}" for fence in fences_of(page)
+               if fence.mark not in MARKS.get(fence.language, {})]  # fmt: skip
+    assert unknown == []
+
+
+def test_the_readme_takes_half_a_minute() -> None:
+    """It has at most 1,000 words in all."""
+    assert len((ROOT / "README.md").read_text().split()) <= 1000
+
+
+def test_the_house_is_that_of_the_imports() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    house = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert house is not None
+    rooms = [line[:24].split() for line in house[1].splitlines()]
+    assert rooms == [list(layer) for layer in reversed(test_imports.LAYERS)]

@@ -1,0 +1,50 @@
+"""Every piece of Python that a document shows runs, or compiles where it needs more than a test has."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import Fence, fences
+from snippet_targets import run_with_comm
+
+from shotcast.launcher.spawn import spawn
+
+CODE = fences("python")
+SCRIPTS = [fence for fence in CODE if fence.mark == ""]
+RANKS = [fence for fence in CODE if fence.mark == "ranks"]
+PRINTED = {"shotcast.spawn(work, 4)": "[[6.0, 6.0, 6.0, 6.0], [6.0, 6.0, 6.0, 6.0], "}
+"""What a script prints, by a part of it."""
+
+
+@pytest.mark.parametrize("fence", CODE, ids=lambda fence: fence.where)
+def test_it_is_python(fence: Fence) -> None:
+    ast.parse(fence.body)
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [
+        pytest.param(fence, marks=[pytest.mark.full] if fence.page.name == "engine.md" else [], id=fence.where)
+        for fence in SCRIPTS
+    ],
+)
+def test_scripts_run(fence: Fence, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(fence.body)
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for part, printed in PRINTED.items():
+        if part in fence.body:
+            assert result.stdout.startswith(printed), result.stdout
+    assert result.stdout.strip()
+
+
+def test_parts_run_on_ranks() -> None:
+    """In the order of the pages, on one communicator."""
+    assert RANKS
+    printed = spawn(run_with_comm, 2, [(fence.where, fence.body) for fence in RANKS], timeout_s=100)
+    assert "one_shot" in printed[0]
