@@ -19,16 +19,15 @@ from shotcast.device.triton import tiles
 from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.transport.triton.executor import ROW_OPTIONS, fp8_options
 from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
-from shotcast.transport.triton.fused_reduce_scatter import scatter_rms_norm
+from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_rms_norm
 from shotcast.transport.triton.fused_two_shot import two_shot_rms_norm
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
 from shotcast.transport.triton.ring import ring
 from shotcast.transport.triton.send_recv import send_recv
 from shotcast.transport.triton.two_shot import two_shot_all_reduce
-from shotcast.transport.triton.two_shot_fp8 import two_shot_fp8_all_reduce
+from shotcast.transport.triton.two_shot_fp8 import compile_options, two_shot_fp8_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
 ADDRESSES = ("x", "out", "data", "own", "peers", "header", "sum_cells", "amax_cells", *NORM_ADDRESSES[:-1])
@@ -101,7 +100,7 @@ def compiled(
     signature = {
         key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
     }
-    options = fp8_options(world_size, capability >= 89) if kernel is two_shot_fp8_all_reduce else None
+    options = compile_options(world_size, capability >= 89) if kernel is two_shot_fp8_all_reduce else None
     return build(kernel, signature, constants, warps, capability, options=options)
 
 
@@ -142,7 +141,7 @@ def compiled_fused(
     kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
     signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
     return build(
-        kernel, signature, constants, warps, capability, options=ROW_OPTIONS if kernel is scatter_rms_norm else {}
+        kernel, signature, constants, warps, capability, options=COMPILE_OPTIONS if kernel is scatter_rms_norm else {}
     )
 
 

@@ -275,7 +275,7 @@ class TestTune:
 
     def test_wrong_results_are_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from shotcast.bench import tune
-        from shotcast.collectives.choice.problem import Candidate
+        from shotcast.collectives.choice.choice import Candidate
         from shotcast.wire import LaunchShape
 
         best = tune.Timed("one_shot", LaunchShape(), True, 1.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shotcast import env
+from shotcast.collectives.registry import from_environment
 from shotcast.engine.llm import LLM
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
@@ -26,13 +27,14 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("read", "name", "default", "text", "value"),
     [
-        (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "two_shot", "two_shot"),
-        (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "multimem", "multimem"),
+        (from_environment, "SHOTCAST_ALGORITHM", "auto", "two_shot", "two_shot"),
+        (from_environment, "SHOTCAST_ALGORITHM", "auto", "multimem", "multimem"),
+        (env.algorithm_modules, "SHOTCAST_ALGORITHMS", (), "own, /a/b.py", ("own", "/a/b.py")),
         (env.table_path, "SHOTCAST_TABLE", "", "/a/b.json", "/a/b.json"),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
         (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),
         (env.multicast, "SHOTCAST_MULTICAST", True, "False", False),
-        (env.algorithm, "SHOTCAST_ALGORITHM", "auto", "two_shot_fp8", "two_shot_fp8"),
+        (from_environment, "SHOTCAST_ALGORITHM", "auto", "two_shot_fp8", "two_shot_fp8"),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "1", True),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "false", False),
         (env.nvtx, "SHOTCAST_NVTX", False, "1", True),
@@ -52,7 +54,7 @@ def test_default_and_value(
 @pytest.mark.parametrize(
     ("read", "name"),
     [
-        (env.algorithm, "SHOTCAST_ALGORITHM"),
+        (from_environment, "SHOTCAST_ALGORITHM"),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS"),
         (env.multicast, "SHOTCAST_MULTICAST"),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8"),

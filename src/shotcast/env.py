@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,10 +37,15 @@ def _choice(*names: str) -> Callable[[str], str]:
 _FLAG = {"0": False, "1": True, "false": False, "true": True}
 
 
-def algorithm() -> str:
-    """SHOTCAST_ALGORITHM: the algorithm of every call that does not name one."""
-    names = ("auto", "ring", "one_shot", "two_shot", "two_shot_fp8", "multimem", "vendor")
+def algorithm(names: Sequence[str]) -> str:
+    """SHOTCAST_ALGORITHM: the algorithm of every call that does not name one; it is one of ``names``."""
     return _read("SHOTCAST_ALGORITHM", _choice(*names), "auto", ", ".join(names))
+
+
+def algorithm_modules() -> tuple[str, ...]:
+    """SHOTCAST_ALGORITHMS: modules, or paths of Python files, that register algorithms; separated by commas."""
+    names = os.environ.get("SHOTCAST_ALGORITHMS", "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
 
 
 def table_path() -> str:

@@ -45,9 +45,6 @@ class Op(enum.IntEnum):
         return self.name.lower()
 
 
-ALGORITHMS = ("ring", "one_shot", "two_shot", "two_shot_fp8", "multimem", "vendor")
-"""Names of algorithms; the header carries the position."""
-
 DTYPES = {
     "float32": 4,
     "float16": 2,
@@ -69,7 +66,7 @@ DTYPES = {
     "uint32": 4,
     "uint64": 8,
 }
-"""Item size by dtype name; the header carries the position. A barrier sends position 31."""
+"""Item size by dtype name; the header carries the position. A barrier sends the position behind the last."""
 
 REDUCIBLE = ("float32", "float16", "bfloat16")
 """Dtypes the own kernels add up. Everything in DTYPES can be copied."""
@@ -80,8 +77,12 @@ FP8_LARGEST = 448.0
 FP8_FLOOR = 0x0D800000
 """The least "largest absolute value" of a block, 2^-100, as bits of a float32."""
 
-_DTYPE_NAMES = tuple(DTYPES)
-_NO_DTYPE = 31
+_DTYPE_NAMES = (*DTYPES, "-")
+_NO_DTYPE = len(DTYPES)
+
+_ROOTS = 8
+MAX_ALGORITHMS = (1 << 12) // (_ROOTS * len(_DTYPE_NAMES))
+"""Algorithms that a header tells apart: it has 12 bits for one of them, a dtype and a root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,6 @@ class CallPlan:
     launch: LaunchShape = LaunchShape()
     norm: Norm | None = None
 
-    @property
-    def header(self) -> int:
-        return encode_header(self)
-
 
 def sizes_digest(sizes: Sequence[int]) -> int:
     """32 bits that stand for per-rank sizes in a header (FNV-1a over the decimal text)."""
@@ -162,18 +159,22 @@ def sizes_digest(sizes: Sequence[int]) -> int:
     return digest
 
 
-def encode_header(plan: CallPlan) -> int:
-    """The 48 low bits of a header word: nbytes 32, root 3, algorithm 4, dtype 5, op 4 (from bit 0 up).
+def encode_header(plan: CallPlan, algorithm: int) -> int:
+    """Return the 48 low bits of a header word: from bit 0 up, nbytes 32, root and dtype and algorithm 12, op 4.
 
-    The sender puts the 16 low bits of the epoch above them. Send and recv of one message have equal headers, so the op
-    field of both is SEND and the root field is the sender.
+    The 12 bits are the number ``root + 8 (dtype + D algorithm)``, where D counts the codes of dtypes. The sender puts
+    the 16 low bits of the epoch above the 48. Send and recv of one message have equal headers, so the op field of both
+    is SEND and the root field is the sender.
+
+    Args:
+        algorithm: the code of the plan's algorithm, below :data:`MAX_ALGORITHMS`.
     """
     size = sizes_digest(plan.sizes) if plan.sizes else plan.nbytes
     if not 0 <= size < 1 << 32:
         raise ConfigError(f"a message of {plan.nbytes} bytes is beyond the 4 GiB that one call can carry")
     dtype = _NO_DTYPE if plan.op is Op.BARRIER else _DTYPE_NAMES.index(plan.dtype)
     op = Op.SEND if plan.op is Op.RECV else plan.op
-    return size | plan.root << 32 | ALGORITHMS.index(plan.algorithm) << 35 | dtype << 39 | int(op) << 44
+    return size | plan.root + _ROOTS * (dtype + len(_DTYPE_NAMES) * algorithm) << 32 | int(op) << 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +188,16 @@ class Header:
     nbytes: int
 
     @classmethod
-    def decode(cls, word: int) -> Header:
-        op, dtype = word >> 44 & 15, word >> 39 & 31
-        algorithm = word >> 35 & 15
+    def decode(cls, word: int, algorithms: Sequence[str] = ()) -> Header:
+        """Read a header word; ``algorithms`` are their names, in the order of their codes."""
+        op = word >> 44 & 15
+        rest, root = divmod(word >> 32 & 0xFFF, _ROOTS)
+        algorithm, dtype = divmod(rest, len(_DTYPE_NAMES))
         return cls(
             op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
-            dtype=_DTYPE_NAMES[dtype] if dtype < len(_DTYPE_NAMES) else "-",
-            algorithm=ALGORITHMS[algorithm] if algorithm < len(ALGORITHMS) else f"algorithm {algorithm}",
-            root=word >> 32 & 7,
+            dtype=_DTYPE_NAMES[dtype],
+            algorithm=algorithms[algorithm] if algorithm < len(algorithms) else f"algorithm {algorithm}",
+            root=root,
             nbytes=word & 0xFFFFFFFF,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.bench.cases import FP8_TRANSPORT, Case, RankContext
+from shotcast.bench.cases import Case, RankContext
 
 
 def context(dtype: torch.dtype = torch.bfloat16, world_size: int = 4, rank: int = 1) -> RankContext:
@@ -58,7 +58,7 @@ def through_e4m3(values: torch.Tensor) -> torch.Tensor:
 def test_fp8_transport_has_a_bound_of_its_own_which_it_keeps() -> None:
     xs = [x.float() for x in inputs(1 << 15)]
     reference = Case(context(), "all_reduce", 1 << 15, seed=3).reference()
-    expected, bound = reference[FP8_TRANSPORT]
+    expected, bound = reference["two_shot_fp8"]
     sent = through_e4m3(torch.stack([through_e4m3(x) for x in xs]).sum(0)).to(torch.bfloat16).double()
     assert ((sent - expected).abs() <= bound).all()
     assert ((sent - expected).abs() > reference["sum"][1]).any(), "the sum's own bound would do"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shotcast import wire
 from shotcast.bench import implementations
+from shotcast.collectives.registry import registered
 
 
 @pytest.mark.parametrize("op", implementations.OPS)
@@ -22,7 +22,7 @@ def test_every_name_belongs_to_one_family(op: str, device: str) -> None:
 
 
 def test_every_own_algorithm_can_be_measured() -> None:
-    assert set(wire.ALGORITHMS) | {"auto"} <= set(implementations.known("all_reduce", "cuda"))
+    assert set(registered()) | {"auto"} <= set(implementations.known("all_reduce", "cuda"))
 
 
 def test_the_protocols_of_nccl_are_among_the_baselines() -> None:

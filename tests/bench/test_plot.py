@@ -81,7 +81,7 @@ def test_colours_tell_all_implementations_apart() -> None:
     for op in implementations.OPS:
         for device in ("cpu", "cuda"):
             names = implementations.default(op, device)
-            assert len({plot.COLORS[name] for name in names}) == len(names)
+            assert len({plot.color_of(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("name", ["picture", "picture.docx"])

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 import shotcast
 from shotcast.bench import tune, tune_table
 from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, implementations, search, settled
+from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
-from shotcast.collectives.choice.problem import Candidate, CollectiveProblem, Topology
+from shotcast.collectives.choice.choice import Candidate
 from shotcast.collectives.choice.table import KERNELS, parse
+from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
-from shotcast.wire import ALGORITHMS, LaunchShape, Op
+from shotcast.wire import LaunchShape, Op
 
 CONFIG = TuneConfig(
     ops=("all_reduce",),
@@ -37,7 +39,7 @@ CONFIG = TuneConfig(
 
 def problem(op: Op = Op.ALL_REDUCE, nbytes: int = 1 << 20, kernels: str = "triton", world_size: int = 4) -> Any:
     device = "cuda" if kernels == "triton" else "cpu"
-    place = Topology(world_size, device, "H", kernels, "", True, 512 << 20)
+    place = Topology(world_size, device, "H", kernels, "", True, 512 << 20, registered())
     return CollectiveProblem(op, nbytes, "bfloat16", place)
 
 
@@ -110,10 +112,10 @@ class TestSearch:
         assert best.algorithm != "two_shot_fp8"
 
     def test_fp8_is_never_an_implementation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        everything = tuple(Candidate(name, LaunchShape()) for name in ALGORITHMS)
+        everything = tuple(Candidate(name, LaunchShape()) for name in registered())
         monkeypatch.setattr(tune, "candidates", lambda asked: everything)
         assert {c.algorithm for c in implementations(problem(), False)} == {"one_shot", "two_shot", "vendor"}
-        assert {c.algorithm for c in implementations(problem(), True)} == set(ALGORITHMS) - {"two_shot_fp8"}
+        assert {c.algorithm for c in implementations(problem(), True)} == set(registered()) - {"two_shot_fp8"}
 
     def test_launches_found_before_are_all_that_is_measured(self) -> None:
         shape = launch_shapes(problem(), "two_shot")[2]
@@ -178,7 +180,7 @@ class TestSearch:
             return
         best = found.best
         assert obstacle(asked, best.algorithm) == ""
-        assert launch_obstacle(kernels, best.algorithm, best.launch) == ""
+        assert launch_obstacle(kernels, registered()[best.algorithm], best.launch) == ""
         assert any_bits or best.algorithm == "vendor" or keeps_bits(asked, best.algorithm)
         assert {c for c, time_us in times.items() if time_us is None} == set(found.wrong)
         assert best.time_us == times[Candidate(best.algorithm, best.launch)]
@@ -247,7 +249,7 @@ class TestDocument:
 
     def test_is_a_table_with_provenance_and_measurements(self) -> None:
         text = self.text(*self.POINTS)
-        table = parse(text, "t")
+        table = parse(text, "t", registered())
         assert (table.part, table.world_size) == ("H", 4)
         assert table.rows == {key: tuple(rows) for key, rows in tune_table.rows(self.POINTS).items()}
         document = json.loads(text)
@@ -382,7 +384,7 @@ class TestRanks:
             for said in shotcast.spawn(targets.by_table, 3, counts, op, env=settings, timeout_s=500):
                 for count, (source, reason, algorithm, got) in zip(counts, said, strict=True):
                     nbytes = 4 * count * (3 if op == "all_gather" else 1)
-                    row = parse(path.read_text(), "t").lookup(op, "float32", nbytes)
+                    row = parse(path.read_text(), "t", registered()).lookup(op, "float32", nbytes)
                     if row is None:
                         assert source == "cost model"
                     else:

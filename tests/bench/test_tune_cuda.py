@@ -11,6 +11,7 @@ import tune_targets as targets
 import shotcast
 from shotcast.bench import tune, tune_table
 from shotcast.collectives.choice.table import Row, parse, render
+from shotcast.collectives.registry import registered
 from shotcast.wire import LaunchShape
 
 pytestmark = [
@@ -38,7 +39,7 @@ def test_both_modes() -> None:
         times = [one.time_us for one in (point.choice.best, *point.choice.others)]
         assert all(0.5 < time_us < 5000 for time_us in times), point
     text = tune_table.document(part, 2, points, environment={}, command="", seconds=0.2)
-    assert parse(text, "t").rows.keys() == {point.key for point in points}
+    assert parse(text, "t", registered()).rows.keys() == {point.key for point in points}
 
 
 def test_captured_and_eager_calls_take_their_own_rows(tmp_path: Path) -> None:

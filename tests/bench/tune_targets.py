@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 import shotcast
 from shotcast.bench import baselines, tune
-from shotcast.collectives.choice.problem import Candidate
+from shotcast.collectives.choice.choice import Candidate
 
 
 def _with(

@@ -11,6 +11,7 @@ import torch
 from workers import FLOATS, check, inputs, launched, launches, shifted, straggle, tame
 
 import shotcast
+from executor_calls import clear_after_read_from
 from shotcast.collectives import reference
 
 FP8 = "two_shot_fp8"
@@ -22,7 +23,7 @@ def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
     done = 0
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         if clears:
-            comm._executor.clear_after_read_bytes = 64
+            clear_after_read_from(comm, 64)
         dice = random.Random(comm.rank)
         for name in dtypes:
             for count in counts:

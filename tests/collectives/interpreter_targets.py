@@ -12,6 +12,7 @@ import torch
 from workers import changing_sizes, check, failing_call, inputs, settle, shifted, straggle, warm
 
 import shotcast
+from executor_calls import clear_after_read_from, run_call
 from shotcast.collectives import reference
 
 
@@ -115,7 +116,7 @@ def slots_left(operation: str, count: int) -> list[int]:
     left = []
     for many in (0, 1 << 30):
         with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
-            comm._executor.clear_after_read_bytes = many
+            clear_after_read_from(comm, many)
             run_case(comm, Case(operation, "float32", comm.world_size, count, 0), 1)
             comm._host.barrier()
             where = comm._executor._layout
@@ -282,7 +283,7 @@ def replayed(algorithm: str, timeout_s: float) -> tuple[BaseException | None, li
         for _ in range(5):
             x = torch.ones(4096)
             out = torch.zeros_like(x)
-            comm._executor.run(plan, x, out)
+            run_call(comm._executor, plan, x, out)
             nans.append(bool(out.isnan().all()))
         took = time.monotonic() - started
     comm._host.barrier()

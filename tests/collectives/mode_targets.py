@@ -13,6 +13,7 @@ import shotcast
 from shotcast.collectives import reference
 from shotcast.collectives.choice import agreement
 from shotcast.collectives.choice.table import Row, parse, render
+from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
 from shotcast.wire import CallPlan, LaunchShape, Op
 
@@ -23,6 +24,8 @@ class Chain:
     def __init__(self) -> None:
         self.graph = False
         self.entered = 0
+        self.bound = 0
+        self.loaded: list[str] = []
 
     def capturing(self) -> bool:
         return self.graph
@@ -30,6 +33,21 @@ class Chain:
     def enter(self, device: torch.device) -> bool:
         self.entered += 1
         return self.graph
+
+
+class Recorded:
+    """A bound call that notes when it runs, and when it is compiled."""
+
+    def __init__(self, call: Any, plan: CallPlan, ran: list[CallPlan], loaded: list[str]) -> None:
+        self.call, self.plan, self.ran, self.loaded = call, plan, ran, loaded
+
+    def run(self, *tensors: Any) -> None:
+        self.ran.append(self.plan)
+        self.call.run(*tensors)
+
+    def load(self) -> None:
+        self.loaded.append(self.plan.algorithm)
+        self.call.load()
 
 
 def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[Row]]:
@@ -41,14 +59,14 @@ def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
     chain, plans = Chain(), []
     comm._chain, comm._resolver.graphs = chain, True
     text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
-    comm._resolver.tables = (("user table", parse(text, "t.json")),)
-    run = comm._executor.run
+    comm._resolver.tables = (("user table", parse(text, "t.json", registered())),)
+    bind = comm._executor.bind
 
-    def recorded(plan: CallPlan, *tensors: Any) -> None:
-        plans.append(plan)
-        run(plan, *tensors)
+    def recorded(plan: CallPlan) -> Recorded:
+        chain.bound += 1
+        return Recorded(bind(plan), plan, plans, chain.loaded)
 
-    comm._executor.run = recorded
+    comm._executor.bind = recorded
     return chain, plans
 
 
@@ -70,17 +88,15 @@ def an_eager_call_readies_the_captured_one() -> tuple[list[str], list[str]]:
     """What was compiled before a capture, and what more after it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         chain, _ = with_modes(comm)
-        prepared = []
-        prepare = comm._executor.prepare
-        comm._executor.prepare = lambda plan: (prepared.append(plan.algorithm), prepare(plan))[1]
+        loaded = chain.loaded
         x = torch.ones(8)
         comm.all_reduce(x)
-        before = list(prepared)
+        before = list(loaded)
         chain.graph = True
         assert comm.all_reduce(x).tolist() == [comm.world_size] * 8
         chain.graph = False
         comm.all_reduce(torch.ones(16), algorithm="ring")
-        return before, prepared[len(before) :]
+        return before, loaded[len(before) :]
 
 
 def capture_without_a_call_before() -> str:
@@ -116,16 +132,17 @@ def modes_of_cpu_ranks() -> None:
 
 def launched_past_the_choice() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        _, plans = with_modes(comm)
+        chain, plans = with_modes(comm)
         xs = inputs(5000, torch.bfloat16, comm.world_size, 2, "cpu")
         out = torch.empty_like(xs[0])
-        compiled = []
+        bound = []
         for chunk in (64, 704, 64):
             launch = LaunchShape(0, 64, 0, chunk)
             made = comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="two_shot", launch=launch)
-            compiled.append(len(made.needs))
+            assert made.needs == (), "all is compiled"
+            bound.append(chain.bound)
             check(out, reference.all_reduce(xs, "two_shot"), chunk)
-        assert compiled == [1, 1, 0], "what is measured has no twin, and is compiled once"
+        assert bound == [1, 2, 2], "what is measured has no twin, and is bound once"
         comm.all_reduce(xs[comm.rank], out=out, algorithm="two_shot")
         assert [plan.launch.chunk_bytes for plan in plans] == [64, 704, 64, 0]
         assert len(comm._calls) == 3
@@ -141,7 +158,7 @@ def alone_nothing_is_ordered() -> int:
 def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:
     """Reasons of a call that the table would have decided and of one that was named, and what was logged."""
 
-    def stale(part: str, world_size: int) -> None:
+    def stale(part: str, world_size: int, algorithms: object) -> None:
         raise ConfigError("table x.json was made for revision 0 of the kernels")
 
     agreement.packaged = stale  # type: ignore[assignment]

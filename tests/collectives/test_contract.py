@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shotcast.collectives.choice.problem import CollectiveProblem, Topology
+from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import packaged
+from shotcast.collectives.registry import registered
 from shotcast.wire import Op
 
 SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
@@ -17,8 +18,8 @@ SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 @pytest.mark.parametrize("multicast", [False, True])
 def test_auto_never_takes_other_roundings_for_a_sum(device: str, world_size: int, multicast: bool) -> None:
     kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
-    place = Topology(world_size, device, part, kernels, "", multicast, 512 << 20)
-    table = packaged(part, world_size)
+    place = Topology(world_size, device, part, kernels, "", multicast, 512 << 20, registered())
+    table = packaged(part, world_size, registered())
     for tables in ((), (("packaged table", table),) if table else ()):
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             for dtype in ("float32", "float16", "bfloat16"):
@@ -28,5 +29,5 @@ def test_auto_never_takes_other_roundings_for_a_sum(device: str, world_size: int
 
 
 def test_the_packaged_tables_that_this_is_about_exist() -> None:
-    assert packaged("NVIDIA H200", 2)
-    assert packaged("NVIDIA H200", 4)
+    assert packaged("NVIDIA H200", 2, registered())
+    assert packaged("NVIDIA H200", 4, registered())

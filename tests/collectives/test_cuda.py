@@ -149,15 +149,15 @@ def repeated(calls: int) -> int:
     """The same calls again and again, as eager decoding makes them; returns how many went the short way."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size, device = comm.rank, comm.world_size, comm.device
-        assert comm._repeats is not None
-        short, make = [0], comm._repeats.make
+        assert comm._fast_path is not None
+        short, make = [0], comm._fast_path.make
 
         def counted(*args: Any) -> bool:
             made = make(*args)
             short[0] += made
             return made
 
-        comm._repeats.make = counted  # type: ignore[method-assign]
+        comm._fast_path.make = counted  # type: ignore[method-assign]
         other = torch.cuda.Stream(device)
         for number in range(calls):
             count, dtype = (24, 4096, 40_000, 3_000_001)[number % 4], list(FLOATS.values())[number % 3]

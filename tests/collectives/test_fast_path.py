@@ -10,20 +10,22 @@ import pytest
 import torch
 
 from shotcast.collectives import fast_path
-from shotcast.collectives.fast_path import Repeats
+from shotcast.collectives.choice.resolver import Call
+from shotcast.collectives.fast_path import FastPath
+from shotcast.wire import Op
 
 STREAM = 0x5EED
 
 
 class Executor:
-    """Of a communicator whose calls are one kernel each, unless it says otherwise."""
+    """The executor of a communicator whose calls are one kernel each, unless it says otherwise."""
 
     def __init__(self) -> None:
         self.enqueued: list[tuple[int, Sequence[Any]]] = []
         self.stopped = False
         self.several = False
 
-    def whole(self, plan: Any, aligned: bool) -> Callable[[int, Sequence[Any]], None] | None:
+    def one_launch(self, aligned: bool) -> Callable[[int, Sequence[Any]], None] | None:
         return None if self.several else lambda stream, given: self.enqueued.append((stream, given))
 
     def fault(self) -> bool:
@@ -41,19 +43,25 @@ class Chain:
 
 
 class Parts:
-    """A Repeats that knows one call: of x, a vector of 64 numbers, into out."""
+    """A fast path that knows one call: of x, a vector of 64 numbers, into out."""
 
     def __init__(self) -> None:
         self.executor, self.chain, self.lock = Executor(), Chain(), threading.Lock()
         self.x, self.out = torch.ones(64), torch.ones(64)
-        self.repeats = Repeats(self.executor, self.chain, self.lock, torch.device("cpu"))  # type: ignore[arg-type]
+        self.calls: dict[Any, Any] = {}
+        parts: Any = self.calls, self.executor, self.chain, self.lock, torch.device("cpu")
+        self.fast_path = FastPath(*parts)
         self.keep(self.x, self.out)
 
     def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.repeats.keep(None, x, out, "auto", "sum")  # type: ignore[arg-type]
+        """Make the call the long way: the communicator remembers it, and opens the fast path for it."""
+        plan: Any = None
+        bound: Any = self.executor
+        call = self.calls[Op.ALL_REDUCE, x.numel(), x.dtype, "auto", "sum"] = Call(plan, "sum", False, bound, (), "")
+        self.fast_path.keep(call, x, out)
 
     def make(self, x: torch.Tensor, out: torch.Tensor, algorithm: str = "auto", reduction: str = "sum") -> bool:
-        made = self.repeats.make(x, out, algorithm, reduction)
+        made = self.fast_path.make(x, out, algorithm, reduction)
         assert made == bool(self.executor.enqueued)
         assert not self.lock.locked()
         return made
@@ -121,13 +129,13 @@ def test_not_in_a_capture_and_not_after_a_fault_or_the_end(parts: Parts) -> None
     parts.chain.captured, parts.executor.stopped = False, True
     assert not parts.make(parts.x, parts.out)
     parts.executor.stopped = False
-    parts.repeats.close()
+    parts.fast_path.close()
     assert not parts.make(parts.x, parts.out)
 
 
 def test_not_beside_a_call_of_another_thread(parts: Parts) -> None:
     with parts.lock:
-        assert not parts.repeats.make(parts.x, parts.out, "auto", "sum")
+        assert not parts.fast_path.make(parts.x, parts.out, "auto", "sum")
     assert parts.make(parts.x, parts.out)
 
 
@@ -144,7 +152,13 @@ def test_calls_of_several_kernels_of_captures_and_of_nothing_are_not_kept(parts:
     assert not parts.make(empty, empty)
 
 
-def test_what_is_kept_has_a_limit(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "_KEPT", 1)
-    parts.keep(torch.ones(3), torch.ones(3))
+def test_a_call_that_the_communicator_forgot_goes_the_long_way(parts: Parts) -> None:
+    parts.calls.clear()
+    assert not parts.make(parts.x, parts.out)
+
+
+def test_a_call_of_the_library_goes_the_long_way(parts: Parts) -> None:
+    for call in parts.calls.values():
+        call.bound, call.enqueue = None, [None, None]
+        parts.fast_path.keep(call, parts.x, parts.out)
     assert not parts.make(parts.x, parts.out)

@@ -20,7 +20,7 @@ def test_an_eager_call_readies_the_captured_one() -> None:
 
 def test_capture_without_a_call_before_is_refused() -> None:
     for said in shotcast.spawn(targets.capture_without_a_call_before, 2, timeout_s=50):
-        assert "shotcast.all_reduce one_shot float32 32 B) would be compiled inside a graph capture" in said
+        assert "shotcast.all_reduce one_shot float32 32 B would be compiled inside a graph capture" in said
 
 
 def test_explain() -> None:

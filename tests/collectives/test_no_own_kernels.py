@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import shotcast
-from shotcast.collectives.choice.problem import CollectiveProblem, Topology
+from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.executor_factory import peer_obstacle
+from shotcast.collectives.registry import registered
 from shotcast.wire import Op
 
 
@@ -18,7 +19,7 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
     obstacle = peer_obstacle(torch.device("cuda", 0), [0, 1, 2])
     assert obstacle == "GPU 0 has no peer access to GPU 2"
-    place = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20)
+    place = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
     choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", place), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "GPU 0 has no peer access to GPU 2" in choice.reason

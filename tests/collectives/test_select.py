@@ -6,13 +6,14 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from predicted import predicted_us
 from shotcast import wire
+from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice import select
 from shotcast.collectives.choice.candidates import (
-    PLAIN,
     candidates,
     keeps_bits,
     launch_obstacle,
@@ -20,12 +21,15 @@ from shotcast.collectives.choice.candidates import (
     launch_shapes,
     obstacle,
 )
-from shotcast.collectives.choice.problem import Candidate, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.choice.choice import Candidate, Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import KERNELS, MODES, Table, parse
-from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
+from shotcast.collectives.registry import registered
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY
 from shotcast.errors import ConfigError
-from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
+from shotcast.wire import LaunchShape, Norm, Op
+
+ALGORITHMS = tuple(registered())
 
 ROW = 16
 """Elements of a fused operation's row."""
@@ -40,7 +44,7 @@ def ground(
     allow_fp8: bool = False,
 ) -> Topology:
     device = "cuda" if kernels == "triton" else "cpu"
-    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes, allow_fp8)
+    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8)
 
 
 def problem(
@@ -51,7 +55,7 @@ def problem(
     sizes: tuple[int, ...] = (),
     reduction: str = "sum",
 ) -> CollectiveProblem:
-    norm = Norm(ROW) if op in PLAIN else None
+    norm = Norm(ROW) if op in FUSED else None
     return CollectiveProblem(op, nbytes, dtype, topology or ground(), 0, sizes, reduction, norm)
 
 
@@ -65,7 +69,7 @@ def table(
 ) -> Table:
     entries = {mode: {op: {dtype: list(rows)}}}
     whole = {"format": 2, "kernels": KERNELS, "part": part, "world_size": 4, "entries": entries}
-    return parse(json.dumps(whole), name)
+    return parse(json.dumps(whole), name, registered())
 
 
 problems = st.builds(
@@ -172,7 +176,7 @@ class TestOrder:
         assert choose(problem(nbytes=4096), "auto", "auto", tables).reason == "mine.json: two_shot for any size"
         assert choose(problem(), "ring", "auto", tables).reason == "named in the call"
         assert choose(problem(), "auto", "ring", tables).reason == "SHOTCAST_ALGORITHM"
-        times = [collective_us("all_reduce", name, 1024, 4, SHARED_MEMORY) for name in ("one_shot", "two_shot", "ring")]
+        times = [predicted_us("all_reduce", name, 1024, 4, SHARED_MEMORY) for name in ("one_shot", "two_shot", "ring")]
         said = "predicted us: one_shot {:.1f}, two_shot {:.1f}".format(*times[:2])
         assert choose(problem(), "auto", "auto", ()).reason == said
 
@@ -214,7 +218,7 @@ class TestOrder:
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
         own = [name for name in ("one_shot", "two_shot", "ring") if not obstacle(asked, name)]
         own = [name for name in own if name != "ring" or world_size == 2]
-        times = {name: collective_us("all_reduce", name, nbytes, world_size, link) for name in own}
+        times = {name: predicted_us("all_reduce", name, nbytes, world_size, link) for name in own}
         assert times[taken] == min(times.values())
 
 
@@ -387,7 +391,7 @@ class TestFp8:
         assert choice.candidate.algorithm == "two_shot"
         assert choice.source == "cost model"
         assert "fast.json has two_shot_fp8, but allow_fp8 is not set" in choice.reason
-        time_us = collective_us("all_reduce", "two_shot_fp8", self.NBYTES, 4, NVLINK4, 4)
+        time_us = predicted_us("all_reduce", "two_shot_fp8", self.NBYTES, 4, NVLINK4, 4)
         assert f"; two_shot_fp8 might do with {time_us:.1f}, but allow_fp8 is not set" in choice.reason
         small = choose(self.asked(False, 1024), "auto", "auto", ())
         assert "fp8" not in small.reason, "it would not have been taken"
@@ -468,11 +472,12 @@ class TestMultimem:
 class TestLaunch:
     @given(problems, st.sampled_from(["one_shot", "two_shot", "ring", "multimem"]))
     def test_is_one_a_kernel_can_take(self, asked: CollectiveProblem, algorithm: str) -> None:
+        assume(asked.op in registered()[algorithm].forms)
         shape = launch_shape(asked, algorithm)
         if asked.topology.kernels == "compiled":
             assert shape == LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
             return
-        assert launch_obstacle(asked.topology.kernels, algorithm, shape) == ""
+        assert launch_obstacle(asked.topology.kernels, registered()[algorithm], shape) == ""
         assert shape.block_words & (shape.block_words - 1) == 0, "Triton's tiles are powers of two"
         assert shape.block_words >= 16
         assert shape.num_warps in (1, 2, 4, 8, 16)
@@ -481,11 +486,12 @@ class TestLaunch:
     def test_shapes_worth_trying_begin_with_the_default_and_can_all_be_taken(
         self, asked: CollectiveProblem, algorithm: str
     ) -> None:
+        assume(asked.op in registered()[algorithm].forms)
         shapes = launch_shapes(asked, algorithm)
         assert shapes[0] == launch_shape(asked, algorithm)
         assert len(set(shapes)) == len(shapes)
         for shape in shapes:
-            assert launch_obstacle(asked.topology.kernels, algorithm, shape) == ""
+            assert launch_obstacle(asked.topology.kernels, registered()[algorithm], shape) == ""
         if algorithm == "vendor" or asked.topology.kernels == "interpreter":
             assert len(shapes) == 1
 
@@ -583,7 +589,7 @@ class TestFused:
         assert choose(large, "auto", "auto", tables[1:]).candidate.algorithm == "one_shot"
 
     @given(
-        st.sampled_from([op for op in PLAIN if op is not Op.ALL_REDUCE_RMS_NORM]),
+        st.sampled_from([op for op in FUSED if op is not Op.ALL_REDUCE_RMS_NORM]),
         st.integers(1, 2048),
         st.integers(0, 4096),
         st.sampled_from(["bfloat16", "float32"]),
@@ -627,5 +633,5 @@ def test_explanation_in_words() -> None:
     kernel = LaunchShape(programs=8, block_words=128, num_warps=1)
     said = Explanation("all_reduce", 64, "float32", "ring", kernel, "argument", "named", ("ring",))
     assert "ring (8 programs of 1 warps, 128 words a tile), by argument: named" in str(said)
-    vendor = Explanation("all_reduce", 64, "int8", "vendor", compiled, "legality", "why", ("vendor",))
+    vendor = Explanation("all_reduce", 64, "int8", "vendor", compiled, "legality", "why", ("vendor",), by_library=True)
     assert "int8: vendor, by legality: why" in str(vendor)

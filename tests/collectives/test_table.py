@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast import wire
+from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice import table as tables
-from shotcast.collectives.choice.candidates import PLAIN, keeps_bits, launch_obstacle, obstacle
-from shotcast.collectives.choice.problem import CollectiveProblem, Topology
+from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, obstacle
 from shotcast.collectives.choice.table import KERNELS, MODES, Row, file_name, fit_for, load, packaged, parse, render
+from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
-from shotcast.wire import ALGORITHMS, LaunchShape, Norm, Op
+from shotcast.wire import LaunchShape, Norm, Op
+
+ALGORITHMS = tuple(registered())
 
 
 def made(**changes: Any) -> str:
@@ -58,12 +61,12 @@ class TestLookup:
         ],
     )
     def test_row_serves_up_to_its_size(self, nbytes: int, algorithm: str) -> None:
-        row = parse(made(), "t").lookup("all_reduce", "bfloat16", nbytes, "graph")
+        row = parse(made(), "t", registered()).lookup("all_reduce", "bfloat16", nbytes, "graph")
         assert row is not None
         assert row.algorithm == algorithm
 
     def test_launch(self) -> None:
-        table = parse(made(), "t")
+        table = parse(made(), "t", registered())
         row = table.lookup("all_reduce", "bfloat16", 5, "graph")
         assert row is not None
         assert row.launch == LaunchShape(programs=8, block_words=64, num_warps=1)
@@ -81,11 +84,11 @@ class TestLookup:
         ],
     )
     def test_mode(self, mode: str, dtype: str, nbytes: int, found: tuple[str, str] | None) -> None:
-        row = parse(made(), "t").lookup("all_reduce", dtype, nbytes, mode)
+        row = parse(made(), "t", registered()).lookup("all_reduce", dtype, nbytes, mode)
         assert (row and (row.mode, row.algorithm)) == found
 
     def test_the_other_mode_serves_either_way(self) -> None:
-        table = parse(made(entries={"eager": {"broadcast": {"int8": [[8, "one_shot", None]]}}}), "t")
+        table = parse(made(entries={"eager": {"broadcast": {"int8": [[8, "one_shot", None]]}}}), "t", registered())
         row = table.lookup("broadcast", "int8", 8, "graph")
         assert row is not None
         assert row.mode == "eager"
@@ -95,7 +98,7 @@ class TestLookup:
         [("all_reduce", "float32", 4097), ("all_reduce", "float16", 1), ("broadcast", "bfloat16", 1)],
     )
     def test_says_nothing_of_the_rest(self, op: str, dtype: str, nbytes: int) -> None:
-        assert parse(made(), "t").lookup(op, dtype, nbytes) is None
+        assert parse(made(), "t", registered()).lookup(op, dtype, nbytes) is None
 
     @given(
         st.lists(st.integers(0, 1 << 34), unique=True, min_size=1, max_size=20).map(sorted),
@@ -108,7 +111,9 @@ class TestLookup:
     ) -> None:
         limits: list[int | None] = [*bounds, None] if endless else list(bounds)
         rows = [[limit, data.draw(st.sampled_from(ALGORITHMS)), None] for limit in limits]
-        row = parse(made(entries={"eager": {"all_reduce": {"int8": rows}}}), "t").lookup("all_reduce", "int8", nbytes)
+        row = parse(made(entries={"eager": {"all_reduce": {"int8": rows}}}), "t", registered()).lookup(
+            "all_reduce", "int8", nbytes
+        )
         wanted = next((r for r in rows if r[0] is None or nbytes <= r[0]), None)
         if wanted is None:
             assert row is None
@@ -177,7 +182,7 @@ class TestRefused:
     )
     def test_says_what_is_wrong_and_where(self, changes: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said) as caught:
-            parse(made(**changes), "my.json")
+            parse(made(**changes), "my.json", registered())
         assert "my.json" in str(caught.value)
 
     @pytest.mark.parametrize(
@@ -193,7 +198,7 @@ class TestRefused:
     )
     def test_no_table_at_all(self, text: str, said: str) -> None:
         with pytest.raises(ConfigError, match=said):
-            parse(text, "my.json")
+            parse(text, "my.json", registered())
 
     LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(ALGORITHMS)
     JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner))
@@ -208,7 +213,7 @@ class TestRefused:
     def test_anything_is_either_read_or_refused_in_words(self, changes: dict[str, Any]) -> None:
         table, said = None, ""
         try:
-            table = parse(made(**changes), "my.json")
+            table = parse(made(**changes), "my.json", registered())
         except ConfigError as error:
             said = str(error)
         if table is None:
@@ -237,12 +242,12 @@ class TestRender:
             limits: list[float] = [*data.draw(self.ROWS)]
             if data.draw(st.booleans()):
                 limits.append(float("inf"))
-            shapes = st.none() if Op[key[1].upper()] in PLAIN else self.SHAPES
+            shapes = st.none() if Op[key[1].upper()] in FUSED else self.SHAPES
             rows[key] = tuple(
                 Row(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(shapes), key[0]) for limit in limits
             )
         text = render(part, world_size, rows, {"today": {"a": [1, {"b": 2}], "c": {}}}, [{"x": 1}, {"y": [2]}])
-        table = parse(text, "t")
+        table = parse(text, "t", registered())
         assert (table.part, table.world_size) == (part, world_size)
         assert table.rows == rows
         document = json.loads(text)
@@ -259,7 +264,7 @@ class TestFiles:
     def test_loaded(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(made())
-        table = load(str(path), "NVIDIA H200", 4)
+        table = load(str(path), "NVIDIA H200", 4, registered())
         assert (table.name, table.part, table.world_size, table.text) == (str(path), "NVIDIA H200", 4, made())
 
     @pytest.mark.parametrize(("part", "world_size"), [("NVIDIA H200", 8), ("NVIDIA H100", 4), ("cpu", 4)])
@@ -271,18 +276,18 @@ class TestFiles:
             "again here, or unset SHOTCAST_TABLE"
         )
         with pytest.raises(ConfigError) as caught:
-            load(str(path), part, world_size)
+            load(str(path), part, world_size, registered())
         assert str(caught.value) == said
 
     def test_unreadable(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
-            load(str(tmp_path), "cpu", 2)
+            load(str(tmp_path), "cpu", 2, registered())
 
     def test_not_text(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_bytes(b"\xff\xfe")
         with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
-            load(str(path), "cpu", 2)
+            load(str(path), "cpu", 2, registered())
 
     @pytest.mark.parametrize(
         ("part", "refused"), [("EPYC", ""), ("cpu", ""), ("Xeon", "made for 4 x Xeon; this is 4 x EPYC")]
@@ -292,21 +297,21 @@ class TestFiles:
         path.write_text(made(part=part, entries={"eager": {}}))
         if refused:
             with pytest.raises(ConfigError, match=refused):
-                load(str(path), "EPYC", 4, "cpu")
+                load(str(path), "EPYC", 4, registered(), "cpu")
         else:
-            assert load(str(path), "EPYC", 4, "cpu").part == part
+            assert load(str(path), "EPYC", 4, registered(), "cpu").part == part
 
     def test_for_any_processor_is_for_no_gpu(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(made(part="cpu", entries={"eager": {}}))
         with pytest.raises(ConfigError, match="made for 4 x cpu; this is 4 x NVIDIA H200"):
-            load(str(path), "NVIDIA H200", 4)
+            load(str(path), "NVIDIA H200", 4, registered())
 
     def test_graphs_of_a_processor(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(made(part="EPYC"))
         with pytest.raises(ConfigError, match="has entries for graph, and CPU ranks have eager calls only"):
-            load(str(path), "EPYC", 4, "cpu")
+            load(str(path), "EPYC", 4, registered(), "cpu")
 
     @pytest.mark.parametrize(
         ("kernels", "launch", "said"),
@@ -321,12 +326,12 @@ class TestFiles:
         ],
     )
     def test_launches_that_kernels_cannot_take(self, kernels: str, launch: dict[str, int], said: str) -> None:
-        table = parse(made(entries={"eager": {"all_reduce": {"int8": [[8, "ring", launch]]}}}), "my.json")
+        table = parse(made(entries={"eager": {"all_reduce": {"int8": [[8, "ring", launch]]}}}), "my.json", registered())
         if said:
             with pytest.raises(ConfigError, match=f"table my.json, eager/all_reduce/int8, ring: {said}"):
-                fit_for(table, kernels)
+                fit_for(table, kernels, registered())
         else:
-            assert fit_for(table, kernels) is table
+            assert fit_for(table, kernels, registered()) is table
 
 
 PACKAGED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
@@ -335,30 +340,30 @@ PACKAGED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
 class TestPackaged:
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_is_found_by_the_hardware_it_names_and_fits_it(self, file: Path) -> None:
-        table = parse(file.read_text(), file.name)
+        table = parse(file.read_text(), file.name, registered())
         assert file.name == file_name(table.part, table.world_size)
-        found = packaged(table.part, table.world_size)
+        found = packaged(table.part, table.world_size, registered())
         assert found == table
-        assert fit_for(table, "triton") is table
+        assert fit_for(table, "triton", registered()) is table
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_each_row_is_legal_and_keeps_the_bits(self, file: Path) -> None:
-        table = parse(file.read_text(), file.name)
-        place = Topology(table.world_size, "cuda", table.part, "triton", "", True, 512 << 20)
+        table = parse(file.read_text(), file.name, registered())
+        place = Topology(table.world_size, "cuda", table.part, "triton", "", True, 512 << 20, registered())
         assert table.rows
         for (mode, op, dtype), rows in table.rows.items():
             least = 0
             for row in rows:
                 for nbytes in {least, int(min(row.nbytes, 256 << 20))}:
                     # fused calls have whole rows
-                    norm = Norm(8) if Op[op.upper()] in PLAIN else None
+                    norm = Norm(8) if Op[op.upper()] in FUSED else None
                     problem = CollectiveProblem(
                         Op[op.upper()], nbytes // 32 * 32 if norm else nbytes, dtype, place, norm=norm
                     )
                     assert obstacle(problem, row.algorithm) == "", (mode, op, dtype, row)
                     assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
                     if row.launch is not None:
-                        assert launch_obstacle("triton", row.algorithm, row.launch) == ""
+                        assert launch_obstacle("triton", registered()[row.algorithm], row.launch) == ""
                 least = int(min(row.nbytes, 1 << 30)) + 1
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
@@ -369,10 +374,10 @@ class TestPackaged:
     def test_for_other_kernels_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tables, "KERNELS", KERNELS + 1)
         with pytest.raises(ConfigError, match=f"nvidia_h200_x4.json was made for revision {KERNELS} of the kernels"):
-            packaged("NVIDIA H200", 4)
+            packaged("NVIDIA H200", 4, registered())
 
     def test_none(self) -> None:
-        assert packaged("no such part", 3) is None
+        assert packaged("no such part", 3, registered()) is None
 
     @pytest.mark.parametrize(
         ("part", "name"),

@@ -229,10 +229,11 @@ def launched(comm: shotcast.Communicator, x: torch.Tensor, algorithm: str, launc
     """An all_reduce launched as said, past the choice."""
     nbytes = x.numel() * x.element_size()
     plan = CallPlan(Op.ALL_REDUCE, algorithm, str(x.dtype).removeprefix("torch."), nbytes, launch=launch)
-    comm._executor.prepare(plan)
+    call = comm._executor.bind(plan)
+    call.load()
     comm._host.barrier()
     out = torch.full_like(x, 7.0)
-    comm._executor.run(plan, x, out)
+    call.run(x, out)
     return out
 
 

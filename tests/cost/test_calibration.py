@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from predicted import predicted_us, work_of
 from shotcast.cost.calibration import Measured, fit
-from shotcast.cost.collective import NVLINK4, LinkCost, collective_us
+from shotcast.cost.collective import NVLINK4, LinkCost
 from shotcast.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "benchmarks/data/h200"
@@ -21,16 +22,24 @@ FITTED = ("all_reduce_bf16_x4.json", "all_reduce_bf16_x2.json")
 OWN = ("one_shot", "two_shot", "ring")
 
 
-def measured(name: str) -> list[Measured]:
+Row = tuple[str, str, int, int, float]
+"""Operation, algorithm, bytes, ranks and microseconds of a measurement."""
+
+
+def point(op: str, algorithm: str, nbytes: int, world_size: int, time_us: float) -> Measured:
+    return Measured(work_of(op, algorithm, nbytes, world_size), time_us)
+
+
+def measured(name: str) -> list[Row]:
     return [
-        Measured(row["op"], row["algorithm"], row["nbytes"], row["world_size"], row["time_us"])
+        (row["op"], row["algorithm"], row["nbytes"], row["world_size"], row["time_us"])
         for row in json.loads((DATA / name).read_text())["rows"]
         if row["algorithm"] in OWN and row["time_us"] is not None
     ]
 
 
 def test_constants_are_those_of_the_data() -> None:
-    found = fit([point for name in FITTED for point in measured(name)])
+    found = fit([point(*row) for name in FITTED for row in measured(name)])
     for field in dataclasses.fields(LinkCost):
         given_, fitted = getattr(NVLINK4, field.name), getattr(found, field.name)
         assert given_ == pytest.approx(fitted, rel=0.02), f"NVLINK4 should be {found}"
@@ -44,8 +53,8 @@ def test_a_choice_by_the_model_costs_little_more_than_the_best(name: str) -> Non
             by_size[nbytes][algorithm] = time_us
     assert by_size
     for nbytes, times in by_size.items():
-        op, world_size = next((point.op, point.world_size) for point in measured(name))
-        taken = min(times, key=lambda algorithm: collective_us(op, algorithm, nbytes, world_size, NVLINK4))
+        op, _, _, world_size, _ = measured(name)[0]
+        taken = min(times, key=lambda algorithm: predicted_us(op, algorithm, nbytes, world_size, NVLINK4))
         assert times[taken] <= 1.15 * min(times.values()), f"{nbytes} bytes: {taken} of {times}"
 
 
@@ -60,7 +69,7 @@ def test_a_choice_by_the_model_costs_little_more_than_the_best(name: str) -> Non
 )
 def test_a_machine_that_obeys_the_model_is_found(link: LinkCost) -> None:
     points = [
-        Measured("all_reduce", algorithm, nbytes, n, collective_us("all_reduce", algorithm, nbytes, n, link))
+        point("all_reduce", algorithm, nbytes, n, predicted_us("all_reduce", algorithm, nbytes, n, link))
         for algorithm in OWN
         for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
         for n in (2, 4)
@@ -74,9 +83,9 @@ def test_a_machine_that_obeys_the_model_is_found(link: LinkCost) -> None:
     "points",
     [
         [],
-        [Measured("all_reduce", "ring", 1 << 20, 4, 10.0)] * 9,
-        [Measured("all_reduce", "one_shot", 1 << bits, 4, 5.0) for bits in range(10, 28)],
-        [Measured("all_reduce", name, 1 << b, 4, 1e3 / (1 << b)) for name in OWN for b in range(10, 28)],
+        [point("all_reduce", "ring", 1 << 20, 4, 10.0)] * 9,
+        [point("all_reduce", "one_shot", 1 << bits, 4, 5.0) for bits in range(10, 28)],
+        [point("all_reduce", name, 1 << b, 4, 1e3 / (1 << b)) for name in OWN for b in range(10, 28)],
     ],
     ids=["nothing", "one size", "one algorithm", "larger is faster"],
 )
@@ -88,4 +97,4 @@ def test_measurements_that_say_too_little_are_refused(points: list[Measured]) ->
 def test_without_local_work_nothing_is_added() -> None:
     link = LinkCost(1.0, 2.0, 3.0)
     assert link.local_gbps == math.inf
-    assert collective_us("all_gather", "one_shot", 6000, 2, link) == pytest.approx(1 + 2 + 1)
+    assert predicted_us("all_gather", "one_shot", 6000, 2, link) == pytest.approx(1 + 2 + 1)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, LinkCost, collective_us
+from predicted import predicted_us
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, LinkCost
 
 links = st.builds(
     LinkCost,
@@ -41,7 +42,7 @@ def test_equations(link: LinkCost, nbytes: int, world_size: int) -> None:
         ("broadcast", "one_shot"): [others * nbytes],
     }
     for (op, algorithm), steps in expected.items():
-        time_us = collective_us(op, algorithm, nbytes, world_size, link)
+        time_us = predicted_us(op, algorithm, nbytes, world_size, link)
         taken = nbytes * (world_size if (op, algorithm) == ("all_reduce", "one_shot") else 1)
         taken += nbytes if algorithm == "multimem" else 0  # staging, before the flag
         taken += nbytes / 2 if (op, algorithm) == ("all_reduce", "ring") else 0  # half of the second pass
@@ -54,7 +55,7 @@ def test_fp8_sends_a_byte_an_element_and_a_scale_a_block(
 ) -> None:
     elements = nbytes / world_size / itemsize
     sent = (world_size - 1) * (elements + elements / 128 * 4)
-    time_us = collective_us("all_reduce", "two_shot_fp8", nbytes, world_size, link, itemsize)
+    time_us = predicted_us("all_reduce", "two_shot_fp8", nbytes, world_size, link, itemsize)
     assert time_us == pytest.approx(by_steps(link, [sent, sent], nbytes), rel=1e-9)
 
 
@@ -62,8 +63,8 @@ def test_fp8_sends_a_byte_an_element_and_a_scale_a_block(
 def test_an_all_reduce_is_a_scatter_and_a_gather(link: LinkCost, nbytes: int, world_size: int) -> None:
     # of the two passes over what has arrived one is hidden, in the ring half of one
     for whole, halves, hidden in (("two_shot", "one_shot", 1.0), ("ring", "ring", 0.5)):
-        parts = [collective_us(op, halves, nbytes, world_size, link) for op in ("reduce_scatter", "all_gather")]
-        total = collective_us("all_reduce", whole, nbytes, world_size, link)
+        parts = [predicted_us(op, halves, nbytes, world_size, link) for op in ("reduce_scatter", "all_gather")]
+        total = predicted_us("all_reduce", whole, nbytes, world_size, link)
         once = hidden * nbytes / link.local_gbps / 1e3
         assert total == pytest.approx(sum(parts) - link.fixed_us - once, rel=1e-9, abs=1e-6)
 
@@ -73,7 +74,7 @@ def test_larger_takes_longer(a: int, b: int, world_size: int) -> None:
     small, large = sorted((a, b))
     for algorithm in ("one_shot", "two_shot", "ring", "multimem"):
         for link in (NVLINK4, SHARED_MEMORY):
-            first, second = (collective_us("all_reduce", algorithm, n, world_size, link) for n in (small, large))
+            first, second = (predicted_us("all_reduce", algorithm, n, world_size, link) for n in (small, large))
             assert first <= second
 
 
@@ -82,7 +83,7 @@ def test_larger_takes_longer(a: int, b: int, world_size: int) -> None:
 def test_who_wins_where(link: LinkCost, world_size: int) -> None:
     def best(nbytes: int) -> str:
         names = ("one_shot", "two_shot", "ring")
-        return min(names, key=lambda name: collective_us("all_reduce", name, nbytes, world_size, link))
+        return min(names, key=lambda name: predicted_us("all_reduce", name, nbytes, world_size, link))
 
     assert best(1) == "one_shot"
     assert best(1 << 20) == "two_shot"
@@ -93,7 +94,7 @@ def test_sums_in_the_switch_send_less_from_four_ranks_on() -> None:
     wire = LinkCost(fixed_us=0, step_us=0, bw_gbps=1e-3)  # 1 byte takes 1 us
 
     def sent(algorithm: str, world_size: int) -> float:
-        return collective_us("all_reduce", algorithm, 24, world_size, wire)
+        return predicted_us("all_reduce", algorithm, 24, world_size, wire)
 
     assert [sent("multimem", n) for n in (2, 3, 4, 8)] == pytest.approx([36, 32, 30, 27])
     assert [sent("two_shot", n) for n in (2, 3, 4, 8)] == pytest.approx([24, 32, 36, 42])

@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
+from executor_calls import run_call
 from local_ranks import run_ranks
+from shotcast.collectives.registry import registered
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import CallPlan, LaunchShape, Op, slice_bytes
@@ -81,7 +83,7 @@ def assert_bits(actual: torch.Tensor, expected: torch.Tensor, what: object) -> N
 def check_reductions(group, dtype):
     rank, world_size = group.rank, group.world_size
     with_itemsize = dtype.itemsize
-    executor = CpuExecutor(group, MAX_BYTES, 20.0)
+    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     shape = random.Random(7)
     for seed, count in enumerate((*COUNTS, 70_001, 30)):
         inputs = [contribution(r, count, dtype, seed) for r in range(world_size)]
@@ -93,7 +95,7 @@ def check_reductions(group, dtype):
                 out = x if in_place else misaligned(torch.empty_like(x), shape.choice((0, 1, 5)))
                 launch = LaunchShape(chunk_bytes=chunk)
                 plan = CallPlan(Op.ALL_REDUCE, algorithm, name(dtype), count * with_itemsize, launch=launch)
-                executor.run(plan, x, out)
+                run_call(executor, plan, x, out)
                 assert executor.fault() is None
                 reference = expected
                 if algorithm == "ring" and world_size > 1:
@@ -111,7 +113,7 @@ def check_reductions(group, dtype):
         for algorithm in ("one_shot", "ring"):
             out = misaligned(torch.empty(count, dtype=dtype), seed % 3)
             plan = CallPlan(Op.REDUCE_SCATTER, algorithm, name(dtype), count * world_size * with_itemsize)
-            executor.run(plan, misaligned(inputs[rank], seed % 2), out)
+            run_call(executor, plan, misaligned(inputs[rank], seed % 2), out)
             expected = in_rank_order(inputs)
             if algorithm == "ring" and world_size > 1:
                 expected = around_the_ring(inputs, rank)
@@ -136,7 +138,7 @@ def test_reductions_are_exact_to_the_bit(world_size, dtype):
 
 def check_copies(group, dtypes):
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, MAX_BYTES, 20.0)
+    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     for seed, (dtype, count) in enumerate(
         (dtype, count) for dtype in dtypes for count in (0, 1, 3, 257, 40_003 // world_size)
     ):
@@ -146,7 +148,7 @@ def check_copies(group, dtypes):
         for algorithm in ("one_shot", "ring"):
             out = misaligned(torch.empty(count * world_size, dtype=dtype), seed % 3)
             plan = CallPlan(Op.ALL_GATHER, algorithm, name(dtype), count * world_size * itemsize, launch=launch)
-            executor.run(plan, short[rank], out)
+            run_call(executor, plan, short[rank], out)
             assert torch.equal(out.view(torch.uint8), torch.cat(short).view(torch.uint8)), (dtype, count, algorithm)
 
             sizes = tuple(
@@ -155,25 +157,26 @@ def check_copies(group, dtypes):
             parts = [contribution(r, sizes[r], dtype, seed) for r in range(world_size)]
             out = torch.empty(sum(sizes), dtype=dtype)
             plan = CallPlan(Op.ALL_GATHER, algorithm, name(dtype), sum(sizes) * itemsize, sizes=sizes, launch=launch)
-            executor.run(plan, parts[rank], out)
+            run_call(executor, plan, parts[rank], out)
             assert torch.equal(out.view(torch.uint8), torch.cat(parts).view(torch.uint8)), (dtype, sizes, algorithm)
 
         out = torch.empty(count * world_size, dtype=dtype)
         plan = CallPlan(Op.ALL_TO_ALL, "one_shot", name(dtype), count * world_size * itemsize, launch=launch)
-        executor.run(plan, inputs[rank], out)
+        run_call(executor, plan, inputs[rank], out)
         expected = torch.cat([x.view(world_size, count)[rank] for x in inputs]) if count else out
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), (dtype, count)
 
         root = seed % world_size
         x = inputs[rank].clone()
-        executor.run(
+        run_call(
+            executor,
             CallPlan(Op.BROADCAST, "one_shot", name(dtype), x.numel() * itemsize, root=root, launch=launch),
             x,
             (x, None)[seed % 2],
         )
         assert torch.equal(x.view(torch.uint8), inputs[root].view(torch.uint8)), (dtype, count)
-        executor.run(CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)
-        executor.run(CallPlan(Op.ALL_REDUCE, "vendor", "int64", 800), None, None)
+        run_call(executor, CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)
+        run_call(executor, CallPlan(Op.ALL_REDUCE, "vendor", "int64", 800), None, None)
         assert executor.fault() is None
     executor.close()
 
@@ -195,7 +198,7 @@ def test_copies_are_exact_to_the_bit(world_size, dtypes):
 def check_stragglers(group, max_bytes, seconds):
     """Random operations, algorithms and sizes, every rank now and then late; a lost word would show as a wrong sum."""
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, max_bytes, 20.0)
+    executor = CpuExecutor(group, max_bytes, 20.0, registered())
     together, alone = random.Random(1), random.Random(100 + rank)
     calls = 0
     until = time.monotonic() + seconds
@@ -215,28 +218,28 @@ def check_stragglers(group, max_bytes, seconds):
         if operation == "reduce":
             algorithm, in_place = together.choice(ALL_REDUCE), together.random() < 0.5
             out = x if in_place else torch.empty_like(x)
-            executor.run(CallPlan(Op.ALL_REDUCE, algorithm, "float32", count * 4, launch=launch), x, out)
+            run_call(executor, CallPlan(Op.ALL_REDUCE, algorithm, "float32", count * 4, launch=launch), x, out)
             expected = base * world_size + (sum(range(world_size)) + calls * world_size)
         elif operation == "gather":
             algorithm = together.choice(("one_shot", "ring"))
             out = torch.empty(count * world_size)
             plan = CallPlan(Op.ALL_GATHER, algorithm, "float32", out.numel() * 4, launch=launch)
-            executor.run(plan, x, out)
+            run_call(executor, plan, x, out)
             expected = torch.cat([base + (r + calls) for r in range(world_size)])
         elif operation == "broadcast":
             root = together.randrange(world_size)
-            executor.run(CallPlan(Op.BROADCAST, "one_shot", "float32", count * 4, root=root, launch=launch), x, x)
+            run_call(executor, CallPlan(Op.BROADCAST, "one_shot", "float32", count * 4, root=root, launch=launch), x, x)
             out, expected = x, base + (root + calls)
         elif operation == "scatter":
             algorithm = together.choice(("one_shot", "ring"))
             out = torch.empty(count)
             plan = CallPlan(Op.REDUCE_SCATTER, algorithm, "float32", count * world_size * 4, launch=launch)
-            executor.run(plan, torch.cat([x + 3 * b for b in range(world_size)]), out)
+            run_call(executor, plan, torch.cat([x + 3 * b for b in range(world_size)]), out)
             expected = base * world_size + (sum(range(world_size)) + (calls + 3 * rank) * world_size)
         else:
             out = torch.empty(count * world_size)
             plan = CallPlan(Op.ALL_TO_ALL, "one_shot", "float32", out.numel() * 4, launch=launch)
-            executor.run(plan, torch.cat([x + 3 * b for b in range(world_size)]), out)
+            run_call(executor, plan, torch.cat([x + 3 * b for b in range(world_size)]), out)
             expected = torch.cat([base + (r + calls + 3 * rank) for r in range(world_size)])
         assert executor.fault() is None, executor.fault()
         assert torch.equal(out, expected), (calls, operation, count, chunk, (out - expected).abs().max())
@@ -252,7 +255,7 @@ def test_stragglers_and_changing_sizes(world_size, max_bytes):
 
 
 def check_epochs(group):
-    executor = CpuExecutor(group, MAX_BYTES, 20.0)
+    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     for start in ((1 << 16) - 3, (1 << 31) - 3, (1 << 32) - 3, (1 << 48) - 3):
         group.barrier()
         executor.set_epoch(start)
@@ -260,10 +263,10 @@ def check_epochs(group):
         for call in range(6):
             x = torch.full((5,), float(group.rank + call))
             plan = CallPlan(Op.ALL_REDUCE, ALL_REDUCE[call % 3], "float32", 20)
-            executor.run(plan, x, x)
+            run_call(executor, plan, x, x)
             assert executor.fault() is None
             assert executor.epoch == start + call + 1
-            assert executor.headers(executor.epoch)[group.rank] == plan.header
+            assert executor.headers(executor.epoch)[group.rank] == registered().header(plan)
             assert x.tolist() == [sum(r + call for r in range(group.world_size))] * 5
     executor.close()
 
@@ -273,22 +276,24 @@ def test_epochs_beyond_16_31_32_and_48_bits():
 
 
 def check_prepare(group):
-    executor = CpuExecutor(group, MAX_BYTES, 20.0)
+    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     plan = CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 4)
-    executor.prepare(plan)
-    assert executor.prepare(plan) is False
+    executor.bind(plan).load()
+    assert executor.bind(plan).call.schedule.ready()
     for call in (
         CallPlan(Op.ALL_REDUCE, "one_shot", "int32", 4),
         CallPlan(Op.ALL_TO_ALL, "ring", "float32", 8),
         CallPlan(Op.REDUCE_SCATTER, "two_shot", "float32", 8),
     ):
         with pytest.raises(UnsupportedError, match=call.op.label):
-            executor.prepare(call)
-    # Equal plans that are other objects, more of them than are kept.
+            executor.bind(call)
+    # Equal plans that are other objects.
     for _ in range(3):
         for count in range(1, 2500):
             x = torch.ones(1)
-            executor.run(CallPlan(Op.BROADCAST, "one_shot", "float32", 4, launch=LaunchShape(programs=count)), x, x)
+            run_call(
+                executor, CallPlan(Op.BROADCAST, "one_shot", "float32", 4, launch=LaunchShape(programs=count)), x, x
+            )
     assert executor.fault() is None
     executor.close()
     executor.close()

@@ -10,7 +10,9 @@ import time
 import pytest
 import torch
 
+from executor_calls import run_call
 from local_ranks import DEAD, LocalGroup, run_ranks
+from shotcast.collectives.registry import registered
 from shotcast.errors import ClosedError
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, LaunchShape, Op
@@ -24,14 +26,14 @@ SUM = CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 400)
 def works(executor: CpuExecutor, group: LocalGroup) -> None:
     for algorithm in ("one_shot", "two_shot", "ring"):
         x = torch.full((1000,), float(group.rank))
-        executor.run(CallPlan(Op.ALL_REDUCE, algorithm, "float32", 4000), x, x)
+        run_call(executor, CallPlan(Op.ALL_REDUCE, algorithm, "float32", 4000), x, x)
         assert executor.fault() is None
         assert x.tolist() == [sum(range(group.world_size))] * 1000
     other = group.rank ^ 1
     if other < group.world_size:
         sent, received = torch.full((3,), float(group.rank)), torch.empty(3)
-        executor.run(CallPlan(Op.SEND, "one_shot", "float32", 12, root=other), sent, None)
-        executor.run(CallPlan(Op.RECV, "one_shot", "float32", 12, root=other), None, received)
+        run_call(executor, CallPlan(Op.SEND, "one_shot", "float32", 12, root=other), sent, None)
+        run_call(executor, CallPlan(Op.RECV, "one_shot", "float32", 12, root=other), None, received)
         assert received.tolist() == [other] * 3
 
 
@@ -66,14 +68,14 @@ def run_plan(executor: CpuExecutor, group: LocalGroup, plan: CallPlan) -> torch.
         x = x[: plan.sizes[group.rank] if plan.sizes else x.numel() // group.world_size]
     out = torch.zeros(plan.nbytes // dtype.itemsize, dtype=dtype)
     if plan.op is Op.BARRIER:
-        executor.run(plan, None, None)
+        run_call(executor, plan, None, None)
     else:
-        executor.run(plan, x, out)
+        run_call(executor, plan, x, out)
     return out
 
 
 def check_mismatches(group):
-    executor = CpuExecutor(group, MAX_BYTES, 10.0)
+    executor = CpuExecutor(group, MAX_BYTES, 10.0, registered())
     usual = CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 480)
     for turn, (what, plan) in enumerate(MISMATCHES.items()):
         odd = turn % group.world_size
@@ -90,7 +92,7 @@ def check_mismatches(group):
         assert mine.op is Op.BARRIER or out.isnan().all(), what
         group.barrier()
         headers = executor.headers(executor.epoch)
-        assert headers == [(plan if r == odd else others).header for r in range(group.world_size)], what
+        assert headers == [registered().header(plan if r == odd else others) for r in range(group.world_size)], what
         assert Header.decode(headers[odd]).op == plan.op.label
         reset(executor, group)
     executor.close()
@@ -101,7 +103,7 @@ def test_every_mismatch_is_found_and_the_odd_rank_named():
 
 
 def check_two_disagree(group):
-    executor = CpuExecutor(group, MAX_BYTES, 10.0)
+    executor = CpuExecutor(group, MAX_BYTES, 10.0, registered())
     run_plan(executor, group, MISMATCHES["nbytes" if group.rank else "algorithm"])
     fault = executor.fault()
     assert fault is not None
@@ -117,7 +119,7 @@ def test_two_ranks_that_disagree_report_the_same():
 
 
 def check_late(group, late, algorithm, timeout_s):
-    executor = CpuExecutor(group, MAX_BYTES, timeout_s)
+    executor = CpuExecutor(group, MAX_BYTES, timeout_s, registered())
     works(executor, group)
     group.barrier()
     if group.rank == late:
@@ -125,7 +127,7 @@ def check_late(group, late, algorithm, timeout_s):
     begun = time.monotonic()
     plan = CallPlan(Op.ALL_REDUCE, algorithm, "float32", 400)
     x = torch.ones(100)
-    executor.run(plan, x, x)
+    run_call(executor, plan, x, x)
     took = time.monotonic() - begun
     fault = executor.fault()
     assert fault is not None
@@ -136,7 +138,7 @@ def check_late(group, late, algorithm, timeout_s):
     epoch, begun = executor.epoch, time.monotonic()
     for _ in range(100):
         out = torch.ones(100)
-        executor.run(plan, x, out)
+        run_call(executor, plan, x, out)
         assert out.isnan().all()
     assert executor.epoch == epoch
     assert time.monotonic() - begun < 0.2
@@ -153,7 +155,7 @@ def test_a_late_rank_is_named_in_time(world_size, late, algorithm):
 
 def check_all_but_late(group, plan, late):
     """Every operation waits for every rank, also where no data of the late one is needed."""
-    executor = CpuExecutor(group, MAX_BYTES, 0.3)
+    executor = CpuExecutor(group, MAX_BYTES, 0.3, registered())
     group.barrier()
     if group.rank != late:
         run_plan(executor, group, plan)
@@ -183,7 +185,7 @@ def test_no_operation_ends_before_every_rank_has_started(plan):
 
 def check_signal(group, victim, algorithm, number, timeout_s):
     """``victim`` is stopped or killed in the middle of a call that takes some seconds."""
-    executor = CpuExecutor(group, MAX_BYTES, timeout_s)
+    executor = CpuExecutor(group, MAX_BYTES, timeout_s, registered())
     works(executor, group)
     # Small pieces, or the call would be over before the signal.
     plan = CallPlan(Op.ALL_REDUCE, algorithm, "float32", 256 << 20, launch=LaunchShape(chunk_bytes=2048))
@@ -202,7 +204,7 @@ def check_signal(group, victim, algorithm, number, timeout_s):
             os.kill(process, signal.SIGCONT)
             os._exit(0)
         threading.Thread(target=strike, daemon=True).start()
-    executor.run(plan, x, x)
+    run_call(executor, plan, x, x)
     took = time.monotonic() - begun
     fault = executor.fault()
     assert fault is not None, took
@@ -230,7 +232,7 @@ def test_a_killed_rank_is_named():
 
 def check_woken(group):
     """Rank 1 loses patience first; rank 0, in the middle of a long wait, need not."""
-    executor = CpuExecutor(group, MAX_BYTES, 0.3 if group.rank == 1 else 30.0)
+    executor = CpuExecutor(group, MAX_BYTES, 0.3 if group.rank == 1 else 30.0, registered())
     group.barrier()
     if group.rank != 2:
         begun = time.monotonic()
@@ -249,14 +251,14 @@ def test_a_fault_ends_the_waits_of_the_others():
 
 
 def check_closed(group):
-    executor = CpuExecutor(group, MAX_BYTES, 1.0)
+    executor = CpuExecutor(group, MAX_BYTES, 1.0, registered())
     works(executor, group)
     group.barrier()
     executor.close()
     executor.close()
     assert executor.fault() is None
     x = torch.ones(100)
-    for call in (lambda: executor.run(SUM, x, x), lambda: executor.clear(0), lambda: executor.headers(1)):
+    for call in (lambda: run_call(executor, SUM, x, x), lambda: executor.clear(0), lambda: executor.headers(1)):
         with pytest.raises(ClosedError):
             call()
 

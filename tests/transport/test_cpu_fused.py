@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from executor_calls import run_call
 from local_ranks import DEAD, LocalGroup, run_ranks
+from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu.executor import CpuExecutor
@@ -150,7 +152,7 @@ def run_case(executor: CpuExecutor, group: LocalGroup, case: Case, seed: int) ->
     tensors = empty_tensors(case, world_size, residuals[rank], weight, seed)
     if case.keeps and case.op is Op.ALL_REDUCE_RMS_NORM and seed % 5 == 0:
         tensors = tensors._replace(normed=x)
-    executor.run(case.plan, x, None, tensors)
+    run_call(executor, case.plan, x, None, tensors)
     assert executor.fault() is None
     assert_tensors(tensors, expected, (case, seed))
     if tensors.normed is not x:
@@ -158,7 +160,7 @@ def run_case(executor: CpuExecutor, group: LocalGroup, case: Case, seed: int) ->
 
 
 def check_values(group, dtype, max_bytes):
-    executor = CpuExecutor(group, max_bytes, 20.0)
+    executor = CpuExecutor(group, max_bytes, 20.0, registered())
     world_size = group.world_size
     for seed, (hidden, per_rank) in enumerate(
         ((1, 1), (7, 3), (33, 0), (64, 2), (1, 40), (257, 5), (2880, 1), (1000, 9), (5003, 2))
@@ -192,7 +194,7 @@ def test_fused_operations_have_the_bits_of_sum_and_norm(world_size, dtype, max_b
 def check_stragglers(group, max_bytes, seconds):
     """Fused and plain calls by turns, sizes that change, every rank now and then late."""
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, max_bytes, 20.0)
+    executor = CpuExecutor(group, max_bytes, 20.0, registered())
     together, alone = random.Random(2), random.Random(200 + rank)
     calls = 0
     until = time.monotonic() + seconds
@@ -208,7 +210,7 @@ def check_stragglers(group, max_bytes, seconds):
             count = together.choice((1, 1000, 5000))
             x = torch.full((count,), float(rank + calls))
             algorithm = together.choice(("one_shot", "two_shot", "ring"))
-            executor.run(CallPlan(Op.ALL_REDUCE, algorithm, "float32", count * 4), x, x)
+            run_call(executor, CallPlan(Op.ALL_REDUCE, algorithm, "float32", count * 4), x, x)
             assert x.tolist() == [float(sum(range(world_size)) + calls * world_size)] * count
     executor.close()
     return calls
@@ -253,14 +255,14 @@ def reset(executor: CpuExecutor, group: LocalGroup) -> None:
 
 
 def check_late(group, late, case):
-    executor = CpuExecutor(group, 1 << 20, 0.4)
+    executor = CpuExecutor(group, 1 << 20, 0.4, registered())
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
     tensors = some_tensors(case, group)
     group.barrier()
     if group.rank == late:
         time.sleep(1.0)
     begun = time.monotonic()
-    executor.run(case.plan, x, None, tensors)
+    run_call(executor, case.plan, x, None, tensors)
     took = time.monotonic() - begun
     fault = executor.fault()
     assert fault is not None
@@ -269,7 +271,7 @@ def check_late(group, late, case):
     assert_stopped(case, tensors)
     # It stays, and the next call leaves nothing as it was either.
     tensors = some_tensors(case, group)
-    executor.run(case.plan, x, None, tensors)
+    run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     group.barrier()
     executor.set_timeout(20)
@@ -294,7 +296,7 @@ def test_a_late_rank_is_named_and_nothing_looks_like_a_result(world_size, late, 
 
 def check_killed(group, victim, way, number):
     """``victim`` is killed or stopped in the middle of a call, between chunks of a row or of the gather."""
-    executor = CpuExecutor(group, 1 << 20, 1.0)
+    executor = CpuExecutor(group, 1 << 20, 1.0, registered())
     case = Case(*way, torch.bfloat16, 2048 * group.world_size, 4096, "dynamic", True, 128)
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
     group.barrier()
@@ -308,13 +310,13 @@ def check_killed(group, victim, way, number):
     until = time.monotonic() + 20
     while executor.fault() is None and time.monotonic() < until:  # a fast machine does several before the signal
         tensors = some_tensors(case, group)
-        executor.run(case.plan, x, None, tensors)
+        run_call(executor, case.plan, x, None, tensors)
     fault = executor.fault()
     assert fault is not None
     assert (fault.kind, fault.ranks) == (TIMEOUT, (victim,))
     if group.rank == victim:  # its own part may have been done when it was stopped, and only the next call fail
         tensors = some_tensors(case, group)
-        executor.run(case.plan, x, None, tensors)
+        run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     if number == signal.SIGSTOP:
         group.barrier()
@@ -338,7 +340,7 @@ def test_a_stopped_rank_is_named_and_comes_back(way):
 
 
 def check_mismatches(group):
-    executor = CpuExecutor(group, 1 << 20, 10.0)
+    executor = CpuExecutor(group, 1 << 20, 10.0, registered())
     usual = Case(*WAYS[0], torch.bfloat16, 6, 8)
     for odd, other in (
         (0, usual._replace(quantization="dynamic")),
@@ -347,7 +349,7 @@ def check_mismatches(group):
     ):
         case = other if group.rank == odd else usual
         tensors = some_tensors(case, group)
-        executor.run(case.plan, torch.ones(6, 8, dtype=torch.bfloat16), None, tensors)
+        run_call(executor, case.plan, torch.ones(6, 8, dtype=torch.bfloat16), None, tensors)
         fault = executor.fault()
         assert fault is not None
         assert (fault.kind, fault.ranks) == (MISMATCH, (odd,))
@@ -363,7 +365,7 @@ def test_other_forms_of_a_norm_are_mismatches():
 
 
 def check_refusals(group):
-    executor = CpuExecutor(group, 1 << 20, 10.0)
+    executor = CpuExecutor(group, 1 << 20, 10.0, registered())
     good = Case(*WAYS[0], torch.bfloat16, 6, 8)
     for case, error, text in (
         (good._replace(algorithm="ring"), UnsupportedError, "no ring all_reduce_rms_norm of bfloat16"),
@@ -374,16 +376,16 @@ def check_refusals(group):
         (Case(*WAYS[3], torch.bfloat16, 5, 8), ConfigError, "for each of 2 ranks"),
     ):
         with pytest.raises(error, match=text):
-            executor.prepare(case.plan)
+            executor.bind(case.plan)
     uneven = CallPlan(Op.ALL_REDUCE_RMS_NORM, "one_shot", "bfloat16", 6 * 16 + 2, norm=Norm(8))
     with pytest.raises(ConfigError, match="98 bytes of bfloat16 are no rows of 8"):
-        executor.prepare(uneven)
+        executor.bind(uneven)
     with pytest.raises(ConfigError, match="the residual"):
-        executor.run(good.plan, torch.ones(6, 8, dtype=torch.bfloat16), None)
-    executor.prepare(good.plan)
-    assert executor.prepare(good.plan) is False
+        run_call(executor, good.plan, torch.ones(6, 8, dtype=torch.bfloat16), None)
+    executor.bind(good.plan).load()
+    assert executor.bind(good.plan).call.schedule.ready()
     # The vendor library's sum is checked by its header, and normed elsewhere.
-    executor.run(good._replace(algorithm="vendor", hidden=0).plan, None, None)
+    run_call(executor, good._replace(algorithm="vendor", hidden=0).plan, None, None)
     assert executor.fault() is None
     executor.close()
 

@@ -13,7 +13,7 @@ from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
 
 TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
-SCHEDULES = {
+CALLS = {
     "one_shot": one_shot.ALL_REDUCE,
     "two_shot": two_shot.ALL_REDUCE,
     "ring": ring.ALL_REDUCE,
@@ -51,9 +51,9 @@ def text_of(schedule: Schedule) -> str:
     return next(iter(dispatcher.inspect_llvm().values()))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", CALLS)
 def test_words_are_acquired_and_released(name):
-    text = text_of(SCHEDULES[name])
+    text = text_of(CALLS[name].schedule)
     assert count("load atomic i64.* acquire", text) >= 3
     assert count("store atomic i64.* release", text) >= 1
     code = assembly(text, "aarch64-unknown-linux-gnu")

@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
+from executor_calls import run_call
 from local_ranks import run_ranks
+from shotcast.collectives.registry import registered
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, Op
 
@@ -19,13 +21,13 @@ MAX_BYTES = 1 << 20
 
 def send(executor: CpuExecutor, x: torch.Tensor, peer: int) -> None:
     name = str(x.dtype).removeprefix("torch.")
-    executor.run(CallPlan(Op.SEND, "one_shot", name, x.numel() * x.element_size(), root=peer), x, None)
+    run_call(executor, CallPlan(Op.SEND, "one_shot", name, x.numel() * x.element_size(), root=peer), x, None)
 
 
 def recv(executor: CpuExecutor, count: int, dtype: torch.dtype, peer: int) -> torch.Tensor:
     out = torch.zeros(count, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
-    executor.run(CallPlan(Op.RECV, "one_shot", name, count * dtype.itemsize, root=peer), None, out)
+    run_call(executor, CallPlan(Op.RECV, "one_shot", name, count * dtype.itemsize, root=peer), None, out)
     return out
 
 
@@ -36,7 +38,7 @@ def message(sender: int, receiver: int, count: int, dtype: torch.dtype) -> torch
 def check_pairs(group):
     """All ordered pairs in one order, each pair with its own sizes, with collectives in between."""
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, MAX_BYTES, 20.0)
+    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     order = random.Random(3)
     for dtype in (torch.float32, torch.int8, torch.bfloat16, torch.int64):
         for count in (0, 1, 3, 1000, 200_001):
@@ -51,7 +53,7 @@ def check_pairs(group):
                         assert torch.equal(recv(executor, count, dtype, sender), x), (sender, receiver, count)
             if order.random() < 0.5:
                 x = torch.full((70,), float(rank))
-                executor.run(CallPlan(Op.ALL_REDUCE, "two_shot", "float32", 280), x, x)
+                run_call(executor, CallPlan(Op.ALL_REDUCE, "two_shot", "float32", 280), x, x)
                 assert x[0] == sum(range(world_size))
             assert executor.fault() is None
     executor.close()
@@ -64,7 +66,7 @@ def test_pairs_sizes_and_dtypes():
 def check_apart(group):
     """Two pairs talk at their own pace; nothing waits for the rest; small sends need no receiver yet."""
     rank = group.rank
-    executor = CpuExecutor(group, MAX_BYTES, 20.0)
+    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     peer = rank ^ 1
     if rank >= 2:
         time.sleep(1.5)
@@ -74,7 +76,7 @@ def check_apart(group):
         assert torch.equal(recv(executor, turn, torch.float32, peer), message(peer, rank, turn, torch.float32))
     assert time.monotonic() - begun < 1.4 or rank >= 2
     assert executor.epoch == 0
-    executor.run(CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)
+    run_call(executor, CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)
     assert executor.fault() is None
     executor.close()
 
@@ -86,7 +88,7 @@ def test_pairs_do_not_wait_for_others():
 
 def check_faults(group):
     rank = group.rank
-    executor = CpuExecutor(group, MAX_BYTES, 0.5)
+    executor = CpuExecutor(group, MAX_BYTES, 0.5, registered())
     if rank == 1:
         assert recv(executor, 5, torch.float32, 0).isnan().all()
         fault = executor.fault()

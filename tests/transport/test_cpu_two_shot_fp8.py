@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor_calls import run_call
 from local_ranks import run_ranks
+from shotcast.collectives.registry import registered
 from shotcast.device.cpu import floats
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu import fp8_blocks
@@ -161,7 +163,7 @@ def test_sums_of_blocks():
 
 def check_sums(group, dtype, max_bytes):
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, max_bytes, 20.0)
+    executor = CpuExecutor(group, max_bytes, 20.0, registered())
     for seed, count in enumerate((0, 1, 7, 8, 9, 127, 129, 1000, 1024 * world_size, 4099, 30_001)):
         for turn, chunk in enumerate((0, 64, 2048) if count < 10_000 else (0, 4096)):
             special = (0.0, 0.0005)[turn % 2]
@@ -170,7 +172,7 @@ def check_sums(group, dtype, max_bytes):
             out = x if (seed + turn) % 2 else torch.empty_like(x)
             launch = LaunchShape(chunk_bytes=chunk)
             plan = CallPlan(Op.ALL_REDUCE, "two_shot_fp8", name(dtype), count * dtype.itemsize, launch=launch)
-            executor.run(plan, x, out)
+            run_call(executor, plan, x, out)
             assert executor.fault() is None
             assert_bits(out, reference(inputs), (count, chunk))
             digests = group.all_gather(hash(bytes(out.contiguous().view(torch.uint8).tolist())))
@@ -198,11 +200,11 @@ def test_sums_are_exact_to_the_bit(world_size, dtype, max_bytes):
 def check_error(group):
     """Of a value, at most 1/16 of it, or in a block with largest value a, 2^-10 a / 448; of the sum the same again."""
     world_size = group.world_size
-    executor = CpuExecutor(group, 1 << 20, 20.0)
+    executor = CpuExecutor(group, 1 << 20, 20.0, registered())
     count = 128 * 8 * world_size
     inputs = [values(count, torch.float32, r) for r in range(world_size)]
     out = torch.empty(count)
-    executor.run(CallPlan(Op.ALL_REDUCE, "two_shot_fp8", "float32", 4 * count), inputs[group.rank], out)
+    run_call(executor, CallPlan(Op.ALL_REDUCE, "two_shot_fp8", "float32", 4 * count), inputs[group.rank], out)
 
     def off(x: torch.Tensor) -> torch.Tensor:
         largest = x.abs().view(-1, BLOCK).amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
@@ -222,7 +224,7 @@ def test_the_error_is_bounded():
 
 def check_stragglers(group, max_bytes, seconds):
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, max_bytes, 20.0)
+    executor = CpuExecutor(group, max_bytes, 20.0, registered())
     together, alone = random.Random(3), random.Random(300 + rank)
     calls = 0
     until = time.monotonic() + seconds
@@ -236,7 +238,7 @@ def check_stragglers(group, max_bytes, seconds):
             time.sleep(alone.random() * 0.003)
         plan = CallPlan(Op.ALL_REDUCE, algorithm, name(dtype), count * dtype.itemsize, launch=launch)
         x = inputs[rank].clone()
-        executor.run(plan, x, x)
+        run_call(executor, plan, x, x)
         assert executor.fault() is None
         if algorithm == "two_shot_fp8":
             assert_bits(x, reference(inputs), (calls, count))
@@ -250,12 +252,12 @@ def test_stragglers_and_changing_sizes(world_size, max_bytes):
 
 
 def check_late(group, late):
-    executor = CpuExecutor(group, 1 << 20, 0.3)
+    executor = CpuExecutor(group, 1 << 20, 0.3, registered())
     group.barrier()
     x = torch.ones(1000, dtype=torch.bfloat16)
     plan = CallPlan(Op.ALL_REDUCE, "two_shot_fp8", "bfloat16", 2000)
     if group.rank != late:
-        executor.run(plan, x, x)
+        run_call(executor, plan, x, x)
         fault = executor.fault()
         assert fault is not None
         assert (fault.kind, fault.ranks, fault.op) == (TIMEOUT, (late,), "all_reduce")
@@ -265,14 +267,14 @@ def check_late(group, late):
     executor.clear(max(group.all_gather(executor.epoch)))
     group.barrier()
     x = torch.ones(1000, dtype=torch.bfloat16)
-    executor.run(plan, x, x)
+    run_call(executor, plan, x, x)
     assert x.tolist() == [group.world_size] * 1000
     for refused in (
         CallPlan(Op.ALL_REDUCE, "two_shot_fp8", "float64", 800),
         CallPlan(Op.REDUCE_SCATTER, "two_shot_fp8", "float32", 1200),
     ):
         with pytest.raises(UnsupportedError, match="two_shot_fp8"):
-            executor.prepare(refused)
+            executor.bind(refused)
     executor.close()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
+from shotcast.collectives.registry import registered
 from shotcast.device.triton.launch import Launch
 from shotcast.transport.triton import layout
+from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.executor import TritonExecutor
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.multimem import multimem_all_reduce
@@ -27,13 +28,23 @@ def launches(
 ) -> list[tuple[Launch, int]]:
     """What a rank of four would launch, each with its first byte; nothing is compiled."""
     executor: Any = object.__new__(TritonExecutor)
-    executor._own_address, executor._peers_address = 1 << 40, 1 << 41
-    executor._rank, executor._world, executor._pdl = 1, 4, True
-    executor._layout, executor.clear_after_read_bytes = Layout.for_messages(MAX_BYTES), layout.CLEAR_AFTER_READ_BYTES
-    executor._multicast, executor._entries = multicast, {}
-    executor._cells = torch.zeros(2 * layout.row_cell_count(MAX_BYTES), dtype=torch.int64)
+    executor._layout, executor._algorithms = Layout.for_messages(MAX_BYTES), registered()
+    executor.context = KernelContext(
+        rank=1,
+        world_size=4,
+        layout=executor._layout,
+        own_address=1 << 40,
+        peers_address=1 << 41,
+        cells_address=1 << 42,
+        cells_nbytes=16 * layout.row_cell_count(MAX_BYTES),
+        multicast=multicast,
+        pdl=True,
+        native_fp8=True,
+        clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
+        header_of=executor._algorithms.header,
+    )
     plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape, norm=norm)
-    return list(executor._ready(plan, True).launches)
+    return list(executor.bind(plan)._bind(True))
 
 
 @pytest.mark.parametrize(("block", "warps", "taken"), [(128, 1, 128), (512, 4, 512), (64, 1, 128), (128, 4, 512)])

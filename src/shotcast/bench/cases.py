@@ -15,10 +15,8 @@ import torch.distributed as dist
 
 from shotcast.bench import baselines, implementations
 from shotcast.bench.baselines import BenchCall, NcclMemory, SymmetricMemoryOps
+from shotcast.collectives.algorithm import imported
 from shotcast.collectives.communicator import Communicator
-
-FP8_TRANSPORT = "two_shot_fp8"
-"""The algorithm whose sum has a wider error bound than other sums; also the name of that sum in a reference."""
 
 Reference = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each named value: the expected result in float64, and the error bound of each element."""
@@ -89,9 +87,9 @@ class Case:
 
     def _own(self, name: str) -> BenchCall:
         call = baselines.own_call(name, self.op, self.context.comm, self.x, self._new())
-        if name != FP8_TRANSPORT:
+        if name not in implementations.lossy_algorithms():
             return call
-        return dataclasses.replace(call, values=lambda: {FP8_TRANSPORT: call.results[0]})
+        return dataclasses.replace(call, values=lambda: {name: call.results[0]})
 
     def _other(self, name: str) -> BenchCall:
         if implementations.is_torch(name):
@@ -106,9 +104,8 @@ class Case:
         """Return the result that this rank should get, and the error that any order of additions may cause.
 
         With u the spacing of the dtype at 1, n ranks, and every partial sum rounded to the dtype: ``|error| <= n * u *
-        sum_r |x_r|``. Gathered data must be exact. FP8 transport rounds each part, and the sum of the parts, to e4m3
-        with the scale of its block. The bound for that is in ``docs/reference/numerics.md``; here it uses the largest
-        value of all blocks.
+        sum_r |x_r|``. Gathered data must be exact. A lossy algorithm has a value of its own,
+        with the error bound of its description added.
         """
         world_size = self.context.world_size
         if self.op == "all_gather":
@@ -118,17 +115,15 @@ class Case:
         if self.op == "reduce_scatter":
             mine = slice(self.context.rank * self._part, (self.context.rank + 1) * self._part)
         expected = torch.zeros_like(self.x.reshape(-1)[mine], dtype=torch.float64)
-        magnitude, transport_off = torch.zeros_like(expected), torch.zeros_like(expected)
+        magnitude = torch.zeros_like(expected)
         for rank in range(world_size):
             values = self._input(rank).reshape(-1)[mine].double()
             expected += values
             magnitude += values.abs()
-            transport_off += _e4m3_off(values.abs())
-        off = magnitude * (world_size * torch.finfo(self.context.dtype).eps)
-        transport_off += _e4m3_off(expected.abs() + transport_off) + off
-        return {"sum": (expected, off), FP8_TRANSPORT: (expected, transport_off)}
-
-
-def _e4m3_off(values: torch.Tensor) -> torch.Tensor:
-    """Return the error bound of non-negative values rounded to e4m3 with a scale that maps the largest to 448."""
-    return 1.001 * torch.maximum(values / 16, values.max() / (448 * 1024))
+        bound = magnitude * (world_size * torch.finfo(self.context.dtype).eps)
+        results = {"sum": (expected, bound)}
+        for name in implementations.lossy_algorithms():
+            error_bound = imported(implementations.algorithms()[name].error_bound)
+            inputs = (self._input(rank).reshape(-1)[mine].double() for rank in range(world_size))
+            results[name] = (expected, bound + error_bound(inputs))
+        return results

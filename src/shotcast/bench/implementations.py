@@ -13,18 +13,19 @@ Gloo followed by the same kernel for residual and norm.
 
 from __future__ import annotations
 
-from shotcast import wire
+from shotcast.collectives import registry
+from shotcast.collectives.algorithm import LIBRARY, Algorithms
+from shotcast.wire import Op
 
 PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather")
 FUSED_OPS = ("all_reduce_rms_norm",)
 OPS = PLAIN_OPS + FUSED_OPS
 
-OWN = (*(name for name in wire.ALGORITHMS if name != "vendor"), "auto")
-"""Own algorithms, and ``auto``: the choice of the Communicator."""
+AUTO = "auto"
+"""The choice of the Communicator."""
 PLAIN = {"plain": "auto", "plain_one_shot": "one_shot", "plain_two_shot": "two_shot"}
 """The own all-reduce without the fused residual and norm, and its algorithm."""
 FP8 = {"fp8_static": "static", "fp8_dynamic": "dynamic"}
-FUSED_ALGORITHMS = ("one_shot", "two_shot", "auto")
 FUSED = ("unfused", *PLAIN, *FP8)
 """Implementations of fused operations besides the algorithms; the Communicator runs all of them."""
 
@@ -39,9 +40,6 @@ NCCL_SETTINGS: dict[str, dict[str, str]] = {
 NCCL_SYMMETRIC = "nccl_symmetric"
 
 _LABELS = {
-    "one_shot": "one-shot",
-    "two_shot": "two-shot",
-    "two_shot_fp8": "two-shot FP8",
     "nccl": "NCCL (default)",
     "nccl_ring": "NCCL ring",
     "nccl_tree": "NCCL tree",
@@ -59,6 +57,23 @@ _LABELS = {
 }
 
 
+def algorithms() -> Algorithms:
+    """Return the registered algorithms, with those that the modules of SHOTCAST_ALGORITHMS register."""
+    registry.import_named()
+    return registry.registered()
+
+
+def own_algorithms(op: str) -> tuple[str, ...]:
+    """Return the own algorithms of an operation, and :data:`AUTO`."""
+    own = [one.name for one in algorithms().serving(Op[op.upper()]) if not one.library]
+    return (*own, AUTO)
+
+
+def lossy_algorithms() -> tuple[str, ...]:
+    """Return the algorithms whose sums lose precision."""
+    return tuple(name for name, algorithm in algorithms().items() if algorithm.lossy)
+
+
 def baselines(op: str, device: str) -> tuple[str, ...]:
     """Return the baselines of an operation that are measured by default."""
     if device == "cpu":
@@ -73,7 +88,7 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
 
 def default(op: str, device: str) -> tuple[str, ...]:
     """Return the implementations that are measured by default, in the order of the report."""
-    own = (*FUSED_ALGORITHMS, *FUSED) if op in FUSED_OPS else OWN
+    own = (*own_algorithms(op), *FUSED) if op in FUSED_OPS else own_algorithms(op)
     return (*own, *baselines(op, device))
 
 
@@ -83,12 +98,12 @@ def known(op: str, device: str) -> tuple[str, ...]:
     if device == "cuda":
         settings = [name for name in NCCL_SETTINGS if name != "nccl_tree" or op not in ("reduce_scatter", "all_gather")]
         extra = (*settings, *((NCCL_SYMMETRIC,) if op == "all_reduce" else ()))
-    return tuple(dict.fromkeys((*default(op, device), "vendor", *extra)))
+    return tuple(dict.fromkeys((*default(op, device), LIBRARY, *extra)))
 
 
 def is_own(name: str) -> bool:
     """Return whether the Communicator runs this implementation."""
-    return name in OWN or name == "vendor" or name in FUSED
+    return name in algorithms() or name == AUTO or name in FUSED
 
 
 def is_nccl(name: str) -> bool:
@@ -105,13 +120,12 @@ def is_library(name: str) -> bool:
 
 
 def has_own_bits(name: str, world_size: int) -> bool:
-    """Return whether an algorithm gives the bits of the numerics contract at every size.
-
-    The ring does with two ranks.
-    """
-    return name in ("one_shot", "two_shot") or (name == "ring" and world_size == 2)
+    """Return whether the all-reduce of an algorithm gives the bits of the numerics contract at every size."""
+    algorithm = algorithms().get(name)
+    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, world_size)
 
 
 def label(name: str) -> str:
     """Return the name as tables and pictures show it."""
-    return _LABELS.get(name, name)
+    algorithm = algorithms().get(name)
+    return _LABELS.get(name, name) if algorithm is None else algorithm.label

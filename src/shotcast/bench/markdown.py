@@ -162,7 +162,8 @@ def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
 
 def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
     require_same(rows, "world_size", "hidden")
-    above = {"fused": implementations.FUSED_ALGORITHMS, **{name: (name,) for name in (*implementations.FP8, "unfused")}}
+    above = {"fused": implementations.own_algorithms("all_reduce_rms_norm")}
+    above |= {name: (name,) for name in (*implementations.FP8, "unfused")}
     above = {name: group for name, group in above.items() if any(row.algorithm in group for row in rows)}
     if not any(row.algorithm in implementations.PLAIN for row in rows):
         above = {}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shotcast.bench.implementations import PLAIN_OPS, is_own
+from shotcast.bench.implementations import PLAIN_OPS, algorithms, is_own
 from shotcast.bench.markdown import require_same
 from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
@@ -18,11 +18,7 @@ from shotcast.errors import ConfigError
 KINDS = ("latency", "speedup-over-ring", "summary")
 
 COLORS = {
-    "ring": "#7f7f7f",
-    "one_shot": "#1f77b4",
-    "two_shot": "#d62728",
     "auto": "#000000",
-    "vendor": "#c49c94",
     "gloo": "#2ca02c",
     "nccl": "#2ca02c",
     "nccl_ring": "#98df8a",
@@ -31,8 +27,6 @@ COLORS = {
     "nccl_ll128": "#8c564b",
     "nccl_simple": "#dbdb8d",
     "nccl_symmetric": "#9edae5",
-    "two_shot_fp8": "#ff7f0e",
-    "multimem": "#e377c2",
     "unfused": "#8c564b",
     "plain": "#c7c7c7",
     "plain_one_shot": "#aec7e8",
@@ -42,7 +36,8 @@ COLORS = {
     "torch_one_shot": "#9467bd",
     "torch_two_shot": "#c5b0d5",
 }
-"""Own algorithms have strong colours; the libraries they are compared with have others, and are dashed."""
+"""Colors of the lines that are no registered algorithm; those have the color of their description."""
+_OTHER_COLOR = "#8c564b"
 
 REFERENCES = ("unfused", "ring", "nccl", "gloo")
 """Candidates for the base of a speed-up; the first that was measured is taken."""
@@ -130,10 +125,16 @@ def _figure(rows: Sequence[Row], caption: str) -> Any:
     return figure
 
 
+def color_of(name: str) -> str:
+    """Return the color of a line. Own algorithms have strong colors, libraries have others."""
+    algorithm = algorithms().get(name)
+    return (COLORS.get(name) if algorithm is None else algorithm.color) or _OTHER_COLOR
+
+
 def _style(name: str) -> dict[str, Any]:
     own = is_own(name)
     return {
-        "color": COLORS.get(name, "#8c564b"),
+        "color": color_of(name),
         "linestyle": "-" if own else "--",
         "linewidth": 1.8 if own else 1.3,
         "marker": "o" if own else "s",

@@ -32,9 +32,10 @@ from shotcast.bench import harness
 from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, Reference
 from shotcast.bench.config import BenchConfig
+from shotcast.collectives.algorithm import LIBRARY, CollectiveProblem
 from shotcast.collectives.choice import table
 from shotcast.collectives.choice.candidates import candidates, keeps_bits, launch_shapes
-from shotcast.collectives.choice.problem import Candidate, CollectiveProblem
+from shotcast.collectives.choice.choice import Candidate
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
@@ -48,8 +49,6 @@ FINALISTS = 2
 GAIN = 1.03
 _SHARES = (0.3, 0.3, 0.4)
 """The share of the time for a size that each of the three stages gets."""
-_APPROXIMATE = ("two_shot_fp8",)
-"""Algorithms never chosen by time alone: their errors exceed what an order of additions can explain."""
 
 Measure = Callable[[Sequence[Candidate], float], Mapping[Candidate, float | None]]
 """Times candidates within a number of seconds: microseconds of each, None for one whose result is wrong."""
@@ -148,9 +147,9 @@ def implementations(problem: CollectiveProblem, any_bits: bool) -> list[Candidat
     return [
         candidate
         for candidate in candidates(problem)
-        if candidate.algorithm == "vendor"
+        if candidate.algorithm == LIBRARY
         or keeps_bits(problem, candidate.algorithm)
-        or (any_bits and candidate.algorithm not in _APPROXIMATE)
+        or (any_bits and not problem.topology.algorithms[candidate.algorithm].lossy)
     ]
 
 
@@ -192,7 +191,7 @@ def search(
         raise ShotcastError(
             f"no algorithm gives right results for {problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}"
         )
-    near = [c for c, time_us in times.items() if time_us <= NEAR * min(times.values()) or c.algorithm == "vendor"]
+    near = [c for c, time_us in times.items() if time_us <= NEAR * min(times.values()) or c.algorithm == LIBRARY]
     finalists = list(near)
     if launches is None:
         shapes = [
@@ -218,7 +217,7 @@ def search(
 
 def _decide(timed: Sequence[Timed], wrong: tuple[Candidate, ...]) -> Choice:
     def with_handicap(timed: Timed) -> float:
-        return timed.time_us * (1.0 if timed.by_default and timed.algorithm != "vendor" else GAIN)
+        return timed.time_us * (1.0 if timed.by_default and timed.algorithm != LIBRARY else GAIN)
 
     best = min(timed, key=with_handicap)
     others = sorted((one for one in timed if one is not best), key=lambda one: one.time_us)
@@ -234,7 +233,7 @@ def settled(points: Sequence[Point]) -> list[Point]:
     found = []
     for point in sorted(points, key=lambda point: point.nbytes):
         best, others, last = point.choice.best, point.choice.others, before.get(point.key)
-        if last is not None and last.algorithm != "vendor":
+        if last is not None and last.algorithm != LIBRARY:
             for one in others:
                 if one.written == last.written and one.time_us <= GAIN * best.time_us:
                     rest = sorted((best, *(other for other in others if other is not one)), key=lambda t: t.time_us)
@@ -329,7 +328,7 @@ class TuneCase(Case):
     def call(self, name: str, candidate: Candidate) -> BenchCall:
         comm, op, out = self.context.comm, Op[self.op.upper()], self._new()
         assert comm is not None
-        launch = None if candidate.algorithm == "vendor" else candidate.launch
+        launch = None if candidate.algorithm == LIBRARY else candidate.launch
         run = functools.partial(comm._run, op, self.x, out, algorithm=candidate.algorithm, launch=launch)
         return BenchCall(name, run, lambda: None, self.x, (out,))
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.table import Table as View
 
+from shotcast.bench import implementations
 from shotcast.bench.tune import Point, Timed
+from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.choice import table
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
@@ -30,7 +32,7 @@ def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
             listed.pop()
         listed.append(row)
     for listed in found.values():
-        if listed[-1].algorithm == "vendor":
+        if listed[-1].algorithm == LIBRARY:
             listed[-1] = dataclasses.replace(listed[-1], nbytes=float("inf"))
     return found
 
@@ -68,7 +70,7 @@ def _measurement(point: Point) -> dict[str, Any]:
         "nbytes": point.nbytes,
         "chosen": plain(point.choice.best),
         "others": [
-            plain(one) for number, one in enumerate(point.choice.others) if number < 3 or one.algorithm == "vendor"
+            plain(one) for number, one in enumerate(point.choice.others) if number < 3 or one.algorithm == LIBRARY
         ],
     }
 
@@ -79,7 +81,7 @@ def mergeable(old: str, name: str, part: str, world_size: int) -> table.Table:
     Raises:
         ConfigError: it cannot be merged with a table of this hardware.
     """
-    before = table.parse(old, name)
+    before = table.parse(old, name, implementations.algorithms())
     if (before.part, before.world_size) != (part, world_size):
         raise ConfigError(
             f"{name} is a table for {before.world_size} x {before.part}; this machine has {world_size} x {part}; "
@@ -94,7 +96,7 @@ def merged(old: str, new: str, name: str) -> str:
     Raises:
         ConfigError: the two cannot be merged.
     """
-    after = table.parse(new, "just measured")
+    after = table.parse(new, "just measured", implementations.algorithms())
     before = mergeable(old, name, after.part, after.world_size)
     stays = before.rows.keys() - after.rows.keys()
     names = {"/".join(key) for key in stays}
@@ -140,7 +142,7 @@ def view(points: Sequence[Point], world_size: int, device: str) -> View:
 
 
 def _launch(one: Timed) -> str:
-    if one.algorithm == "vendor":
+    if one.algorithm == LIBRARY:
         return ""
     if one.by_default:
         return "default"

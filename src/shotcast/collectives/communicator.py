@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -14,14 +13,16 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from shotcast import env
-from shotcast.collectives import rms_norm
+from shotcast.collectives import registry, rms_norm
+from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid
 from shotcast.collectives.choice.agreement import agree, find_tables
-from shotcast.collectives.choice.problem import Explanation, Topology
+from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.executor_factory import build_executor
-from shotcast.collectives.fast_path import Repeats
+from shotcast.collectives.fast_path import FastPath
 from shotcast.collectives.faults import error_of
+from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.rank_device import device_of
@@ -122,9 +123,11 @@ class Communicator:
         self._checks_vendor = env.check_vendor()
         self._vendor = Vendor(self._group, order)
         self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
-        environment = env.algorithm()
+        registry.import_named()
+        self._algorithms = registry.registered()
+        environment = registry.from_environment()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        found = find_tables(part, self.world_size, self.device.type)
+        found = find_tables(part, self.world_size, self.device.type, self._algorithms)
         settings = {
             "device": self.device.type,
             "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),
@@ -134,20 +137,55 @@ class Communicator:
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
             "SHOTCAST_SHARE_GPUS": env.share_gpus(),
+            "registered algorithms": registry.digest(self._algorithms),
             "tables (SHOTCAST_TABLE)": found.digest,
         }
         agree(self._host, settings, found.trouble)
         self._executor, kernels, obstacle, multicast = build_executor(
-            self._group, self._host, self.device, self.max_bytes, self._timeout_s
+            self._group, self._host, self.device, self.max_bytes, self._timeout_s, self._algorithms
         )
-        has = part, kernels, obstacle, multicast, self.max_bytes, self._allow_fp8
-        topology = Topology(self.world_size, self.device.type, *has)
+        topology = Topology(
+            self.world_size,
+            self.device.type,
+            part,
+            kernels,
+            obstacle,
+            multicast,
+            self.max_bytes,
+            self._algorithms,
+            self._allow_fp8,
+        )
         graphs = self._chain is not None
-        self._resolver = Resolver(topology, environment, found.tables, found.stale, self._executor, graphs)
-        self._repeats: Repeats | None = None
-        if self._executor is not None and self._chain is not None and self.world_size > 1 and not self._nvtx:
-            self._repeats = Repeats(self._executor, self._chain, self._lock, self.device)
+        others = self._executor if self.world_size > 1 else None
+        self._resolver = Resolver(topology, environment, found.tables, found.stale, others, graphs)
+        self._fast_path: FastPath | None = None
+        if others is not None and self._chain is not None and not self._nvtx:
+            self._fast_path = FastPath(self._calls, others, self._chain, self._lock, self.device)
         register(self)
+        self._check_registered()
+
+    def _check_registered(self) -> None:
+        """Check each algorithm that users registered. Collective; raises ConfigError on all ranks if one is wrong."""
+        added = registry.added(self._algorithms)
+        if not added or self.world_size == 1:
+            return
+        try:
+            with torch.no_grad():
+                for algorithm in added:
+                    wrong = wrong_result(algorithm, self.topology, self.rank, self.device, self._run_to_end)
+                    agree(self._host, {}, wrong)
+        except ShotcastError:
+            self.close()
+            raise
+
+    def _run_to_end(self, op: Op, x: torch.Tensor, out: torch.Tensor, algorithm: str) -> None:
+        if op is Op.BROADCAST:
+            out.copy_(x)
+            x = out
+        self._run(op, x, out, algorithm=algorithm)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.check()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -166,8 +204,8 @@ class Communicator:
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
         """
-        repeats = None if out is None else self._repeats
-        if repeats is not None and out is not None and repeats.make(x, out, algorithm, reduction):
+        fast_path = None if out is None else self._fast_path
+        if fast_path is not None and out is not None and fast_path.make(x, out, algorithm, reduction):
             return out
         valid(x, "x", self.device)
         if is_compiling():
@@ -176,8 +214,8 @@ class Communicator:
             return autograd.AllReduce.apply(x, self, algorithm)
         out = output(x, out, x.shape)
         call = self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
-        if repeats is not None:
-            repeats.keep(call.plan, x, out, algorithm, reduction)
+        if fast_path is not None:
+            fast_path.keep(call, x, out)
         return out
 
     def reduce_scatter(
@@ -292,7 +330,7 @@ class Communicator:
 
         0 where the vendor library carries them, which promises nothing. Communicates nothing.
         """
-        if self._executor is None or self.explain(x, "send").algorithm == "vendor":
+        if self._executor is None or self.explain(x, "send").by_library:
             return 0
         return self._executor.waiting(x.numel() * x.element_size())
 
@@ -460,7 +498,7 @@ class Communicator:
                 copy_back(inside, tensors)
             return
         call = self._run(op, x, None, algorithm=algorithm, norm=norm, tensors=tensors)
-        if self.world_size > 1 and call.plan.algorithm != "vendor":
+        if self.world_size > 1 and not call.by_library:
             return
         plain = "vendor" if algorithm == "vendor" else "auto"
         gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
@@ -501,7 +539,9 @@ class Communicator:
             capturing = self._chain.enter(self.device) if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
-            key = (op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch)
+            key: tuple[Any, ...] = (op, count, dtype, algorithm, reduction)
+            if root or sizes or norm is not None or capturing or launch is not None:
+                key = (*key, root, sizes, norm, capturing, launch)
             call = self._calls.get(key)
             if call is None:
                 problem = self._resolver.problem(op, whole, reduction, root, sizes, norm)
@@ -509,27 +549,22 @@ class Communicator:
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
-            if norm is None or call.plan.algorithm != "vendor":
+            if norm is None or not call.by_library:
                 self._execute(call, x, out, capturing, tensors)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
-            if call.needs:
-                self._calls[key] = call._replace(needs=())  # all is compiled now
             return call
         finally:
             self._lock.release()
 
     def _compile(self, call: Call, capturing: bool) -> None:
-        executor = self._executor
-        if executor is None or self.world_size == 1:
-            return
-        for form, needed in call.needs:
+        """Have all that a call needs compiled, on all ranks. Raises ConfigError in a graph capture."""
+        for form, bound in call.needs:
             if form not in self._first_use.known:
                 if capturing:
-                    told = f"{needed.op.label} ({call.label})"
-                    raise ConfigError(f"{told} would be compiled inside a graph capture; call it once before")
-                compile_it = functools.partial(executor.prepare, needed)
-                self._first_use(form, compile_it, min(0.5, self._timeout_s / 2))
+                    raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
+                self._first_use(form, bound.load, min(0.5, self._timeout_s / 2))
+        call.needs = ()
 
     def _execute(
         self,
@@ -562,11 +597,11 @@ class Communicator:
         self, call: Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
     ) -> None:
         executor = self._executor
-        if executor is not None and (self._checks_vendor or call.plan.algorithm != "vendor"):
-            executor.run(call.plan, x, out, tensors)
+        if executor is not None and call.bound is not None and (self._checks_vendor or not call.by_library):
+            call.bound.run(x, out, tensors)
             if self._chain is None and (fault := executor.fault()):
                 raise self._error(fault)
-        if call.plan.algorithm == "vendor":
+        if call.by_library:
             self._vendor.run(call.plan, x, out, call.reduction)
 
     # -- what is known ------------------------------------------------------------------------------------------------
@@ -620,7 +655,7 @@ class Communicator:
 
     def _error(self, fault: Fault) -> ShotcastError:
         assert self._executor is not None
-        return error_of(fault, self._executor, self.rank, self._timeout_s)
+        return error_of(fault, self._executor, self.rank, self._timeout_s, self._algorithms.names)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls, replays of captured ones included. Each rank for itself."""
@@ -684,8 +719,8 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
-            if self._repeats is not None:
-                self._repeats.close()
+            if self._fast_path is not None:
+                self._fast_path.close()
             if self._executor is not None:
                 self._executor.drain()
                 self._executor.close()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast import env, wire
+from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
 from shotcast.memory.host_group import StoreGroup
 
@@ -34,7 +35,12 @@ class BuiltExecutor(NamedTuple):
 
 
 def build_executor(
-    group: dist.ProcessGroup, host: StoreGroup, device: torch.device, max_bytes: int, timeout_s: float
+    group: dist.ProcessGroup,
+    host: StoreGroup,
+    device: torch.device,
+    max_bytes: int,
+    timeout_s: float,
+    algorithms: Algorithms,
 ) -> BuiltExecutor:
     """Allocate the workspace and build the executor of a communicator. Collective; all ranks get the same kind."""
     if host.world_size > wire.MAX_WORLD_SIZE:
@@ -48,14 +54,14 @@ def build_executor(
         if env.cpu_kernels() == "compiled":
             from shotcast.transport.cpu.executor import CpuExecutor
 
-            return BuiltExecutor(CpuExecutor(host, max_bytes, timeout_s), "compiled", "", False)
+            return BuiltExecutor(CpuExecutor(host, max_bytes, timeout_s, algorithms), "compiled", "", False)
         from shotcast.memory.shm import ShmBuffer
         from shotcast.transport.triton.executor import TritonExecutor
         from shotcast.transport.triton.layout import Layout
 
         shared = ShmBuffer(host, Layout.for_messages(max_bytes).nbytes)
         return BuiltExecutor(
-            TritonExecutor(shared, host, max_bytes, timeout_s, device),
+            TritonExecutor(shared, host, max_bytes, timeout_s, device, algorithms),
             "interpreter",
             "",
             bool(shared.multicast_address),
@@ -74,7 +80,8 @@ def build_executor(
     buffer = CudaBuffer(group, Layout.for_messages(max_bytes).nbytes, device, host.order, overlapping)
     # a choice depends on it, and SHOTCAST_MULTICAST may differ between ranks
     multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
-    return BuiltExecutor(TritonExecutor(buffer, host, max_bytes, timeout_s, device), "triton", "", multicast)
+    executor = TritonExecutor(buffer, host, max_bytes, timeout_s, device, algorithms)
+    return BuiltExecutor(executor, "triton", "", multicast)
 
 
 def boot_id() -> str:

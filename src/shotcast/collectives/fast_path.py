@@ -1,64 +1,69 @@
-"""All-reduces that were made before, made again by the shortest way.
+"""Eager all-reduces that were made before, made again by the shortest way.
 
-Of what the host spends on an eager call on a GPU, most is questions: what is called, by which algorithm, with which
-kernel. A call like one before it has the same answers; what may differ is asked here, and nothing else.
+The host spends most of an eager call on a GPU on questions: what is called, by which algorithm, with which kernel. A
+call like one before it has the same answers. What may differ is asked here, and nothing else.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
+from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.wire import CallPlan
-
-Enqueue = Callable[[int, Sequence[Any]], None]
-"""Enqueues a kernel on a stream, by its handle, with the addresses of x and out."""
-_KEPT = 4096
+from shotcast.wire import Op
 
 
-class Repeats:
-    """The kernels of eager all-reduces of a communicator, by what told the calls apart.
+class FastPath:
+    """The way past all questions for eager all-reduces of one communicator on a GPU.
 
     Args:
-        executor: of the communicator, on a GPU.
+        calls: the calls that the communicator remembers, by what it looks them up by.
+        executor: of the communicator.
         chain: of its calls.
         lock: held during a call.
+        device: of the communicator.
     """
 
-    def __init__(self, executor: Executor, chain: StreamChain, lock: threading.Lock, device: torch.device):
-        self._executor, self._chain, self._lock, self._device = executor, chain, lock, device
-        self._kernels: dict[tuple[int, torch.dtype, str, str, bool], Enqueue] = {}
+    def __init__(
+        self,
+        calls: Mapping[Any, Call],
+        executor: Executor,
+        chain: StreamChain,
+        lock: threading.Lock,
+        device: torch.device,
+    ):
+        self._calls, self._executor, self._chain = calls, executor, chain
+        self._lock, self._device = lock, device
         self._closed = False
 
     def close(self) -> None:
         """Make no more calls. The caller holds the lock."""
         self._closed = True
 
-    def keep(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor, algorithm: str, reduction: str) -> None:
-        """Remember a call that has just been made, if one kernel was all there was to it."""
-        aligned = not (x.data_ptr() | out.data_ptr()) & 15
-        enqueue = self._executor.whole(plan, aligned)
+    def keep(self, call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Open the way for a call that has just been made, if one kernel was all there was to it."""
         # in a capture another kernel may serve, and tensors without elements have no address
-        if enqueue is None or not x.numel() or self._chain.capturing():
+        if call.bound is None or not x.numel() or self._chain.capturing():
             return
-        if len(self._kernels) >= _KEPT:
-            self._kernels.clear()
-        self._kernels[x.numel(), x.dtype, algorithm, reduction, aligned] = enqueue
+        aligned = not (x.data_ptr() | out.data_ptr()) & 15
+        call.enqueue[aligned] = call.bound.one_launch(aligned)
 
     def make(self, x: torch.Tensor, out: torch.Tensor, algorithm: str, reduction: str) -> bool:
-        """Make the call, if it was made before and nothing speaks against it; else say False, with nothing done."""
+        """Make the call, if it was made before and nothing speaks against it; else return False, with nothing done."""
         if type(x) is not torch.Tensor or type(out) is not torch.Tensor or is_compiling():
             return False
+        call = self._calls.get((Op.ALL_REDUCE, x.numel(), x.dtype, algorithm, reduction))
+        if call is None:
+            return False
         addresses = x.data_ptr(), out.data_ptr()
-        aligned = not (addresses[0] | addresses[1]) & 15
-        enqueue = self._kernels.get((x.numel(), x.dtype, algorithm, reduction, aligned))
+        enqueue = call.enqueue[not (addresses[0] | addresses[1]) & 15]
         device = self._device
         if (
             enqueue is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from shotcast import wire
 from shotcast.collectives.interface import Executor
@@ -13,8 +14,12 @@ _FIELDS = ("op", "dtype", "algorithm", "root", "nbytes")
 _PATIENCE_S = 0.2
 
 
-def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float) -> ShotcastError:
-    """The error for a fault as ``rank`` sees it. Synchronises with the device."""
+def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algorithms: Sequence[str]) -> ShotcastError:
+    """Return the error for a fault as ``rank`` sees it. Synchronises with the device.
+
+    Args:
+        algorithms: names, in the order of their codes in headers.
+    """
     if fault.op in (Op.SEND.label, Op.RECV.label):
         epoch = fault.epoch32
     else:
@@ -24,7 +29,7 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float) -> S
     if fault.kind == wire.TIMEOUT:
         return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s)
     headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
-    known = {r: Header.decode(word) for r, word in enumerate(headers) if word is not None}
+    known = {r: Header.decode(word, algorithms) for r, word in enumerate(headers) if word is not None}
     fields = [name for name in _FIELDS if len({getattr(header, name) for header in known.values()}) > 1]
     differing = fault.ranks
     if known:

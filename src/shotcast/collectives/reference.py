@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from shotcast import wire
+from shotcast.collectives.algorithm import imported
+from shotcast.collectives.registry import registered
+from shotcast.wire import Op
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -46,23 +49,74 @@ def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return through_fp8(total).to(xs[0].dtype)
 
 
-def all_reduce(xs: Sequence[torch.Tensor], algorithm: str) -> torch.Tensor:
-    """The all-reduce of every rank's tensor ``xs[r]`` by ``one_shot``, ``two_shot``, ``two_shot_fp8`` or ``ring``."""
-    if algorithm not in ("ring", "two_shot_fp8"):
-        return ordered_sum(xs)
-    # on a CPU, where a division by a number is one
-    flat = [x.reshape(-1).cpu() if algorithm == "two_shot_fp8" else x.reshape(-1) for x in xs]
+def _by_slices(
+    xs: Sequence[torch.Tensor], sum_of_slice: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+) -> torch.Tensor:
+    """Return the all-reduce whose slice ``j`` is ``sum_of_slice(slices, j)``."""
+    flat = [x.reshape(-1) for x in xs]
     item = flat[0].element_size()
     width = wire.slice_bytes(flat[0].numel() * item, len(xs)) // item
     slices = [[x[j * width : (j + 1) * width] for x in flat] for j in range(len(xs))]
-    parts = [fp8_sum(part) if algorithm == "two_shot_fp8" else ring_sum(part, j) for j, part in enumerate(slices)]
-    return torch.cat(parts).reshape(xs[0].shape).to(xs[0].device)
+    return torch.cat([sum_of_slice(part, j) for j, part in enumerate(slices)]).reshape(xs[0].shape)
+
+
+def ordered_all_reduce(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return the all-reduce of one-shot and two-shot, the same on all ranks."""
+    return ordered_sum(xs)
+
+
+def ring_all_reduce(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return the all-reduce of the ring, the same on all ranks."""
+    return _by_slices(xs, ring_sum)
+
+
+def fp8_all_reduce(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return the all-reduce of two-shot in FP8, the same on all ranks."""
+    # on a CPU, where a division by a number is one
+    return _by_slices([x.cpu() for x in xs], lambda part, _: fp8_sum(part)).to(xs[0].device)
+
+
+def ordered_reduce_scatter(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by one-shot."""
+    return ordered_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs])
+
+
+def ring_reduce_scatter(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by the ring."""
+    return ring_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs], rank)
+
+
+def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return how far off a sum in FP8 transport may be, beyond the rounding of the dtype, for float64 ``xs``.
+
+    Each part, and their sum, is rounded to e4m3 with the scale of its block; ``docs/reference/numerics.md`` has the
+    bound, here with the largest value of all.
+    """
+    parts, total = torch.zeros(()), torch.zeros(())
+    for x in xs:
+        parts, total = parts + _e4m3_error(x.abs()), total + x
+    return parts + _e4m3_error(total.abs() + parts)
+
+
+def _e4m3_error(values: torch.Tensor) -> torch.Tensor:
+    """Return how far off non-negative values may be once they were e4m3, scaled so that the largest is 448."""
+    return 1.001 * torch.maximum(values / 16, values.max() / (448 * 1024))
+
+
+def all_reduce(xs: Sequence[torch.Tensor], algorithm: str) -> torch.Tensor:
+    """Return the all-reduce of every rank's tensor ``xs[r]`` by a registered algorithm."""
+    return _by_name(Op.ALL_REDUCE, algorithm)(xs, 0)
 
 
 def reduce_scatter(xs: Sequence[torch.Tensor], rank: int, algorithm: str) -> torch.Tensor:
-    """Rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by ``one_shot`` or ``ring``."""
-    parts = [x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs]
-    return ring_sum(parts, rank) if algorithm == "ring" else ordered_sum(parts)
+    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by a registered algorithm."""
+    return _by_name(Op.REDUCE_SCATTER, algorithm)(xs, rank)
+
+
+def _by_name(op: Op, algorithm: str) -> Callable[[Sequence[torch.Tensor], int], torch.Tensor]:
+    form = registered()[algorithm].forms[op]
+    function: Callable[[Sequence[torch.Tensor], int], torch.Tensor] = imported(form.reference)
+    return function
 
 
 def add_residual(total: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

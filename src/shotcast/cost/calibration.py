@@ -7,17 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shotcast.cost.collective import LinkCost, work
+from shotcast.cost.collective import LinkCost, Work
 from shotcast.errors import ConfigError
 
 
 class Measured(NamedTuple):
-    """One measurement; the fields are those of :func:`shotcast.cost.collective.collective_us`."""
+    """The work of a call, and the microseconds that it took."""
 
-    op: str
-    algorithm: str
-    nbytes: int
-    world_size: int
+    work: Work
     time_us: float
 
 
@@ -30,10 +27,10 @@ def fit(points: Iterable[Measured]) -> LinkCost:
         ConfigError: the measurements do not determine all four (there are too few, or they are of one kind), or they
             contradict the model (a constant is negative).
     """
-    rows = []
-    for op, algorithm, nbytes, world_size, time_us in points:
-        steps, sent, taken = work(op, algorithm, nbytes, world_size)
-        rows.append([1 / time_us, steps / time_us, sent / time_us / 1e3, taken / time_us / 1e3])
+    rows = [
+        [1 / time_us, work.steps / time_us, work.sent / time_us / 1e3, work.taken / time_us / 1e3]
+        for work, time_us in points
+    ]
     matrix = np.array(rows).reshape(-1, 4)
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
     solution, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(rows)), rcond=None)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shotcast import env
+from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.choice.resolver import Tables
 from shotcast.collectives.choice.table import fit_for, load, packaged
 from shotcast.errors import ConfigError
@@ -36,7 +37,7 @@ class Found(NamedTuple):
         return hashlib.sha256(texts.encode()).hexdigest()[:12]
 
 
-def find_tables(part: str, world_size: int, device: str) -> Found:
+def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms) -> Found:
     """The user's table (SHOTCAST_TABLE) and the packaged one for so many of this part.
 
     Args:
@@ -47,13 +48,13 @@ def find_tables(part: str, world_size: int, device: str) -> Found:
     kernels = env.cpu_kernels() if device == "cpu" else "triton"
     if path := env.table_path():
         try:
-            table = load(path, cpu_model() if device == "cpu" else part, world_size, device)
-            tables.append(("user table", fit_for(table, kernels)))
+            table = load(path, cpu_model() if device == "cpu" else part, world_size, algorithms, device)
+            tables.append(("user table", fit_for(table, kernels, algorithms)))
         except ConfigError as error:
             trouble = str(error)
     try:
-        if found := packaged(part, world_size):
-            tables.append(("packaged table", fit_for(found, kernels)))
+        if found := packaged(part, world_size, algorithms):
+            tables.append(("packaged table", fit_for(found, kernels, algorithms)))
     except ConfigError as error:
         # nobody asked for it by name, and without it calls are right and may be slower
         stale = str(error)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shotcast import wire
+from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation
-from shotcast.collectives.choice.candidates import PLAIN, candidates
-from shotcast.collectives.choice.problem import Choice, CollectiveProblem, Explanation, Topology
+from shotcast.collectives.choice.candidates import candidates
+from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
+from shotcast.collectives.interface import BoundCall, Enqueue, Executor
 from shotcast.collectives.vendor import REDUCTIONS
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.units import format_size
@@ -25,18 +27,36 @@ Tables = tuple[tuple[str, Table], ...]
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
 
 
-class Call(NamedTuple):
-    """A call resolved: kept, so that the same call again costs a look-up.
+class Needed(NamedTuple):
+    """A form that must have been compiled on all ranks before a call, and a call that has it."""
 
-    ``needs`` is what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
-    nothing can be compiled and tables may choose another form.
+    form: Form
+    bound: BoundCall
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """A call resolved, with the kernels that make it: kept, so that the same call again costs a look-up.
+
+    Attributes:
+        plan: what executors run.
+        reduction: ``sum``, or what the vendor library does instead.
+        by_library: the vendor library makes the call.
+        bound: the plan, bound to its kernels; None where no executor takes part.
+        needs: what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
+            nothing can be compiled and tables may choose another form. Empty once that is done.
+        label: for profilers and errors.
+        enqueue: by alignment of the addresses (0 or 1), the kernel that is all there is to an eager call, once the call
+            has been made.
     """
 
     plan: CallPlan
-    choice: Choice
     reduction: str
-    needs: tuple[tuple[Form, CallPlan], ...]
+    by_library: bool
+    bound: BoundCall | None
+    needs: tuple[Needed, ...]
     label: str
+    enqueue: list[Enqueue | None] = dataclasses.field(default_factory=lambda: [None, None])
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +66,7 @@ class Resolver:
     Args:
         environment: the algorithm that SHOTCAST_ALGORITHM names.
         stale: why the packaged table is not among ``tables``, if there is one.
-        executor: whose kernels are launched; None where there are none.
+        executor: whose kernels are launched; None where there are none, or only one rank.
         graphs: whether calls can be captured.
     """
 
@@ -54,7 +74,7 @@ class Resolver:
     environment: str
     tables: Tables
     stale: str
-    executor: Any
+    executor: Executor | None
     graphs: bool
 
     def problem(
@@ -87,24 +107,26 @@ class Resolver:
             code = norm.code
         shape = candidate.launch if launch is None else launch
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
-        form = Form("")
-        if self.executor is not None:
-            form = Form(self.executor.form(plan))
-            if op in (Op.SEND, Op.RECV):
-                other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
-                form = Form(self.executor.form(plan), problem.root, self.executor.form(other))
+        by_library = self.topology.algorithms[plan.algorithm].library
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
-        needs: tuple[tuple[Form, CallPlan], ...] = ((form, plan),)
+        if self.executor is None:
+            return Call(plan, problem.reduction, by_library, None, (), label)
+        form = Form(self.executor.form(plan))
+        if op in (Op.SEND, Op.RECV):
+            other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
+            form = Form(self.executor.form(plan), problem.root, self.executor.form(other))
+        bound = self.executor.bind(plan)
+        needs = {form: Needed(form, bound)}
         if self.graphs and not capturing and launch is None:
-            needs = tuple(dict([*needs, *self.resolve(problem, algorithm, True).needs]).items())
-        return Call(plan, choice, problem.reduction, needs, label)
+            needs |= {needed.form: needed for needed in self.resolve(problem, algorithm, True).needs}
+        return Call(plan, problem.reduction, by_library, bound, tuple(needs.values()), label)
 
     def explain(self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str) -> Explanation:
         """See :meth:`Communicator.explain`."""
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
-        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in PLAIN else None
+        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in FUSED else None
         problem = self.problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
         if mode not in (MODES if self.graphs else ("eager",)):
             known = " or ".join(MODES) if self.graphs else "eager, as CPU ranks have no graphs"
@@ -115,4 +137,5 @@ class Resolver:
             reason += f"; {self.stale}"
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
-        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode)
+        by_library = self.topology.algorithms[candidate.algorithm].library
+        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode, by_library)

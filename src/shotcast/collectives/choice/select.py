@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shotcast import wire
-from shotcast.collectives.choice.candidates import PLAIN, candidates, fitted, keeps_bits, obstacle
-from shotcast.collectives.choice.problem import Candidate, Choice, CollectiveProblem
+from shotcast.collectives.algorithm import FUSED, CollectiveProblem
+from shotcast.collectives.choice.candidates import candidates, fitted, keeps_bits, obstacle
+from shotcast.collectives.choice.choice import Candidate, Choice
 from shotcast.collectives.choice.table import Table
-from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, collective_us
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, time_us
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
-from shotcast.wire import ALGORITHMS
 
-_LOSSY = "two_shot_fp8"
 _NOT_ALLOWED = "allow_fp8 is not set"
 
 
@@ -38,10 +37,11 @@ def choose(
     Raises:
         ConfigError: the call names an algorithm that is unknown or cannot serve it.
     """
+    algorithms = problem.topology.algorithms
     legal = {candidate.algorithm: candidate for candidate in candidates(problem)}
     if argument != "auto":
-        if argument not in ALGORITHMS:
-            raise ConfigError(f"unknown algorithm {argument!r}; there are auto, {', '.join(ALGORITHMS)}")
+        if argument not in algorithms:
+            raise ConfigError(f"unknown algorithm {argument!r}; there are auto, {', '.join(algorithms)}")
         if argument not in legal:
             raise ConfigError(
                 f"{argument} cannot serve this {problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}: "
@@ -50,27 +50,27 @@ def choose(
         return Choice(legal[argument], "argument", "named in the call")
     if environment in legal:
         return Choice(legal[environment], "environment", "SHOTCAST_ALGORITHM")
-    if list(legal) == ["vendor"]:
-        return Choice(legal["vendor"], "legality", _why_vendor(problem))
+    if all(algorithms[name].library for name in legal):
+        return _the_library(problem, legal)
     passed = []
     if environment != "auto":
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
     for source, table in tables:
         row = table.lookup(problem.op.label, problem.dtype, problem.nbytes, mode)
         tuned = row.launch if row else None
-        if row is None and problem.op in PLAIN:
+        if row is None and problem.op in FUSED:
             # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
-            row = table.lookup(PLAIN[problem.op].label, problem.dtype, problem.nbytes, mode)
+            row = table.lookup(FUSED[problem.op].label, problem.dtype, problem.nbytes, mode)
         if row is None:
             continue
         if row.algorithm not in legal:
             passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
             continue
-        if row.algorithm == _LOSSY and not problem.topology.allow_fp8:
-            passed.append(f"{table.name} has {_LOSSY}, but {_NOT_ALLOWED}")
+        if algorithms[row.algorithm].lossy and not problem.topology.allow_fp8:
+            passed.append(f"{table.name} has {row.algorithm}, but {_NOT_ALLOWED}")
             continue
         candidate = legal[row.algorithm]
-        if tuned is not None and row.algorithm != "vendor":
+        if tuned is not None and not algorithms[row.algorithm].library:
             candidate = Candidate(row.algorithm, fitted(problem, row.algorithm, tuned))
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
         of = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
@@ -79,26 +79,32 @@ def choose(
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 
 
-def _why_vendor(problem: CollectiveProblem) -> str:
-    names = [name for name in ALGORITHMS if name != "vendor"]
-    why = dict.fromkeys(obstacle(problem, name) for name in names)
-    said = "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
-    return f"{said}; so the sum is a call of its own, and the norm follows it" if problem.op in PLAIN else said
+def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
+    """Return the choice where no own algorithm may serve, with the reasons of all of them."""
+    algorithms = problem.topology.algorithms
+    why = dict.fromkeys(obstacle(problem, name) for name in algorithms if not algorithms[name].library)
+    reason = "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+    if problem.op in FUSED:
+        reason += "; so the sum is a call of its own, and the norm follows it"
+    library = next(name for name in legal if algorithms[name].library)
+    return Choice(legal[library], "legality", reason)
 
 
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
-    place = problem.topology
-    link = NVLINK4 if place.device == "cuda" else SHARED_MEMORY
-    own = [name for name in legal if keeps_bits(problem, name) and name != "vendor"]
-    own += [_LOSSY] * (_LOSSY in legal)
-    allowed = [name for name in own if name != _LOSSY or place.allow_fp8]
+    topology = problem.topology
+    algorithms = topology.algorithms
+    link = NVLINK4 if topology.device == "cuda" else SHARED_MEMORY
+    lossy = [name for name in legal if algorithms[name].lossy]
+    own = [name for name in legal if keeps_bits(problem, name) and not algorithms[name].library] + lossy
+    allowed = [name for name in own if topology.allow_fp8 or name not in lossy]
     if not allowed:
-        return Choice(legal["vendor"], "legality", _why_vendor(problem))
-    op = PLAIN.get(problem.op, problem.op)
+        return _the_library(problem, legal)
     item = wire.DTYPES.get(problem.dtype, 1)
-    times = {name: collective_us(op.label, name, problem.nbytes, place.world_size, link, item) for name in own}
+    call = problem.nbytes, topology.world_size, item
+    times = {name: time_us(algorithms[name].forms[problem.op].work(*call), link) for name in own}
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
-    if min(own, key=times.__getitem__) not in allowed:
-        reason += f"; {_LOSSY} might do with {times[_LOSSY]:.1f}, but {_NOT_ALLOWED}"
+    fastest = min(own, key=times.__getitem__)
+    if fastest not in allowed:
+        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_NOT_ALLOWED}"
     return Choice(legal[best], "cost model", reason)

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from shotcast import wire
-from shotcast.collectives.choice.candidates import PLAIN, launch_obstacle
+from shotcast.collectives.algorithm import FUSED, Algorithms
+from shotcast.collectives.choice.candidates import launch_obstacle
 from shotcast.errors import ConfigError
 from shotcast.wire import LaunchShape
 
@@ -78,7 +79,7 @@ class Table:
         return rows[place] if place < len(rows) else None
 
 
-def parse(text: str, name: str) -> Table:
+def parse(text: str, name: str, algorithms: Algorithms) -> Table:
     """Read a table. Raises ConfigError saying what is wrong with it, and where, or that it is out of date."""
     try:
         data = json.loads(text)
@@ -118,8 +119,8 @@ def parse(text: str, name: str) -> Table:
                     raise ConfigError(f"table {name} speaks of {op}/{dtype}, which is no operation and dtype")
                 if not isinstance(listed, list):
                     raise ConfigError(f"{where}: a list of rows is meant, not {listed!r}")
-                rows[mode, op, dtype] = parsed = tuple(_row(row, mode, where) for row in listed)
-                if wire.Op[op.upper()] in PLAIN and any(row.launch is not None for row in parsed):
+                rows[mode, op, dtype] = parsed = tuple(_row(row, mode, where, algorithms) for row in listed)
+                if wire.Op[op.upper()] in FUSED and any(row.launch is not None for row in parsed):
                     raise ConfigError(f"{where}: the launch of fused calls follows from their rows; null is meant")
                 limits = [row.nbytes for row in parsed]
                 if limits != sorted(set(limits)):
@@ -133,14 +134,14 @@ def _items(value: Any, where: str) -> Iterable[tuple[str, Any]]:
     return value.items()
 
 
-def _row(row: Any, mode: str, where: str) -> Row:
+def _row(row: Any, mode: str, where: str, algorithms: Algorithms) -> Row:
     if not isinstance(row, list) or len(row) != 3:
         raise ConfigError(f"{where}: a row is [bytes or null, algorithm, launch or null], not {row!r}")
     nbytes, algorithm, launch = row
     if nbytes is not None and not (_whole(nbytes) and nbytes >= 0):
         raise ConfigError(f"{where}: a row serves up to a whole number of bytes, or null for any, not {nbytes!r}")
-    if algorithm not in wire.ALGORITHMS:
-        raise ConfigError(f"{where}: unknown algorithm {algorithm!r}; there are {', '.join(wire.ALGORITHMS)}")
+    if not isinstance(algorithm, str) or algorithm not in algorithms:
+        raise ConfigError(f"{where}: unknown algorithm {algorithm!r}; there are {', '.join(algorithms)}")
     if launch is not None:
         if not isinstance(launch, dict) or launch.keys() - _LAUNCH_FIELDS:
             raise ConfigError(f"{where}: a launch has {', '.join(_LAUNCH_FIELDS)}, or is null; not {launch!r}")
@@ -155,11 +156,14 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def fit_for(table: Table, kernels: str) -> Table:
-    """``table``, once it is certain that ``kernels`` ("triton", "interpreter" or "compiled") take its launches."""
+def fit_for(table: Table, kernels: str, algorithms: Algorithms) -> Table:
+    """Return ``table`` if ``kernels`` ("triton", "interpreter" or "compiled") take its launches.
+
+    Raises ConfigError otherwise.
+    """
     for (mode, op, dtype), rows in table.rows.items():
         for row in rows:
-            if row.launch is not None and (trouble := launch_obstacle(kernels, row.algorithm, row.launch)):
+            if row.launch is not None and (trouble := launch_obstacle(kernels, algorithms[row.algorithm], row.launch)):
                 raise ConfigError(f"table {table.name}, {mode}/{op}/{dtype}, {row.algorithm}: {trouble}")
     return table
 
@@ -169,23 +173,23 @@ def file_name(part: str, world_size: int) -> str:
     return f"{re.sub('[^a-z0-9]+', '_', part.lower()).strip('_')}_x{world_size}.json"
 
 
-def packaged(part: str, world_size: int) -> Table | None:
+def packaged(part: str, world_size: int, algorithms: Algorithms) -> Table | None:
     """The table that comes with the package for this part and world size, if there is one.
 
     Raises ConfigError if it was made for another revision of the kernels.
     """
     name = file_name(part, world_size)
     file = resources.files("shotcast.collectives.choice") / "tables" / name
-    return parse(file.read_text(), name) if file.is_file() else None
+    return parse(file.read_text(), name, algorithms) if file.is_file() else None
 
 
-def load(path: str, part: str, world_size: int, device: str = "cuda") -> Table:
+def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: str = "cuda") -> Table:
     """The user's table. Raises ConfigError if it cannot be read, is out of date, or was made for other hardware."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"SHOTCAST_TABLE: cannot read {path}: {error}") from error
-    table = parse(text, path)
+    table = parse(text, path, algorithms)
     parts = (part, ANY_CPU) if device == "cpu" else (part,)
     if table.part not in parts or table.world_size != world_size:
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.host_call import HostCall, for_all_ranks
 from shotcast.transport.cpu.layout import (
     CHUNK,
     CONTROL_BYTES,
@@ -130,7 +131,7 @@ def barrier(context: int, plan: int, x: int, out: int) -> int:
     return finish(context, step)
 
 
-ALL_GATHER = Schedule(all_gather)
-ALL_TO_ALL = Schedule(all_to_all)
-BROADCAST = Schedule(broadcast)
-BARRIER = Schedule(barrier)
+ALL_GATHER = HostCall(schedule=Schedule(all_gather))
+ALL_TO_ALL = HostCall(schedule=Schedule(all_to_all), chunk=for_all_ranks)
+BROADCAST = HostCall(schedule=Schedule(broadcast))
+BARRIER = HostCall(schedule=Schedule(barrier))

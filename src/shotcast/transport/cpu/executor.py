@@ -10,66 +10,40 @@ import math
 import time
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import torch
 
 from shotcast import wire
-from shotcast.device.cpu.compilation import Arithmetic, Schedule
-from shotcast.device.cpu.floats import SUMS
-from shotcast.errors import ClosedError, ConfigError, UnsupportedError
+from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.shm import ShmBuffer
 from shotcast.memory.symmetric import HostGroup
-from shotcast.transport.cpu import copies, fp8_blocks, fused, layout, one_shot, ring, send_recv, two_shot, two_shot_fp8
-from shotcast.transport.cpu.norm import ADDS, NORMS
+from shotcast.transport.cpu import layout
+from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
 from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, TIMED_OUT
 from shotcast.wire import CallPlan, Fault, Op
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULES: dict[tuple[Op, str], Schedule] = {
-    (Op.ALL_REDUCE, "one_shot"): one_shot.ALL_REDUCE,
-    (Op.ALL_REDUCE, "two_shot"): two_shot.ALL_REDUCE,
-    (Op.ALL_REDUCE, "two_shot_fp8"): two_shot_fp8.ALL_REDUCE,
-    (Op.ALL_REDUCE, "ring"): ring.ALL_REDUCE,
-    (Op.REDUCE_SCATTER, "one_shot"): one_shot.REDUCE_SCATTER,
-    (Op.REDUCE_SCATTER, "ring"): ring.REDUCE_SCATTER,
-    (Op.ALL_GATHER, "one_shot"): copies.ALL_GATHER,
-    (Op.ALL_GATHER, "ring"): ring.ALL_GATHER,
-    (Op.ALL_TO_ALL, "one_shot"): copies.ALL_TO_ALL,
-    (Op.BROADCAST, "one_shot"): copies.BROADCAST,
-    (Op.SEND, "one_shot"): send_recv.SEND,
-    (Op.RECV, "one_shot"): send_recv.RECV,
-    (Op.ALL_REDUCE_RMS_NORM, "one_shot"): fused.ONE_SHOT,
-    (Op.ALL_REDUCE_RMS_NORM, "two_shot"): fused.TWO_SHOT,
-    (Op.REDUCE_SCATTER_RMS_NORM, "one_shot"): fused.REDUCE_SCATTER,
-    (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot"): fused.REDUCE_SCATTER_ALL_GATHER,
-}
 _SEND_RECV = (Op.SEND, Op.RECV)
-_FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
 _TO_BLOCKS = (Op.REDUCE_SCATTER, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
-_REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *_FUSED)
 
-_LINE_BYTES = 64
 _MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
 _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
 _SPINS = 20
 """Looks before the core is offered to others, under a microsecond. More gains nothing where ranks have cores of their
 own, and costs where they share them, which a scheduler may decide even with cores to spare."""
 _GATHER_CHUNK = 256 << 10
-_KEPT_PLANS = 4096
 _GRACE_S = 0.2
 
 
-class _Entry(NamedTuple):
-    """A plan made ready: ``run(context, record, x, out)``."""
+class Algorithms(Protocol):
+    """What the executor asks of the algorithms of a communicator."""
 
-    plan: CallPlan
-    run: Callable[[int, int, int, int], int]
-    record_address: int
-    record: array[int]
+    def header(self, plan: CallPlan, /) -> int: ...
+    def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
 
 
 def _fill_with_nan(tensor: torch.Tensor | None) -> None:
@@ -81,6 +55,61 @@ def _fill_with_nan(tensor: torch.Tensor | None) -> None:
         tensor.fill_(float("nan"))
 
 
+class BoundCall:
+    """A call with its compiled function and its record: only the addresses of its tensors are open."""
+
+    __slots__ = ("_executor", "_function", "_record", "_record_address", "call", "plan")
+
+    def __init__(self, executor: CpuExecutor, plan: CallPlan, call: HostCall):
+        self._executor, self.plan, self.call = executor, plan, call
+        self._function: Callable[[int, int, int, int], int] | None = None
+        self._record = array("q")
+        self._record_address = 0
+
+    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+        """Make the call on contiguous CPU tensors; block until it is done or has failed (:meth:`CpuExecutor.fault`).
+
+        ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
+        ``out``, a broadcast or all_reduce is in place. The fused operations write what ``norm`` has, and no ``out``.
+        Raises ClosedError.
+        """
+        executor, plan = self._executor, self.plan
+        if self._function is None or executor.closed:
+            self.load()
+        assert self._function is not None
+        if self.call.norms:
+            executor.place(plan, norm)
+        source = 0 if x is None else x.data_ptr()
+        target = source if out is None else out.data_ptr()
+        status = self._function(executor.context_address, self._record_address, source, target)
+        if status != DONE:
+            executor.fail(status, plan, self.header)
+            if norm is None:
+                written = [x if out is None and plan.op is not Op.SEND else out]
+            else:
+                # A dynamic scale is written, a static one is the caller's.
+                by_row = plan.norm is not None and plan.norm.quantize == "dynamic"
+                written = [norm.new_residual, norm.normed, norm.quantized, norm.scale if by_row else None]
+            for tensor in written:
+                _fill_with_nan(tensor)
+
+    def one_launch(self, aligned: bool) -> None:
+        """Return None: calls are not kernels on a stream."""
+
+    def load(self) -> None:
+        """Compile or load what the call needs, and write its record. Raises ClosedError."""
+        if self._executor.closed:
+            raise ClosedError("this communicator was closed")
+        self._record = self._executor.record(self.plan, self.call)
+        self._record_address = self._record.buffer_info()[0]
+        self._function = self.call.schedule.get()
+
+    @property
+    def header(self) -> int:
+        """The header of the call."""
+        return self._record[layout.HEADER // 8]
+
+
 class CpuExecutor:
     """Runs the calls of one communicator whose ranks are processes of one machine.
 
@@ -90,14 +119,22 @@ class CpuExecutor:
 
     A call does not raise when its peers are late or call something else: it ends with :meth:`fault` set on all ranks
     and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time.
+
+    Args:
+        algorithms: those that plans name.
+
+    Attributes:
+        closed: after :meth:`close`.
+        context_address: of what every compiled function is given.
     """
 
-    def __init__(self, group: HostGroup, max_bytes: int, timeout_s: float):
+    def __init__(self, group: HostGroup, max_bytes: int, timeout_s: float, algorithms: Algorithms):
         self._rank, self._world_size = group.rank, group.world_size
         if not 1 <= self._world_size <= wire.MAX_WORLD_SIZE:
             raise ConfigError(f"the compiled CPU ranks serve 1 to {wire.MAX_WORLD_SIZE} ranks, not {self._world_size}")
+        self._algorithms = algorithms
         world_size = self._world_size
-        piece = max(_MIN_PIECE, min(_MAX_PIECE, max_bytes // (16 * world_size))) // _LINE_BYTES * _LINE_BYTES
+        piece = max(_MIN_PIECE, min(_MAX_PIECE, max_bytes // (16 * world_size))) // LINE_BYTES * LINE_BYTES
         outboxes = world_size * layout.OUTBOX_SLOTS * (piece + layout.OUTBOX_HEADER_BYTES)
         generation = max(_MIN_GENERATION, min(_MAX_GENERATION, (max_bytes - outboxes) // 2))
         self._generation = generation // 4096 * 4096
@@ -105,7 +142,7 @@ class CpuExecutor:
         self._buffer = ShmBuffer(group, layout.CONTROL_BYTES + 2 * self._generation + outboxes)
         regions = self._buffer.addresses
         self._context = array("q", [0] * layout.CONTEXT_WORDS)
-        self._context_address = self._context.buffer_info()[0]
+        self.context_address = self._context.buffer_info()[0]
         self._set(layout.RANK, self._rank)
         self._set(layout.WORLD, world_size)
         self._set(layout.SPINS, _SPINS)
@@ -119,107 +156,35 @@ class CpuExecutor:
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
         self._abort_word = self._abort_words[self._rank]
         self._message_headers: tuple[int, list[int | None]] | None = None
-        self._by_identity: dict[int, _Entry] = {}
-        self._by_value: dict[CallPlan, _Entry] = {}
-        self._closed = False
+        self.closed = False
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def run(
-        self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None
-    ) -> None:
-        """Makes the call ``plan`` on contiguous CPU tensors; blocks until it is done or has failed (:meth:`fault`).
+    def bind(self, plan: CallPlan) -> BoundCall:
+        """Return a call that can be made again and again.
 
-        ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
-        ``out``, a broadcast or all_reduce is in place. The fused operations write what ``norm`` has, and no ``out``.
-        Raises UnsupportedError for a combination of operation, algorithm and dtype that is not served here, and
-        ClosedError.
+        Raises:
+            ConfigError: there is no such algorithm, peer or row.
+            UnsupportedError: the dtype is not served.
         """
-        entry = self._by_identity.get(id(plan))
-        if entry is None or entry.plan is not plan:
-            entry = self._ready(plan)
-        if plan.op in _FUSED and plan.algorithm != "vendor":
-            self._place(plan, norm)
-        source = 0 if x is None else x.data_ptr()
-        target = source if out is None else out.data_ptr()
-        status = entry.run(self._context_address, entry.record_address, source, target)
-        if status != DONE:
-            self._fail(status, entry)
-            if norm is None:
-                written = [x if out is None and plan.op is not Op.SEND else out]
-            else:
-                # A dynamic scale is written, a static one is the caller's.
-                by_row = plan.norm is not None and plan.norm.quantize == "dynamic"
-                written = [norm.new_residual, norm.normed, norm.quantized, norm.scale if by_row else None]
-            for tensor in written:
-                _fill_with_nan(tensor)
-
-    def whole(self, plan: CallPlan, aligned: bool) -> None:
-        """Calls are not kernels on a stream."""
-
-    def prepare(self, plan: CallPlan) -> bool:
-        """Compiles or loads what ``run(plan)`` needs; True when this process had not done so before."""
-        code: list[Schedule | Arithmetic] = [self._schedule(plan), *self._arithmetic(plan).values()]
-        fresh = not all(part.ready() for part in code)
-        if id(plan) not in self._by_identity:
-            self._ready(plan)
-        return fresh
-
-    def form(self, plan: CallPlan) -> str:
-        """Names what ``plan`` needs compiled."""
-        return f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.norm is not None}"
-
-    def _adds(self, plan: CallPlan) -> bool:
-        return plan.op in _REDUCTIONS and plan.algorithm != "vendor"
-
-    def _arithmetic(self, plan: CallPlan) -> dict[int, Arithmetic]:
-        """What the schedule of ``plan`` calls, by word of its record."""
-        if not self._adds(plan):
-            return {}
-        if plan.algorithm == "two_shot_fp8":
-            return {
-                layout.ARITHMETIC: fp8_blocks.SUM,
-                layout.ENCODE: fp8_blocks.ENCODE[plan.dtype],
-                layout.DECODE: fp8_blocks.DECODE[plan.dtype],
-            }
-        found = {layout.ARITHMETIC: SUMS[plan.dtype]}
-        if plan.norm is not None:
-            found |= {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
-        return found
-
-    def _schedule(self, plan: CallPlan) -> Schedule:
-        if plan.algorithm == "vendor" or plan.op is Op.BARRIER:
-            return copies.BARRIER
-        schedule = _SCHEDULES.get((plan.op, plan.algorithm))
-        if schedule is not None and plan.algorithm == "ring" and self._world_size == 1:
-            # A ring of one rank has no neighbours.
-            schedule = _SCHEDULES[plan.op, "one_shot"]
-        if schedule is None or (self._adds(plan) and plan.dtype not in SUMS):
-            raise UnsupportedError(f"compiled CPU ranks have no {plan.algorithm} {plan.op.label} of {plan.dtype}")
-        return schedule
-
-    def _ready(self, plan: CallPlan) -> _Entry:
-        if self._closed:
-            raise ClosedError("this communicator was closed")
-        entry = self._by_value.get(plan)
-        if entry is None:
-            if len(self._by_value) >= _KEPT_PLANS:
-                self._by_value.clear()
-            entry = self._by_value[plan] = self._build(plan)
-        if len(self._by_identity) >= _KEPT_PLANS:
-            self._by_identity.clear()
-        # The entry keeps its plan alive, so an identity is never another plan's.
-        entry = self._by_identity[id(plan)] = entry._replace(plan=plan)
-        return entry
-
-    def _build(self, plan: CallPlan) -> _Entry:
-        schedule = self._schedule(plan)
+        call: HostCall = self._algorithms.kernel(plan, "cpu")
+        if self._world_size == 1 and call.alone is not None:
+            call = call.alone
         if plan.op in _SEND_RECV and not (0 <= plan.root < self._world_size and plan.root != self._rank):
             raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._rank}")
-        if plan.op in _FUSED and plan.algorithm != "vendor":
+        if call.norms:
             self._check_rows(plan)
+        call.arithmetic(plan)
+        return BoundCall(self, plan, call)
+
+    def form(self, plan: CallPlan) -> str:
+        """Return a name for what ``plan`` needs compiled."""
+        return f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.norm is not None}"
+
+    def record(self, plan: CallPlan, call: HostCall) -> array[int]:
+        """Return the record of a call, as compiled code reads it. Compiles or loads the arithmetic."""
         # The header of a message names its sender on both sides.
-        header = (dataclasses.replace(plan, root=self._rank) if plan.op is Op.SEND else plan).header
+        header = self._algorithms.header(dataclasses.replace(plan, root=self._rank) if plan.op is Op.SEND else plan)
         itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
         sizes = [size * itemsize for size in plan.sizes] or [plan.nbytes // self._world_size] * self._world_size
         record = array("q", [0] * layout.PLAN_WORDS)
@@ -229,19 +194,19 @@ class CpuExecutor:
 
         put(layout.HEADER, header)
         put(layout.NBYTES, plan.nbytes)
-        put(layout.CHUNK, self._chunk_bytes(plan))
+        put(layout.CHUNK, self._chunk_bytes(plan, call))
         put(layout.ROOT, plan.root)
         put(layout.ITEMSIZE, itemsize)
-        for offset, arithmetic in self._arithmetic(plan).items():
+        for offset, arithmetic in call.arithmetic(plan).items():
             put(offset, arithmetic.address())
         if plan.norm is not None:
             put(layout.HIDDEN, plan.norm.hidden)
             gathered = plan.launch.chunk_bytes or _GATHER_CHUNK
-            put(layout.GATHER_CHUNK, max(_LINE_BYTES, min(gathered, self._generation) // _LINE_BYTES * _LINE_BYTES))
+            put(layout.GATHER_CHUNK, max(LINE_BYTES, min(gathered, self._generation) // LINE_BYTES * LINE_BYTES))
         for rank, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
             put(layout.EXTENTS + 8 * rank, size)
             put(layout.OFFSETS + 8 * rank, end - size)
-        return _Entry(plan, schedule.get(), record.buffer_info()[0], record)
+        return record
 
     def _check_rows(self, plan: CallPlan) -> None:
         hidden = 0 if plan.norm is None else plan.norm.hidden
@@ -253,44 +218,27 @@ class CpuExecutor:
                 f"are no rows of {hidden}"
             )
 
-    def _place(self, plan: CallPlan, norm: NormTensors | None) -> None:
-        """Writes down where the tensors of a fused call begin."""
+    def place(self, plan: CallPlan, norm: NormTensors | None) -> None:
+        """Write into the context where the tensors of a fused call begin."""
         if norm is None or plan.norm is None:
             raise ConfigError(f"{plan.op.label}: the residual and what else belongs to the norm is missing")
         put_tensors(self._context, norm, plan.norm)
 
-    def _chunk_bytes(self, plan: CallPlan) -> int:
-        """Bytes of a pipeline step: as the plan says or the default, within what a generation holds."""
-        world_size, room = self._world_size, self._generation
-        wanted = plan.launch.chunk_bytes
-        if plan.op is Op.ALL_REDUCE and plan.algorithm == "ring":
-            most, default = room * world_size, (256 << 10) * world_size
-        elif plan.op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM) and plan.algorithm == "two_shot":
-            # A chunk and a slice of it, with room for the rounding up of slices.
-            most, default = (room - 64) * world_size // (world_size + 1), 256 << 10
-        elif plan.algorithm == "two_shot_fp8":
-            # Of a slice: blocks of this piece of all slices, and of the sums of one.
-            block = wire.FP8_BLOCK * wire.DTYPES[plan.dtype]
-            most = room // ((world_size + 1) * fp8_blocks.BLOCK_BYTES) * block
-            return max(1, min(wanted or (256 << 10) // world_size, most) // block) * block
-        elif plan.op is Op.ALL_TO_ALL or (plan.op in _TO_BLOCKS and plan.algorithm != "ring"):
-            most, default = room // world_size, (512 << 10) // world_size
-        elif plan.op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM):
-            most, default = room, (512 << 10) // world_size
-        else:
-            most, default = room, 256 << 10
-        chunk = min(wanted or default, most)
+    def _chunk_bytes(self, plan: CallPlan, call: HostCall) -> int:
+        """Return the bytes of a pipeline step: those of the plan or the default, within what a generation holds."""
+        most, default, multiple = call.chunk(plan, self._world_size, self._generation)
+        chunk = min(plan.launch.chunk_bytes or default, most)
         row = plan.norm.hidden * wire.DTYPES[plan.dtype] if plan.norm is not None else 0
         if 0 < row <= chunk:
             # Whole rows, so that each is normed in the step that adds it up.
             return chunk // row * row
-        return max(_LINE_BYTES, chunk // _LINE_BYTES * _LINE_BYTES)
+        return max(multiple, chunk // multiple * multiple)
 
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fault(self) -> Fault | None:
         """What stopped this communicator, or None."""
-        if self._closed or not (word := self._abort_word.value):
+        if self.closed or not (word := self._abort_word.value):
             return None
         return Fault.decode(word)
 
@@ -303,7 +251,7 @@ class CpuExecutor:
 
         After a mismatch between a send and a recv, on the receiver: what the two of them had.
         """
-        if self._closed:
+        if self.closed:
             raise ClosedError("this communicator was closed")
         if self._message_headers is not None and self._message_headers[0] == epoch:
             return list(self._message_headers[1])
@@ -317,13 +265,13 @@ class CpuExecutor:
     def _progress(self, rank: int) -> int:
         return ctypes.c_int64.from_address(self._regions[rank] + layout.PROGRESS).value
 
-    def _fail(self, status: int, entry: _Entry) -> None:
-        plan = entry.plan
+    def fail(self, status: int, plan: CallPlan, header: int) -> None:
+        """Tell all ranks why a call of this one failed."""
         if status != ABORTED:
             if plan.op in _SEND_RECV:
                 guilty = [plan.root]
                 if status == MISMATCHED:
-                    self._keep_message_headers(entry)
+                    self._keep_message_headers(plan, header)
             elif status == TIMED_OUT:
                 guilty = self._absent()
             else:
@@ -358,15 +306,15 @@ class CpuExecutor:
         usual = max(known, key=known.count)
         return [rank for rank, header in enumerate(headers) if header is not None and header != usual]
 
-    def _keep_message_headers(self, entry: _Entry) -> None:
-        sender, receiver = entry.plan.root, self._rank
+    def _keep_message_headers(self, plan: CallPlan, header: int) -> None:
+        sender, receiver = plan.root, self._rank
         received = ctypes.c_int64.from_address(self._regions[receiver] + layout.RECEIVED + layout.LINE * sender).value
         slot_bytes = layout.OUTBOX_HEADER_BYTES + self._context[layout.OUTBOX_CHUNK // 8]
         slot = receiver * layout.OUTBOX_SLOTS + received % layout.OUTBOX_SLOTS
         address = self._regions[sender] + layout.CONTROL_BYTES + 2 * self._generation + slot * slot_bytes
         headers: list[int | None] = [None] * self._world_size
         headers[sender] = ctypes.c_uint64.from_address(address).value
-        headers[receiver] = entry.record[layout.HEADER // 8]
+        headers[receiver] = header
         self._message_headers = (self.epoch, headers)
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -395,7 +343,7 @@ class CpuExecutor:
 
         On every rank, between two host barriers.
         """
-        if self._closed:
+        if self.closed:
             raise ClosedError("this communicator was closed")
         ctypes.memset(self._regions[self._rank], 0, layout.CONTROL_BYTES)
         self._message_headers = None
@@ -404,11 +352,9 @@ class CpuExecutor:
 
     def close(self) -> None:
         """Gives the shared memory back. Does nothing twice; not to be called during a call."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        self._by_identity.clear()
-        self._by_value.clear()
+        self.closed = True
         self._buffer.close()
 
     def _set(self, offset: int, value: int) -> None:

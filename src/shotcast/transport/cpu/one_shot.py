@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, for_all_ranks, sums
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -22,6 +23,7 @@ from shotcast.transport.cpu.layout import (
     WORLD,
 )
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.wire import CallPlan
 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:
@@ -82,5 +84,10 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
             return finish(context, step)
 
 
-ALL_REDUCE = Schedule(all_reduce)
-REDUCE_SCATTER = Schedule(reduce_scatter)
+def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a step in which a rank stages its own message; ``room``: bytes of a generation."""
+    return ChunkLimits(room, (512 << 10) // world_size)
+
+
+ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=sums)
+REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=sums)

@@ -13,6 +13,8 @@ from numba import njit
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu import copies, one_shot
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -30,7 +32,7 @@ from shotcast.transport.cpu.layout import (
 )
 from shotcast.transport.cpu.slices import around, slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet, meet_all, publish, region
-from shotcast.wire import SLICE_ALIGN
+from shotcast.wire import SLICE_ALIGN, CallPlan
 
 
 @njit(error_model="numpy")
@@ -142,6 +144,11 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
     return _pass_slices(context, plan, x, out, 0, load(plan + CHUNK), world_size - 1, 2 * world_size - 2)
 
 
-ALL_REDUCE = Schedule(all_reduce)
-REDUCE_SCATTER = Schedule(reduce_scatter)
-ALL_GATHER = Schedule(all_gather)
+def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a step in which a rank stages one slice."""
+    return ChunkLimits(room * world_size, (256 << 10) * world_size)
+
+
+ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=sums, alone=one_shot.ALL_REDUCE)
+REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), arithmetic=sums, alone=one_shot.REDUCE_SCATTER)
+ALL_GATHER = HostCall(schedule=Schedule(all_gather), alone=copies.ALL_GATHER)

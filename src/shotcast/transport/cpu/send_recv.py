@@ -11,6 +11,7 @@ from numba import njit
 
 from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.layout import (
     ABORT,
     CONTROL_BYTES,
@@ -90,5 +91,5 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
             return DONE
 
 
-SEND = Schedule(send)
-RECV = Schedule(recv)
+SEND = HostCall(schedule=Schedule(send))
+RECV = HostCall(schedule=Schedule(recv))

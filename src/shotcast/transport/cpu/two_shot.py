@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -25,6 +26,7 @@ from shotcast.transport.cpu.layout import (
 )
 from shotcast.transport.cpu.slices import around, slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.wire import CallPlan
 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:
@@ -78,4 +80,9 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         now += size
 
 
-ALL_REDUCE = Schedule(all_reduce)
+def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a step: a chunk and a slice of it, with room for the rounding up of slices."""
+    return ChunkLimits((room - 64) * world_size // (world_size + 1), 256 << 10)
+
+
+ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=sums)

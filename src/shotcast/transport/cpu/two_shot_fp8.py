@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from numba import njit
 
+from shotcast import wire
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_dtype
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -30,6 +33,7 @@ from shotcast.transport.cpu.layout import (
 )
 from shotcast.transport.cpu.slices import slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.wire import CallPlan
 
 
 @njit(error_model="numpy")
@@ -87,4 +91,21 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         done += piece
 
 
-ALL_REDUCE = Schedule(all_reduce)
+def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a piece of a slice: blocks of this piece of all slices, and of the sums of one."""
+    block = wire.FP8_BLOCK * wire.DTYPES[plan.dtype]
+    most = room // ((world_size + 1) * fp8_blocks.BLOCK_BYTES) * block
+    return ChunkLimits(most, (256 << 10) // world_size, block)
+
+
+def arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the sum of blocks, and what makes blocks and values of the plan's dtype."""
+    check_dtype(plan, fp8_blocks.ENCODE)
+    return {
+        ARITHMETIC: fp8_blocks.SUM,
+        ENCODE: fp8_blocks.ENCODE[plan.dtype],
+        DECODE: fp8_blocks.DECODE[plan.dtype],
+    }
+
+
+ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=arithmetic)

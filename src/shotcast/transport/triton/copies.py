@@ -10,10 +10,14 @@ exact to the bit, at twice the bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 
+from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.one_shot import tiles_to_send
 from shotcast.transport.triton.sync import (
     await_words,
@@ -29,6 +33,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
+from shotcast.wire import CallPlan, Op
 
 GATHER = tl.constexpr(0)
 EXCHANGE = tl.constexpr(1)
@@ -137,3 +142,24 @@ def copy(
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, own_words, part_nbytes, UNIT)
             if CLEAR_AFTER_READ:
                 clear_parts(call, buffer, stride, offs, masks, senders)
+
+
+_KINDS = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCAST}
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_gather, an all_to_all or a broadcast."""
+    item, world_size = wire.DTYPES[plan.dtype], context.world_size
+    part = plan.nbytes // world_size
+    starts = [rank * part for rank in range(world_size + 1)]
+    if plan.sizes:
+        part = max(plan.sizes) * item
+        starts = [sum(plan.sizes[:rank]) * item for rank in range(world_size + 1)]
+    elif plan.op is Op.BROADCAST:
+        part = plan.nbytes
+        starts = [0] + [part] * world_size
+    starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - world_size)
+    cells = plan.dtype not in wire.REDUCIBLE
+    arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
+    arguments |= {"part_nbytes": part, "KIND": _KINDS[plan.op], "CELLS": cells}
+    return context.launch(copy, plan, MULTICAST=context.multicast and not cells, **arguments)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
-from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_bounds
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_arguments, tile_bounds
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
@@ -25,6 +28,7 @@ from shotcast.transport.triton.sync import (
     slots_offset,
     store_to_all,
 )
+from shotcast.wire import CallPlan
 
 
 @kernel
@@ -113,3 +117,12 @@ def one_shot_rms_norm(
             BLOCK,
             ROW_TILES,
         )
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce_rms_norm."""
+    arguments = tile_arguments(plan, context)
+    assert plan.norm is not None
+    row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
+    stride = layout.row_cell_stride(plan.nbytes // (4 * row_words), arguments["ROW_TILES"])
+    return context.launch(one_shot_rms_norm, plan, tensors="x and norm", **arguments, cell_stride=stride)

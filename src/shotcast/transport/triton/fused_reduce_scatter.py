@@ -14,9 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import kernel, release_next_kernel
+from shotcast import wire
+from shotcast.device.triton import tiles
+from shotcast.device.triton.intrinsics import INTERPRETED, kernel, release_next_kernel
 from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, pack, store_words
-from shotcast.kernels.triton.norm import DYNAMIC, NONE, finish_row
+from shotcast.kernels.triton.norm import DYNAMIC, NONE, finish_row, norm_arguments
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
@@ -31,6 +34,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
+from shotcast.wire import CallPlan, Op
 
 
 @triton.constexpr_function
@@ -295,3 +299,30 @@ def scatter_rms_norm(
                         WORLD,
                         ROW_BLOCK,
                     )
+
+
+COMPILE_OPTIONS = {"maxnreg": 128}
+"""Programs hold rows; :func:`shotcast.collectives.fused_rows.scatter_launch` counts on 16 warps a multiprocessor."""
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of a reduce_scatter_rms_norm, with or without the all_gather."""
+    assert plan.norm is not None
+    row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
+    nbytes = plan.nbytes // context.world_size
+    row_block, warps = tiles.row_tile(row_words)
+    return context.launch(
+        scatter_rms_norm,
+        plan,
+        num_warps=warps,
+        tensors="x and norm",
+        options=COMPILE_OPTIONS,
+        **norm_arguments(plan.norm, context.own_address),
+        nbytes=nbytes,
+        row_programs=max(1, min(nbytes // (4 * row_words), plan.launch.programs // 2)),
+        # rows decide the warps, and a thread that polls has words of its own
+        BLOCK=plan.launch.block_words if INTERPRETED else max(plan.launch.block_words, 128 * warps),
+        ROW_BLOCK=row_block,
+        GATHER=plan.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER,
+        GROUP=min(context.world_size, tiles.slots_at_once(row_block, warps)),
+    )

@@ -14,19 +14,25 @@ together.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from shotcast import wire
 from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, unpack
 from shotcast.kernels.triton.norm import (
     DYNAMIC,
     NONE,
     magnitude,
+    norm_arguments,
     quantized_words,
     scale_of,
     tree_sum,
     tree_sum_of_squares,
 )
+from shotcast.transport.triton.binding import KernelContext
+from shotcast.wire import CallPlan
 
 
 @triton.jit
@@ -221,3 +227,14 @@ def load_tiles(
             start = part * (BLOCK * 4)
         words = words + (load_words(address, start, tl.arange(0, BLOCK), nbytes, 16),)
     return words
+
+
+def tile_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
+    """Return the arguments that kernels of tiles have for the norm of ``plan``, and for the cells of its rows."""
+    assert plan.norm is not None
+    row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
+    return norm_arguments(plan.norm, context.own_address) | {
+        "sum_cells": context.cells_address,
+        "amax_cells": context.cells_address + context.cells_nbytes // 2,
+        "ROW_TILES": -(-row_words // plan.launch.block_words),
+    }

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
-from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_bounds
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_arguments, tile_bounds
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
@@ -31,6 +32,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
+from shotcast.wire import CallPlan
 
 
 @kernel
@@ -139,3 +141,9 @@ def two_shot_rms_norm(
             BLOCK,
             ROW_TILES,
         )
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce_rms_norm."""
+    # cells of rows need not stand apart here: with four rows a program nothing is gained by it
+    return context.launch(two_shot_rms_norm, plan, tensors="x and norm", **tile_arguments(plan, context), cell_stride=1)

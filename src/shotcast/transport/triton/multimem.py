@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import kernel, release_next_kernel
+from shotcast.device.triton.intrinsics import INTERPRETED, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton import layout
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.multicast import multicast_quads, multicast_sum
 from shotcast.transport.triton.sync import (
     arrival_masks,
@@ -36,6 +37,7 @@ from shotcast.transport.triton.sync import (
     slots_offset,
     store_to,
 )
+from shotcast.wire import CallPlan
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
 
@@ -104,3 +106,13 @@ def multimem_all_reduce(
                 words = nan_unless(call.live, parts[r], DTYPE)
                 remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                 store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce."""
+    block, warps = plan.launch.block_words, plan.launch.num_warps
+    if not INTERPRETED:
+        # a quad that two threads of a program summed could come out in two ways, so each quad has one thread
+        block = max(block, 128 * warps)
+    programs = 1 + min(plan.launch.programs, layout.FLAG_ROWS)
+    return context.launch(multimem_all_reduce, plan, programs=programs, BLOCK=block)

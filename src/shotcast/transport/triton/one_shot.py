@@ -14,6 +14,7 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
@@ -28,6 +29,7 @@ from shotcast.transport.triton.sync import (
     slots_offset,
     store_to,
 )
+from shotcast.wire import CallPlan, Op
 
 
 @triton.jit
@@ -97,3 +99,10 @@ def one_shot_reduce(
             store_words(out, 0, offs, words, nbytes, UNIT)
             if CLEAR_AFTER_READ:
                 clear_parts(call, slots, quads, offs, masks, WORLD)
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce or a reduce_scatter."""
+    scatter = plan.op is Op.REDUCE_SCATTER
+    nbytes = plan.nbytes // context.world_size if scatter else plan.nbytes
+    return context.launch(one_shot_reduce, plan, nbytes=nbytes, SCATTER=scatter)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     await_words,
     clear_previous,
@@ -25,6 +26,7 @@ from shotcast.transport.triton.sync import (
     slots_offset,
     store_to,
 )
+from shotcast.wire import CallPlan, Op, slice_bytes
 
 
 @kernel
@@ -105,3 +107,12 @@ def ring(
                         store_words(out, slice_index.to(tl.int64) * slice_nbytes, offs, words, remaining, UNIT)
                     else:
                         store_words(out, 0, offs, words, remaining, UNIT)
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce, a reduce_scatter or an all_gather."""
+    part = plan.nbytes // context.world_size
+    if plan.op is Op.ALL_REDUCE:
+        part = slice_bytes(plan.nbytes, context.world_size)
+    gathers = plan.op is Op.ALL_REDUCE or plan.op is Op.ALL_GATHER
+    return context.launch(ring, plan, slice_nbytes=part, REDUCE=plan.op is not Op.ALL_GATHER, GATHER=gathers)

@@ -12,12 +12,15 @@ the rest of the message lies in the mailbox.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel, yield_core
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton import layout
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     FAULT_MISMATCH,
     POLLS_PER_CHECK,
@@ -28,6 +31,7 @@ from shotcast.transport.triton.sync import (
     stop,
     thread_ids,
 )
+from shotcast.wire import CallPlan, Op
 
 SENT = tl.constexpr(layout.SENT)
 RECEIVED = tl.constexpr(layout.RECEIVED)
@@ -210,3 +214,18 @@ def send_recv(
         tl.store(counter, message_number + 1)
         tl.store(counter + 1, chunks_begun + (span + CHUNK_WORDS - 1) // CHUNK_WORDS)
     release_next_kernel(PDL)
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of a send or a recv; ``plan.root`` is the peer."""
+    chunks = max(1, math.ceil(plan.nbytes / (4 * layout.CHUNK_WORDS)))
+    sending = plan.op is Op.SEND
+    return context.launch(
+        send_recv,
+        plan,
+        programs=1 + min(chunks, layout.CHANNELS),
+        num_warps=4,
+        tensors="x" if sending else "out",
+        peer=plan.root,
+        SENDING=sending,
+    )

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
@@ -33,6 +34,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
+from shotcast.wire import CallPlan
 
 
 @triton.jit
@@ -140,3 +142,8 @@ def two_shot_all_reduce(
                     store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce."""
+    return context.launch(two_shot_all_reduce, plan)

@@ -25,6 +25,7 @@ from shotcast.device.triton.intrinsics import (
     store_words_of_quad,
     yield_core,
 )
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.fp8_groups import (
     dequantize,
     load_group,
@@ -49,6 +50,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     words_at,
 )
+from shotcast.wire import CallPlan
 
 
 @triton.jit
@@ -388,3 +390,19 @@ def two_shot_fp8_all_reduce(
                         store_group(out, peer * slice_quads * 16, rows, values, remaining, call.live, DTYPE, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_slots(call, second_shot, stride, word_quads, rows, quads, slice_quads, True, DTYPE, WORLD)
+
+
+def compile_options(world_size: int, native_fp8: bool) -> dict[str, int]:
+    """Return as few registers a thread as hold the tiles: more where values are converted by integer arithmetic.
+
+    Left alone, the assembler takes twice as many to reorder loads, and a GPU holds half the warps.
+    """
+    if world_size <= 4:
+        return {"maxnreg": 128}
+    return {"maxnreg": 168} if native_fp8 else {}
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce."""
+    options = compile_options(context.world_size, context.native_fp8)
+    return context.launch(two_shot_fp8_all_reduce, plan, options=options)

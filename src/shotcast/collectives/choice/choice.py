@@ -1,49 +1,10 @@
-"""What a call asks for, and what may answer it: plain values, so that choosing is a pure function."""
+"""What may answer a call, what was chosen, and what is said of the choice: plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shotcast.wire import LaunchShape, Norm, Op
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """What all ranks share of the ground they stand on.
-
-    Attributes:
-        world_size: ranks.
-        device: ``"cuda"`` or ``"cpu"``.
-        part: name of the GPU, or ``"cpu"``; what tuned tables are made for.
-        kernels: who runs own algorithms: ``"triton"`` (GPU), ``"interpreter"`` or ``"compiled"`` (CPU), or ``""``.
-        obstacle: why there are no own kernels, where ``kernels`` is empty.
-        multicast: kernels may use a multicast address.
-        max_bytes: the workspace's largest message.
-        allow_fp8: ``auto`` may take algorithms that send FP8.
-    """
-
-    world_size: int
-    device: str
-    part: str
-    kernels: str
-    obstacle: str
-    multicast: bool
-    max_bytes: int
-    allow_fp8: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveProblem:
-    """One call to be served; all but ``reduction`` as in :class:`shotcast.wire.CallPlan`."""
-
-    op: Op
-    nbytes: int
-    dtype: str
-    topology: Topology
-    root: int = 0
-    sizes: tuple[int, ...] = ()
-    reduction: str = "sum"
-    norm: Norm | None = None
+from shotcast.wire import LaunchShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +33,7 @@ class Explanation:
             ``legality`` where nothing but the vendor library can serve the call.
         reason: why, in words; for a table its name and the sizes its row serves.
         mode: how the call is made, ``graph`` (captured in a CUDA graph) or ``eager``.
+        by_library: the vendor library makes the call, without a launch of ours.
     """
 
     op: str
@@ -83,12 +45,13 @@ class Explanation:
     reason: str
     candidates: tuple[str, ...]
     mode: str = "eager"
+    by_library: bool = False
 
     def __str__(self) -> str:
         shape = self.launch
         how = (
             ""
-            if self.algorithm == "vendor"
+            if self.by_library
             else (
                 f" (chunks of {shape.chunk_bytes or 'default'} bytes)"
                 if shape.programs == 0

@@ -1,0 +1,243 @@
+"""An algorithm as an object, and the problems it serves: plain values and pure functions, without torch.
+
+Everything that chooses, predicts, measures or documents algorithms reads these descriptions; nothing else knows their
+names. The built-in ones are the modules of :mod:`shotcast.collectives.algorithms`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shotcast import wire
+from shotcast.cost.collective import Work
+from shotcast.errors import UnsupportedError
+from shotcast.wire import LaunchShape, Norm, Op
+
+LIBRARY = "vendor"
+"""The algorithm that is the vendor's library."""
+
+Reference = str | Callable[..., Any] | Any
+"""An object, or where it is as ``"package.module:name"``; a name is imported when it is first needed."""
+
+FUSED = {
+    Op.ALL_REDUCE_RMS_NORM: Op.ALL_REDUCE,
+    Op.REDUCE_SCATTER_RMS_NORM: Op.REDUCE_SCATTER,
+    Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: Op.ALL_REDUCE,
+}
+"""Fused operations, and the plain ones that move as much in as many steps."""
+REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *FUSED)
+"""Operations that add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What all ranks of a communicator have in common.
+
+    Attributes:
+        world_size: number of ranks.
+        device: ``"cuda"`` or ``"cpu"``.
+        part: name of the GPU, or ``"cpu"``; tuned tables are made for one part.
+        kernels: what runs own algorithms: ``"triton"`` (GPU), ``"interpreter"`` or ``"compiled"`` (CPU), or ``""``.
+        obstacle: why there are no own kernels, where ``kernels`` is empty.
+        multicast: kernels may use a multicast address.
+        max_bytes: the largest message of the workspace, in bytes.
+        algorithms: the algorithms that were registered when the communicator was made.
+        allow_fp8: ``auto`` may take algorithms that lose precision.
+    """
+
+    world_size: int
+    device: str
+    part: str
+    kernels: str
+    obstacle: str
+    multicast: bool
+    max_bytes: int
+    algorithms: Algorithms
+    allow_fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveProblem:
+    """One call to be served; all fields but ``reduction`` are those of :class:`shotcast.wire.CallPlan`."""
+
+    op: Op
+    nbytes: int
+    dtype: str
+    topology: Topology
+    root: int = 0
+    sizes: tuple[int, ...] = ()
+    reduction: str = "sum"
+    norm: Norm | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a fused call; 0 where rows have no elements or there are no rows."""
+        return self.norm.hidden * wire.DTYPES.get(self.dtype, 1) if self.norm is not None else 0
+
+
+class Workspace(NamedTuple):
+    """Bytes of the workspace that a call needs, and bytes that it may take."""
+
+    needed: int
+    room: int
+
+
+def whole_message(problem: CollectiveProblem) -> int:
+    """Return the bytes of the message: the share of algorithms whose programs pass over all of it."""
+    return problem.nbytes
+
+
+def slice_of_message(problem: CollectiveProblem) -> int:
+    """Return the bytes of a rank's slice: the share of algorithms whose programs pass over one slice."""
+    return -(-problem.nbytes // problem.topology.world_size)
+
+
+def message_fits(problem: CollectiveProblem) -> Workspace:
+    """Return the workspace of algorithms that hold a message once."""
+    return Workspace(problem.nbytes, problem.topology.max_bytes)
+
+
+def _no_obstacle(problem: CollectiveProblem) -> str:
+    return ""
+
+
+def _eight_warps(world_size: int) -> int:
+    return 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How an algorithm serves one operation.
+
+    Attributes:
+        work: ``work(nbytes, world_size, itemsize)``: steps, bytes sent and bytes taken in by a rank; what the cost
+            model asks.
+        triton: ``bind(plan, context)``, the kernel with its arguments: a function that returns a
+            :class:`shotcast.transport.triton.binding.KernelLaunch`. It stands beside the kernel.
+        cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks have no compiled form.
+        reference: ``reference(inputs, rank)``, the result in plain torch, bit for bit, from the inputs of all ranks;
+            what tests and the first check of a registered algorithm compare with.
+        share: ``share(problem)``: bytes that a launch divides into tiles.
+        large_warps: ``large_warps(world_size)``: warps of the programs of shares from 1 MiB on, whose tiles have 1024
+            words; 0 where tiles stay at 512.
+        launch: ``launch(problem)``: the launch, where it does not follow from ``share`` and ``large_warps``; it is not
+            tuned then.
+        workspace: ``workspace(problem)``: what a call needs of the workspace.
+        obstacle: ``obstacle(problem)``: why this form cannot serve a problem, beyond what the other fields say; empty
+            if it can.
+        divides: a message beyond the workspace passes in pieces.
+        uneven: it takes parts of different sizes (all_gather).
+        any_dtype: it copies every dtype, not only those that kernels add up.
+    """
+
+    work: Callable[[int, int, int], Work]
+    triton: Reference = ""
+    cpu: Reference = ""
+    reference: Reference = ""
+    share: Callable[[CollectiveProblem], int] = whole_message
+    large_warps: Callable[[int], int] = _eight_warps
+    launch: Callable[[CollectiveProblem], LaunchShape] | None = None
+    workspace: Callable[[CollectiveProblem], Workspace] = message_fits
+    obstacle: Callable[[CollectiveProblem], str] = _no_obstacle
+    divides: bool = False
+    uneven: bool = True
+    any_dtype: bool = True
+
+
+def _always(world_size: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One way to serve collectives: a description that is complete but for the kernels it names.
+
+    Attributes:
+        name: as calls, environment and tables name it: lower case, digits and underscores.
+        label: as tables and pictures write it.
+        summary: one line: what moves in which step.
+        forms: by operation, how it is served.
+        in_contract: ``in_contract(world_size)``: sums have the bits of the numerics contract
+            (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for operations that add up.
+        lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
+        error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all
+            ranks (an iterable) may be, element by element, beyond the rounding of the dtype.
+        multicast: it needs a multicast address.
+        library: calls are those of the vendor's library (NCCL or Gloo), after ranks have compared headers.
+        color: of its line in pictures; empty for one of the default cycle.
+    """
+
+    name: str
+    label: str
+    summary: str
+    forms: Mapping[Op, Form]
+    in_contract: Callable[[int], bool] = _always
+    lossy: bool = False
+    error_bound: Reference = ""
+    multicast: bool = False
+    library: bool = False
+    color: str = ""
+
+    def keeps_bits(self, op: Op, world_size: int) -> bool:
+        """Return whether results have the bits of the numerics contract. Copies are exact whoever makes them."""
+        return op not in REDUCING or (self.in_contract(world_size) and not self.lossy)
+
+
+def imported(reference: Reference) -> Any:
+    """Return the object that ``reference`` is, or names."""
+    return pkgutil.resolve_name(reference) if isinstance(reference, str) else reference
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithms(Mapping[str, Algorithm]):
+    """The algorithms of a communicator by name; the position of each is its code in headers."""
+
+    members: tuple[Algorithm, ...]
+    _codes: dict[str, int] = field(init=False, repr=False)
+    _kernels: dict[tuple[Op, str, str], Any] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        codes = {algorithm.name: code for code, algorithm in enumerate(self.members)}
+        object.__setattr__(self, "_codes", codes)
+
+    def __getitem__(self, name: str) -> Algorithm:
+        return self.members[self._codes[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._codes)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the order of their codes."""
+        return tuple(self._codes)
+
+    def serving(self, op: Op) -> tuple[Algorithm, ...]:
+        """Return the algorithms that serve an operation, own ones first, then the library."""
+        return tuple(sorted((one for one in self.members if op in one.forms), key=lambda one: one.library))
+
+    def header(self, plan: wire.CallPlan) -> int:
+        """Return the header of a call. Raises ConfigError if its size has no room there."""
+        return wire.encode_header(plan, self._codes[plan.algorithm])
+
+    def form(self, plan: wire.CallPlan) -> Form:
+        """Return how ``plan`` is served. Raises UnsupportedError for an algorithm that does not serve the operation."""
+        algorithm = self.get(plan.algorithm)
+        if algorithm is None or plan.op not in algorithm.forms:
+            raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} of {plan.dtype}")
+        return algorithm.forms[plan.op]
+
+    def kernel(self, plan: wire.CallPlan, kind: str) -> Any:
+        """Return the ``"triton"`` or ``"cpu"`` part of the form of ``plan``, imported once."""
+        key = plan.op, plan.algorithm, kind
+        if key not in self._kernels:
+            reference = getattr(self.form(plan), kind)
+            if not reference:
+                raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} for {kind} kernels")
+            self._kernels[key] = imported(reference)
+        return self._kernels[key]

@@ -1,0 +1,1 @@
+"""The built-in algorithms: one module each, with a description called ``ALGORITHM``. They are found by themselves."""

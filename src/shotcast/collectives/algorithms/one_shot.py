@@ -1,0 +1,130 @@
+r"""One-shot: every rank sends its message to all others, and each computes its result alone.
+
+.. math:: T = f + a + (N-1) M / b + N M / m
+
+for N ranks, a message of M bytes, a fixed cost f of the call, a step latency a, a bandwidth b each way and a rate m at
+which a rank takes in what has arrived. One step: the fastest for small messages. Copies are made in one step, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shotcast import wire
+from shotcast.collectives.algorithm import (
+    Algorithm,
+    CollectiveProblem,
+    Form,
+    Workspace,
+    slice_of_message,
+)
+from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tile_launch, tiles_of_rows
+from shotcast.cost.collective import Work
+from shotcast.units import align_up
+from shotcast.wire import Op
+
+
+def all_reduce_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return the work of sending M to N - 1 peers and adding up N M."""
+    return Work(1, (world_size - 1) * nbytes, world_size * nbytes)
+
+
+def part_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return the work of sending a part of the message to each peer, or a rank's part to all."""
+    return Work(1, (world_size - 1) * nbytes / world_size, nbytes)
+
+
+def broadcast_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return the work of the root, which sends M to N - 1 peers."""
+    return Work(1, (world_size - 1) * nbytes, nbytes)
+
+
+def _all_reduce_workspace(problem: CollectiveProblem) -> Workspace:
+    return Workspace(problem.nbytes * problem.topology.world_size, 2 * problem.topology.max_bytes)
+
+
+def _fused_workspace(problem: CollectiveProblem) -> Workspace:
+    tiles, block = tiles_of_rows(problem)
+    return Workspace(tiles * problem.topology.world_size * block * 4, 2 * problem.topology.max_bytes)
+
+
+def _gather_workspace(problem: CollectiveProblem) -> Workspace:
+    max_bytes = problem.topology.max_bytes
+    if not problem.sizes:
+        return Workspace(problem.nbytes, max_bytes)
+    slot = align_up(max(problem.sizes) * wire.DTYPES[problem.dtype], 16)
+    return Workspace(slot * problem.topology.world_size, 2 * max_bytes)
+
+
+def _copy(name: str, **fields: Any) -> Form:
+    """Return the form of a copy whose ranks send a part to each peer, but for what ``fields`` say."""
+    usual = {"work": part_work, "share": slice_of_message, "large_warps": _four_warps}
+    bind, call = "shotcast.transport.triton.copies:bind", f"shotcast.transport.cpu.copies:{name}"
+    return Form(triton=bind, cpu=call, **(usual | fields))
+
+
+def _four_warps(world_size: int) -> int:
+    return 4
+
+
+ALGORITHM = Algorithm(
+    name="one_shot",
+    label="one-shot",
+    summary="every rank sends its message to all others, and each adds up alone",
+    color="#1f77b4",
+    forms={
+        Op.ALL_REDUCE: Form(
+            work=all_reduce_work,
+            triton="shotcast.transport.triton.one_shot:bind",
+            cpu="shotcast.transport.cpu.one_shot:ALL_REDUCE",
+            reference="shotcast.collectives.reference:ordered_all_reduce",
+            workspace=_all_reduce_workspace,
+        ),
+        Op.REDUCE_SCATTER: Form(
+            work=part_work,
+            triton="shotcast.transport.triton.one_shot:bind",
+            cpu="shotcast.transport.cpu.one_shot:REDUCE_SCATTER",
+            reference="shotcast.collectives.reference:ordered_reduce_scatter",
+            share=slice_of_message,
+            large_warps=_four_warps,
+        ),
+        Op.ALL_GATHER: _copy("ALL_GATHER", workspace=_gather_workspace),
+        Op.ALL_TO_ALL: _copy("ALL_TO_ALL"),
+        Op.BROADCAST: Form(
+            work=broadcast_work,
+            triton="shotcast.transport.triton.copies:bind",
+            cpu="shotcast.transport.cpu.copies:BROADCAST",
+        ),
+        Op.SEND: Form(
+            work=part_work,
+            triton="shotcast.transport.triton.send_recv:bind",
+            cpu="shotcast.transport.cpu.send_recv:SEND",
+        ),
+        Op.RECV: Form(
+            work=part_work,
+            triton="shotcast.transport.triton.send_recv:bind",
+            cpu="shotcast.transport.cpu.send_recv:RECV",
+        ),
+        Op.BARRIER: Form(
+            work=part_work,
+            triton="shotcast.transport.triton.barrier:bind",
+            cpu="shotcast.transport.cpu.copies:BARRIER",
+            share=slice_of_message,
+        ),
+        Op.ALL_REDUCE_RMS_NORM: Form(
+            work=all_reduce_work,
+            triton="shotcast.transport.triton.fused_one_shot:bind",
+            cpu="shotcast.transport.cpu.fused:ONE_SHOT",
+            launch=lambda problem: tile_launch(problem, tiles_of_rows(problem)[0]),
+            workspace=_fused_workspace,
+            obstacle=rows_obstacle,
+        ),
+        Op.REDUCE_SCATTER_RMS_NORM: Form(
+            work=part_work,
+            triton="shotcast.transport.triton.fused_reduce_scatter:bind",
+            cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER",
+            launch=scatter_launch,
+            obstacle=rows_obstacle,
+        ),
+    },
+)

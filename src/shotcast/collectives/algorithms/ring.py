@@ -1,0 +1,62 @@
+r"""Ring: each rank sends only to the next, one slice a step. What MultiShot is measured against.
+
+.. math:: T = f + (2N-2) (a + M / (N b)) + \tfrac{3}{2} M / m
+
+for N ranks, a message of M bytes, a fixed cost f of the call, a step latency a, a bandwidth b each way and a rate m at
+which a rank takes in what has arrived; reduce_scatter and all_gather take half of the steps and of the bytes sent, and
+take in M. (Half of one pass hides under the transfers of the other: steps wait for each other.)
+"""
+
+from __future__ import annotations
+
+from shotcast.collectives.algorithm import Algorithm, Form, slice_of_message
+from shotcast.cost.collective import Work
+from shotcast.wire import Op
+
+
+def all_reduce_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return the work of 2N - 2 steps of a slice each."""
+    hops = 2 * (world_size - 1)
+    return Work(hops, hops * nbytes / world_size, 1.5 * nbytes)
+
+
+def half_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return the work of N - 1 steps of a slice each."""
+    hops = world_size - 1
+    return Work(hops, hops * nbytes / world_size, nbytes)
+
+
+ALGORITHM = Algorithm(
+    name="ring",
+    label="ring",
+    summary="each rank sends only to the next, a slice a step, rounded at each hop",
+    in_contract=lambda world_size: world_size == 2,  # the addition of two ranks commutes
+    color="#7f7f7f",
+    forms={
+        Op.ALL_REDUCE: Form(
+            work=all_reduce_work,
+            triton="shotcast.transport.triton.ring:bind",
+            cpu="shotcast.transport.cpu.ring:ALL_REDUCE",
+            reference="shotcast.collectives.reference:ring_all_reduce",
+            share=slice_of_message,
+            large_warps=lambda world_size: 0,
+        ),
+        Op.REDUCE_SCATTER: Form(
+            work=half_work,
+            triton="shotcast.transport.triton.ring:bind",
+            cpu="shotcast.transport.cpu.ring:REDUCE_SCATTER",
+            reference="shotcast.collectives.reference:ring_reduce_scatter",
+            share=slice_of_message,
+            large_warps=lambda world_size: 0,
+        ),
+        Op.ALL_GATHER: Form(
+            work=half_work,
+            triton="shotcast.transport.triton.ring:bind",
+            cpu="shotcast.transport.cpu.ring:ALL_GATHER",
+            share=slice_of_message,
+            large_warps=lambda world_size: 0,
+            uneven=False,
+            any_dtype=False,
+        ),
+    },
+)

@@ -1,0 +1,70 @@
+r"""Two-shot, MultiShot by another name: a slice to each owner, which adds up, then a slice to everyone.
+
+.. math:: T = f + 2a + 2 \frac{N-1}{N} M / b + M / m
+
+for N ranks, a message of M bytes, a fixed cost f of the call, a step latency a, a bandwidth b each way and a rate m at
+which a rank takes in what has arrived. Two steps for any N, where a ring takes 2N - 2. A rank takes in M twice; as
+measured, one pass hides under the transfers of the other.
+"""
+
+from __future__ import annotations
+
+from shotcast import wire
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
+from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tile_launch, tiles_of_rows
+from shotcast.cost.collective import Work
+from shotcast.transport.triton.layout import QUAD, gathered_row_quads
+from shotcast.units import align_up
+from shotcast.wire import Op
+
+
+def work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return the work of sending a slice to each peer twice."""
+    return Work(2, 2 * (world_size - 1) * nbytes / world_size, nbytes)
+
+
+def _fused_workspace(problem: CollectiveProblem) -> Workspace:
+    tiles, block = tiles_of_rows(problem)
+    copies = 2 * align_up(tiles, problem.topology.world_size)
+    return Workspace(copies * block * 4, 2 * problem.topology.max_bytes)
+
+
+def _gathered_workspace(problem: CollectiveProblem) -> Workspace:
+    assert problem.norm is not None
+    rows = problem.nbytes // (problem.norm.hidden * wire.DTYPES[problem.dtype])
+    gathered = rows * gathered_row_quads(problem.norm, problem.dtype) * QUAD
+    return Workspace(problem.nbytes + gathered, 2 * problem.topology.max_bytes)
+
+
+ALGORITHM = Algorithm(
+    name="two_shot",
+    label="two-shot",
+    summary="a slice to each owner, which adds up, then a slice to everyone (MultiShot)",
+    color="#d62728",
+    forms={
+        Op.ALL_REDUCE: Form(
+            work=work,
+            triton="shotcast.transport.triton.two_shot:bind",
+            cpu="shotcast.transport.cpu.two_shot:ALL_REDUCE",
+            reference="shotcast.collectives.reference:ordered_all_reduce",
+            share=slice_of_message,
+            divides=True,
+        ),
+        Op.ALL_REDUCE_RMS_NORM: Form(
+            work=work,
+            triton="shotcast.transport.triton.fused_two_shot:bind",
+            cpu="shotcast.transport.cpu.fused:TWO_SHOT",
+            launch=lambda problem: tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.world_size)),
+            workspace=_fused_workspace,
+            obstacle=rows_obstacle,
+        ),
+        Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: Form(
+            work=work,
+            triton="shotcast.transport.triton.fused_reduce_scatter:bind",
+            cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER_ALL_GATHER",
+            launch=scatter_launch,
+            workspace=_gathered_workspace,
+            obstacle=rows_obstacle,
+        ),
+    },
+)

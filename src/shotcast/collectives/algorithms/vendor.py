@@ -1,0 +1,35 @@
+"""The vendor's library: NCCL or Gloo. Ranks compare headers before each call of it."""
+
+from __future__ import annotations
+
+from shotcast.collectives.algorithm import LIBRARY, Algorithm, CollectiveProblem, Form
+from shotcast.cost.collective import Work
+from shotcast.wire import LaunchShape, Op
+
+
+def _unknown(nbytes: int, world_size: int, itemsize: int) -> Work:
+    """Return no work: how a library does it is its own affair, and the cost model does not predict it."""
+    return Work(0, 0, 0)
+
+
+def _no_launch(problem: CollectiveProblem) -> LaunchShape:
+    return LaunchShape(programs=0, block_words=0, num_warps=0)
+
+
+ALGORITHM = Algorithm(
+    name=LIBRARY,
+    label="vendor",
+    summary="NCCL or Gloo, after an exchange of headers",
+    library=True,
+    in_contract=lambda world_size: False,
+    color="#c49c94",
+    forms={
+        op: Form(
+            work=_unknown,
+            launch=_no_launch,
+            triton="shotcast.transport.triton.barrier:bind",
+            cpu="shotcast.transport.cpu.copies:BARRIER",
+        )
+        for op in Op
+    },
+)

@@ -1,0 +1,100 @@
+"""The first check of an algorithm that users registered: its results on random tensors, beside plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from shotcast.collectives import reference
+from shotcast.collectives.algorithm import REDUCING, Algorithm, CollectiveProblem, Topology, imported
+from shotcast.collectives.choice.candidates import obstacle
+from shotcast.units import format_size
+from shotcast.wire import DTYPES, Op
+
+Run = Callable[[Op, torch.Tensor, torch.Tensor, str], None]
+"""``run(op, x, out, algorithm)`` makes a call and returns when its result is there."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.int32)
+_ELEMENTS = (1, 259)
+"""Elements for each rank: fewer than a tile has, and a number that nothing divides."""
+
+
+def wrong_result(algorithm: Algorithm, topology: Topology, rank: int, device: torch.device, run: Run) -> str:
+    """Return what is wrong with the first result that is wrong, on this rank; empty if none is.
+
+    Every rank can compute the inputs of all others, so the check needs no communication that could be wrong.
+    """
+    for problem, elements in _problems(algorithm, topology):
+        dtype = getattr(torch, problem.dtype)
+        inputs = [_input(problem, elements, peer, dtype) for peer in range(topology.world_size)]
+        x = inputs[rank].to(device)
+        out = torch.full_like(_expected(problem.op, inputs, rank).to(dtype), 77).to(device)
+        run(problem.op, x, out, algorithm.name)
+        if why := _difference(algorithm, problem, inputs, rank, out.cpu()):
+            size = format_size(problem.nbytes)
+            return (
+                f"algorithm {algorithm.name} is wrong in its first check, {problem.op.label} of {dtype}, {size}: {why}"
+            )
+    return ""
+
+
+def _problems(algorithm: Algorithm, topology: Topology) -> Iterator[tuple[CollectiveProblem, int]]:
+    """Yield the calls that are checked, with the elements of a rank's part: those that the algorithm may serve."""
+    for op in algorithm.forms:
+        for dtype in _DTYPES:
+            for elements in _ELEMENTS:
+                name = str(dtype).removeprefix("torch.")
+                nbytes = elements * topology.world_size * DTYPES[name]
+                problem = CollectiveProblem(op, nbytes, name, topology)
+                if not obstacle(problem, algorithm.name):
+                    yield problem, elements
+
+
+def _input(problem: CollectiveProblem, elements: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the input of a rank: uniform in -1..1, integers in -100..100."""
+    count = elements if problem.op is Op.ALL_GATHER else elements * problem.topology.world_size
+    generator = torch.Generator().manual_seed(1000 * int(problem.op) + rank)
+    values = torch.empty(count).uniform_(-1.0, 1.0, generator=generator)
+    return values.to(dtype) if dtype.is_floating_point else (100 * values).to(dtype)
+
+
+def _expected(op: Op, inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return the result of a rank in float64."""
+    wide = [x.double() for x in inputs]
+    if op is Op.ALL_GATHER:
+        return torch.cat(wide)
+    if op is Op.BROADCAST:
+        return wide[0]
+    if op is Op.ALL_TO_ALL:
+        return torch.cat([x.chunk(len(wide))[rank] for x in wide])
+    total = torch.stack(wide).sum(0)
+    return total.chunk(len(wide))[rank] if op is Op.REDUCE_SCATTER else total
+
+
+def _difference(
+    algorithm: Algorithm, problem: CollectiveProblem, inputs: Sequence[torch.Tensor], rank: int, out: torch.Tensor
+) -> str:
+    """Return how ``out`` differs from what it should be; empty if it does not."""
+    op, world_size = problem.op, problem.topology.world_size
+    expected = _expected(op, inputs, rank)
+    bound = torch.zeros_like(expected)
+    if op in REDUCING:
+        mine = [x.double().chunk(world_size)[rank] if op is Op.REDUCE_SCATTER else x.double() for x in inputs]
+        bound = torch.stack(mine).abs().sum(0) * (world_size * torch.finfo(out.dtype).eps)
+        if algorithm.lossy:
+            bound += imported(algorithm.error_bound)(mine)
+    wrong = ~((out.double() - expected).abs() <= bound)  # a NaN is wrong, too
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        return f"element {place} is {out[place].item()}, and should be {expected[place].item()}"
+    form = algorithm.forms[op]
+    exact = imported(form.reference)(inputs, rank) if form.reference else None
+    if exact is None and op in REDUCING and algorithm.keeps_bits(op, world_size):
+        scatter = op is Op.REDUCE_SCATTER
+        contract = reference.ordered_reduce_scatter if scatter else reference.ordered_all_reduce
+        exact = contract(inputs, rank)
+    if exact is not None and not torch.equal(out, exact):
+        place = int((out != exact).nonzero()[0])
+        return f"element {place} has other bits than its reference: {out[place].item()}, not {exact[place].item()}"
+    return ""

@@ -1,0 +1,61 @@
+"""Rows of fused calls: which the kernels can hold, and how launches divide them."""
+
+from __future__ import annotations
+
+from shotcast.collectives.algorithm import CollectiveProblem
+from shotcast.device.triton.tiles import MAX_ROW_WORDS, row_tile
+from shotcast.transport.triton.layout import QUAD
+from shotcast.units import format_size
+from shotcast.wire import LaunchShape
+
+
+def rows_obstacle(problem: CollectiveProblem) -> str:
+    """Return why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they
+    can. Compiled CPU ranks take any rows."""
+    row = problem.row_bytes
+    if problem.topology.kernels == "compiled":
+        return "" if row else "rows have no elements"
+    if row == 0 or row % QUAD:
+        return f"fused kernels take rows of a multiple of {QUAD} bytes, and these have {row}"
+    if row > 4 * MAX_ROW_WORDS:
+        return f"fused kernels take rows of up to {format_size(4 * MAX_ROW_WORDS)}, and these have {format_size(row)}"
+    return ""
+
+
+def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
+    """Return how many tiles the rows of a fused all-reduce have, and the words of a tile.
+
+    A tile is a warp's, and no longer than a row. The interpreter runs programs one after the other, so there a tile is
+    a row.
+    """
+    words = max(1, problem.row_bytes // 4)
+    row = 1 << max(4, (words - 1).bit_length())
+    block = row if problem.topology.kernels == "interpreter" else min(row, 128)
+    return problem.nbytes // (4 * words) * -(-words // block), block
+
+
+def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
+    """Return the launch of a fused all-reduce: one program a tile, or a tile of every slice."""
+    return LaunchShape(programs=max(1, programs), block_words=tiles_of_rows(problem)[1], num_warps=1)
+
+
+def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
+    """Return the launch of a fused reduce-scatter: programs that push tiles, and as many or fewer that norm rows.
+
+    Rows decide the warps (see :func:`row_tile`), so all programs of the grid have as many, and a tile is 16 bytes a
+    thread: with less, threads would poll the same words and see them arrive at different times. The bound is 16 warps a
+    multiprocessor, of 132: so a grid is resident at once with up to 128 registers a thread.
+    """
+    world_size = problem.topology.world_size
+    row_words = max(1, problem.row_bytes // 4)
+    rows = problem.nbytes // (4 * row_words) // world_size
+    words = -(-problem.nbytes // 4 // world_size)
+    if problem.topology.kernels == "interpreter":
+        block = 1 << max(4, min(11, (words // 2).bit_length()))
+        return LaunchShape(programs=4, block_words=block, num_warps=1)
+    _, warps = row_tile(row_words)
+    most = min(512, 66 * (16 // warps)) - 1
+    block = 128 * warps
+    norm_programs = max(1, min(rows, most))
+    push_programs = max(norm_programs, min(-(-words // block), most))
+    return LaunchShape(programs=push_programs + norm_programs, block_words=block, num_warps=warps)

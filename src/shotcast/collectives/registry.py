@@ -1,0 +1,153 @@
+"""The registered algorithms of this process: the built-in ones, and those that users add."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+from shotcast import env, wire
+from shotcast.collectives import algorithms as built_in_modules
+from shotcast.collectives.algorithm import REDUCING, Algorithm, Algorithms, Form, Reference
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+logger = logging.getLogger(__name__)
+
+SERVABLE = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST)
+"""Operations that a registered algorithm may serve."""
+
+_added: list[Algorithm] = []
+
+
+def _find_built_in() -> tuple[Algorithm, ...]:
+    """Return the built-in algorithms: those of fewest steps first, the library last."""
+    names = (module.name for module in pkgutil.iter_modules(built_in_modules.__path__))
+    found = [importlib.import_module(f"{built_in_modules.__name__}.{name}").ALGORITHM for name in names]
+    return tuple(sorted(found, key=lambda one: (one.library, one.forms[Op.ALL_REDUCE].work(1, 8, 1).steps, one.name)))
+
+
+BUILT_IN = _find_built_in()
+
+
+def registered() -> Algorithms:
+    """Return all algorithms registered so far; their positions are their codes in headers."""
+    return Algorithms((*BUILT_IN, *_added))
+
+
+def register_algorithm(algorithm: Algorithm) -> Algorithm:
+    """Add an algorithm to those that communicators made from now on can use.
+
+    Every rank of a job registers the same algorithms in the same order before it makes its communicator, which compares
+    them. The communicator then checks each added algorithm once, on random tensors against a plain sum or copy. For
+    command lines, SHOTCAST_ALGORITHMS names the modules or files that register algorithms.
+
+    Args:
+        algorithm: its name is new; its forms serve all_reduce, reduce_scatter, all_gather, all_to_all or broadcast.
+
+    Returns:
+        ``algorithm``.
+
+    Raises:
+        ConfigError: the name is taken or not usable, the description is incomplete, or headers have no room for more.
+    """
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(f"register_algorithm takes a shotcast.Algorithm, not {type(algorithm).__name__}")
+    name = algorithm.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name == "auto":
+        raise ConfigError(f"{name!r} cannot name an algorithm: lower-case letters, digits and _ can, but not 'auto'")
+    present = registered()
+    if name in present:
+        raise ConfigError(f"there is an algorithm {name!r} already; the registered ones are {', '.join(present.names)}")
+    if len(present) >= wire.MAX_ALGORITHMS:
+        raise ConfigError(
+            f"headers tell {wire.MAX_ALGORITHMS} algorithms apart, and as many are registered; not {name}"
+        )
+    if algorithm.library or not algorithm.forms:
+        raise ConfigError(
+            f"algorithm {name}: it is no library of the vendor, and its forms serve at least one operation"
+        )
+    for op, form in algorithm.forms.items():
+        if op not in SERVABLE or not isinstance(form, Form):
+            accepted = ", ".join(f"Op.{one.name}" for one in SERVABLE)
+            raise ConfigError(f"algorithm {name}: forms are Form objects of {accepted}; not {form!r} of {op!r}")
+        if not form.triton and not form.cpu:
+            raise ConfigError(f"algorithm {name}: its form of {op.label} has neither a Triton nor a CPU kernel")
+    if algorithm.lossy and not algorithm.error_bound:
+        raise ConfigError(f"algorithm {name} is lossy, so its error_bound must say how far off sums may be")
+    _added.append(algorithm)
+    return algorithm
+
+
+def import_named() -> None:
+    """Import what SHOTCAST_ALGORITHMS names, once; it registers algorithms. Raises ConfigError."""
+    for name in env.algorithm_modules():
+        _import_once(name)
+
+
+@functools.cache
+def _import_once(name: str) -> None:
+    try:
+        if not name.endswith(".py"):
+            importlib.import_module(name)
+            return
+        path = Path(name).resolve()
+        if any(_is_file(module, path) for module in list(sys.modules.values())):
+            return  # the program itself, or what it has imported
+        spec = importlib.util.spec_from_file_location(f"shotcast_algorithms_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"SHOTCAST_ALGORITHMS: cannot import {name}: {type(error).__name__}: {error}") from error
+
+
+def _is_file(module: object, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
+
+
+def from_environment() -> str:
+    """Return the algorithm that SHOTCAST_ALGORITHM names; ``"auto"`` if it names none."""
+    return env.algorithm(("auto", *registered().names))
+
+
+def digest(algorithms: Algorithms) -> str:
+    """Return what ranks compare: the added algorithms in their order, with a hash of each description and its code."""
+    return ", ".join(f"{one.name} #{_fingerprint(one)}" for one in added(algorithms)) or "none added"
+
+
+def added(algorithms: Algorithms) -> tuple[Algorithm, ...]:
+    """Return those of ``algorithms`` that users registered."""
+    return algorithms.members[len(BUILT_IN) :]
+
+
+def _fingerprint(algorithm: Algorithm) -> str:
+    facts: list[object] = [algorithm.name, algorithm.lossy, algorithm.multicast]
+    facts += [algorithm.in_contract(world_size) for world_size in range(1, wire.MAX_WORLD_SIZE + 1)]
+    for op, form in sorted(algorithm.forms.items()):
+        facts += [op.label, form.divides, form.uneven, form.any_dtype]
+        facts += [form.work(1 << bits, 4, 2) for bits in (0, 12, 24)] if op in REDUCING else []
+        facts += [_source(form.triton), _source(form.cpu)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+
+
+def _source(reference: Reference) -> str:
+    """Return the text of the file that a kernel's binding is written in, or what else stands for it."""
+    if isinstance(reference, str):
+        return reference
+    try:
+        return Path(inspect.getsourcefile(reference) or "").read_text()
+    except (TypeError, OSError):
+        return getattr(reference, "__qualname__", type(reference).__qualname__)

@@ -1,0 +1,76 @@
+"""What compiled host code serves an operation with: its schedule, its arithmetic and the size of its pipeline steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.floats import SUMS
+from shotcast.errors import UnsupportedError
+from shotcast.transport.cpu import layout
+from shotcast.transport.cpu.norm import ADDS, NORMS
+from shotcast.wire import CallPlan
+
+LINE_BYTES = 64
+
+
+class ChunkLimits(NamedTuple):
+    """Bytes of a pipeline step: at most, by default, and the multiple that they are rounded down to."""
+
+    most: int
+    default: int
+    multiple: int = LINE_BYTES
+
+
+def one_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of schedules that stage their own part alone; ``room``: bytes of a generation."""
+    return ChunkLimits(room, 256 << 10)
+
+
+def for_all_ranks(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of schedules that stage a part for each rank."""
+    return ChunkLimits(room // world_size, (512 << 10) // world_size)
+
+
+def no_arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the arithmetic of copies: none."""
+    return {}
+
+
+def check_dtype(plan: CallPlan, served: Container[str]) -> None:
+    """Raise UnsupportedError unless the dtype of ``plan`` is among those served."""
+    if plan.dtype not in served:
+        raise UnsupportedError(f"compiled CPU ranks have no {plan.algorithm} {plan.op.label} of {plan.dtype}")
+
+
+def sums(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the addition of the plan's dtype, by word of the plan record, and what its norm takes.
+
+    Raises UnsupportedError for a dtype that is not added up.
+    """
+    check_dtype(plan, SUMS)
+    found = {layout.ARITHMETIC: SUMS[plan.dtype]}
+    if plan.norm is not None:
+        found |= {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCall:
+    """How compiled host code serves an operation.
+
+    Attributes:
+        schedule: the compiled function.
+        chunk: ``chunk(plan, world_size, room)``, the limits of a pipeline step.
+        arithmetic: ``arithmetic(plan)``, what the schedule calls, by word of the plan record.
+        norms: rows are normed after the sum, so that calls bring the tensors of the norm.
+        alone: serves one rank, where the schedule needs two.
+    """
+
+    schedule: Schedule
+    chunk: Callable[[CallPlan, int, int], ChunkLimits] = one_generation
+    arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = no_arithmetic
+    norms: bool = False
+    alone: HostCall | None = None

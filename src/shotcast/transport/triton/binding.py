@@ -1,0 +1,163 @@
+"""From a call to the kernel that serves it, with all its arguments.
+
+Each kernel file has a function ``bind(plan, context)`` beside its kernel. It says which kernel runs a
+:class:`~shotcast.wire.CallPlan` on this rank, on which grid, and with which arguments; most arguments are the same for
+all kernels, and :meth:`KernelContext.launch` fills in those that the kernel has by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from shotcast import wire
+from shotcast.device.triton.intrinsics import INTERPRETED
+from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES
+from shotcast.transport.triton.layout import Layout
+from shotcast.wire import CallPlan, Op
+
+TENSORS: dict[str, tuple[str, ...]] = {
+    "x and out": ("x", "out"),
+    "x and norm": ("x", *NORM_ADDRESSES),
+    "x": ("data",),
+    "out": ("data",),
+    "none": (),
+}
+"""The tensors that a call has, with the arguments of the kernel that are their addresses."""
+
+_PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel on a grid.
+
+    Attributes:
+        kernel: made by :func:`shotcast.device.triton.intrinsics.kernel`.
+        programs: of the grid; program 0 exchanges headers.
+        num_warps: of a program.
+        arguments: every argument by name; addresses of the call's tensors stand for any.
+        tensors: a key of :data:`TENSORS`.
+        options: of the compilation, such as ``maxnreg``.
+    """
+
+    kernel: Any
+    programs: int
+    num_warps: int
+    arguments: dict[str, Any]
+    tensors: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelContext:
+    """What a rank's kernels are bound with.
+
+    Attributes:
+        rank, world_size: of the communicator.
+        layout: of a rank's region of symmetric memory; offsets count quads of 16 bytes.
+        own_address: of this rank's region.
+        peers_address: of the table of all regions' addresses, in device memory.
+        cells_address: of this GPU's own cells, by which programs of fused kernels add up rows.
+        cells_nbytes: bytes of these cells.
+        multicast: the table ends with a multicast address that kernels may use.
+        pdl: kernels begin before the kernel before them has ended (programmatic dependent launch).
+        native_fp8: the GPU converts FP8 by an instruction.
+        clear_after_read_bytes: calls whose slots are larger, in bytes, clear them as they read.
+        header_of: the header of a plan.
+        aligned: all addresses of the call are multiples of 16.
+    """
+
+    rank: int
+    world_size: int
+    layout: Layout
+    own_address: int
+    peers_address: int
+    cells_address: int
+    cells_nbytes: int
+    multicast: bool
+    pdl: bool
+    native_fp8: bool
+    clear_after_read_bytes: int
+    header_of: Callable[[CallPlan], int]
+    aligned: bool = field(default=True)
+
+    def launch(
+        self,
+        kernel: Any,
+        plan: CallPlan,
+        *,
+        programs: int | None = None,
+        num_warps: int | None = None,
+        tensors: str = "x and out",
+        options: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> KernelLaunch:
+        """Return ``kernel`` with the arguments given, and with those below that it has by name.
+
+        Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``slots_at``, ``slots_quads``,
+        ``cells_at``, ``cells_quads``, ``flags_at``, ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header`` and
+        ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where
+        every address and size is a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``BLOCK`` (words of a
+        tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+
+        Args:
+            programs: of the grid; by default the plan's and one for the headers.
+            num_warps: of a program; by default the plan's.
+            tensors: which tensors the call has.
+            options: of the compilation, beside what all kernels take.
+        """
+        warps = plan.launch.num_warps if num_warps is None else num_warps
+        # both sides of a message name the sender
+        named = dataclasses.replace(plan, root=self.rank) if plan.op is Op.SEND else plan
+        usual = {
+            "x": self.own_address,
+            "out": self.own_address,
+            "data": self.own_address,
+            "own": self.own_address,
+            "peers": self.peers_address,
+            "rank": self.rank,
+            "root": plan.root,
+            "header": self.header_of(named),
+            "nbytes": plan.nbytes,
+            "mailboxes_at": self.layout.mailboxes_at,
+            "flags_at": self.layout.flags_at,
+            "cells_at": self.layout.cells_at,
+            "cells_quads": self.layout.cells_quads,
+            "slots_at": self.layout.slots_at,
+            "slots_quads": self.layout.slots_quads,
+            "DTYPE": DTYPES.get(plan.dtype, tl.int32),
+            "UNIT": self.unit(plan),
+            "WORLD": self.world_size,
+            "BLOCK": plan.launch.block_words,
+            "WARPS": 1 if INTERPRETED else warps,
+            "PDL": self.pdl,
+            "CLEAR_AFTER_READ": self.clears(plan),
+            "MULTICAST": self.multicast,
+            "NATIVE": self.native_fp8,
+        }
+        taken = {name: value for name, value in usual.items() if name in kernel.arg_names}
+        grid = 1 + plan.launch.programs if programs is None else programs
+        compiled = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self.pdl} | (options or {})
+        return KernelLaunch(kernel, grid, warps, taken | arguments, tensors, compiled)
+
+    def clears(self, plan: CallPlan) -> bool:
+        """Return whether the call clears its slots itself; see :data:`.layout.CLEAR_AFTER_READ_BYTES`."""
+        if plan.dtype not in DTYPES:
+            return False
+        if plan.sizes:
+            return max(plan.sizes) * wire.DTYPES[plan.dtype] > self.clear_after_read_bytes
+        return plan.nbytes // (self.world_size if plan.op in _PARTS else 1) > self.clear_after_read_bytes
+
+    def unit(self, plan: CallPlan) -> int:
+        """Return 16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
+        item = wire.DTYPES.get(plan.dtype, 1)
+        bits = plan.nbytes
+        for size in plan.sizes:
+            bits |= size * item
+        if plan.op in _PARTS and not plan.sizes:
+            bits |= plan.nbytes // self.world_size
+        return 16 if self.aligned and bits % 16 == 0 else min(item, 4)
