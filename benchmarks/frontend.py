@@ -35,18 +35,22 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.table import Table
 
-from shotcast.engine import rank
+from shotcast.engine import worker
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.engine_core import ClientConnection
 from shotcast.engine.llm import LLM
-from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams
+from shotcast.engine.messages import AbortRequest, EngineCoreOutputs, EngineInfo
+from shotcast.engine.outputs import EngineCoreOutput, EngineStats
+from shotcast.engine.requests import Request
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.hardware.detect import detect
 from shotcast.models.presets import preset
 from shotcast.server.config import ServerConfig
 from shotcast.server.main import run
 
 MODEL = "smollm2"
-TEXT = Path(__file__).parent.parent / "docs" / "engine.md"
+TEXT = Path(__file__).parent.parent / "docs" / "reference" / "engine.md"
 PROMPT_TOKENS = 600
 
 
@@ -55,39 +59,39 @@ class Running:
 
     def __init__(self, request: Request):
         self.id, self.prompt, self.length = request.request_id, request.prompt, request.params.max_tokens
-        self.drawn = 0
+        self.count = 0
 
-    def step(self) -> Progress:
-        token = self.prompt[self.drawn % len(self.prompt)]
-        self.drawn += 1
-        return Progress(self.id, (token,), None, "length" if self.drawn == self.length else None)
+    def step(self) -> EngineCoreOutput:
+        token = self.prompt[self.count % len(self.prompt)]
+        self.count += 1
+        return EngineCoreOutput(self.id, (token,), None, "length" if self.count == self.length else None)
 
 
 def emit(config: EngineConfig, address: str, key: bytes) -> None:
-    """Replace :func:`shotcast.engine.rank.serve`."""
+    """Replace :func:`shotcast.engine.worker.worker_main`."""
     with Client(address, authkey=key) as connection:
-        asker = rank.Asker(connection)
-        asker.send(rank.Ready(preset("smollm2-135m"), 8192, 4096, 16, "cpu", "float32", 0.0, 0.0))
-        asker.start()
+        client = ClientConnection(connection)
+        client.send(EngineInfo(preset("smollm2-135m"), 8192, 4096, 16, "cpu", "float32", 0.0, 0.0))
+        client.start_heartbeat()
         running: dict[str, Running] = {}
         step_s, following = 0.0, 0.0
         while True:
-            while not running or asker.poll():
-                message = asker.recv()
+            while not running or client.poll():
+                message = client.recv()
                 if message is None:
-                    asker.stop()
+                    client.stop_heartbeat()
                     return
-                if isinstance(message, rank.Abort):
+                if isinstance(message, AbortRequest):
                     running.pop(message.request_id, None)
                 else:
                     running[message.request_id] = Running(message)
                     step_s = message.params.seed / 1e6
             time.sleep(max(0.0, following - time.perf_counter()))
             following = max(following, time.perf_counter() - step_s) + step_s
-            progress = [one.step() for one in running.values()]
-            asker.send(rank.Report.of(progress, EngineStats(running=len(running))))
-            for one in progress:
-                if one.finish is not None:
+            outputs = [one.step() for one in running.values()]
+            client.send(EngineCoreOutputs.pack(outputs, EngineStats(running=len(running))))
+            for one in outputs:
+                if one.finish_reason is not None:
                     del running[one.request_id]
 
 
@@ -123,7 +127,7 @@ def spelled(tokenizer: Any, prompt: list[int], tokens: int) -> str:
 
 def serve(sender: Connection) -> None:
     """Run ``shotcast serve``."""
-    with patch.object(rank, "serve", emit):
+    with patch.object(worker, "worker_main", emit):
         engine = AsyncLLM(MODEL)
     sys.exit(run(engine, ServerConfig(port=0), sender.send))
 
@@ -199,7 +203,7 @@ def main() -> None:
     steps = [round(1000 * float(step)) for step in options.steps.split(",")]
     found: dict[tuple[str, int], list[Carried]] = {}
     amount = options.streams, options.tokens
-    with patch.object(rank, "serve", emit):
+    with patch.object(worker, "worker_main", emit):
         llm = LLM(MODEL)
     with llm:
         prompt = llm.tokenizer.encode(TEXT.read_text())[:PROMPT_TOKENS]

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
 
-from shotcast.device.triton.intrinsics import num_sms
-from shotcast.engine import steps
+from shotcast.device.triton.intrinsics import processors
+from shotcast.engine.input_batch import InputBatch, attention_tiles
 from shotcast.kernels.triton import prompt_attention
 
 BLOCK = 16
@@ -58,10 +58,10 @@ def measure(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, An
         tables[row, : len(part)] = part
     rows, firsts = np.arange(len(new), dtype=np.int32), np.cumsum(new, dtype=np.int32) - new
     nothing = np.zeros(0, np.int32)
-    places = steps.Places(np.zeros(tokens, np.int32), nothing, nothing, rows, before, new, firsts, nothing.astype(bool))
+    batch = InputBatch(np.zeros(tokens, np.int32), nothing, nothing, rows, before, new, firsts, nothing.astype(bool))
     device = queries.device
-    most = prompt_attention.tile_tokens(tokens, group, kv_heads, head_dim, queries.dtype, num_sms(device))
-    tiles = torch.from_numpy(steps.tiles(places, most)).cuda()
+    most = prompt_attention.tile_tokens(tokens, group, kv_heads, head_dim, queries.dtype, processors(device))
+    tiles = torch.from_numpy(attention_tiles(batch, most)).cuda()
     first_heads = torch.arange(0, heads + 1, group, dtype=torch.int32, device="cuda")
     out = torch.empty_like(queries)
 

@@ -401,13 +401,14 @@ class TestEngine:
     def test_interrupt_before_an_answer_takes_the_question_back(self, capsys: pytest.CaptureFixture[str]) -> None:
         """An interrupt later keeps the part of the answer that has arrived."""
         from shotcast.cli.generate import _answer
-        from shotcast.engine.requests import RequestOutput, SamplingParams
+        from shotcast.engine.outputs import RequestOutput
+        from shotcast.engine.sampling_params import SamplingParams
 
         class Interrupted:
             def __init__(self, *deltas: str):
                 self.deltas, self.tokenizer = deltas, self
 
-            def chat(self, messages: list[dict[str, str]]) -> list[int]:
+            def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
                 return [1]
 
             def stream(self, tokens: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
@@ -428,12 +429,12 @@ class TestEngine:
         [
             (["generate", "x", "-m", "nothing-here"], "there is no model 'nothing-here'"),
             (["generate", "x", "-m", "random:llama-9"], "llama-9"),
-            (["generate", "x", "--temperature", "-1"], "temperature is a number from 0 up"),
+            (["generate", "x", "--temperature", "-1"], "temperature must be a number of at least 0"),
             (["generate", "x", "-d", "int8"], "dtype is float32, bfloat16, float16"),
             (["generate", "x", "--device", "cuda"], "no usable GPU"),
             (["serve", "--kv-cache", "lots"], "lots"),
             (["serve", "-m", "random:smollm2-135m"], "random:smollm2-135m has no tokenizer"),
-            (["serve", "--max-queue", "0"], "max_queue is a whole number from 1 up"),
+            (["serve", "--max-queue", "0"], "max_queue must be a whole number of at least 1"),
             (["bench", "engine", "--layouts", "2"], "a layout must be TxP"),
         ],
     )

@@ -18,7 +18,8 @@ from shotcast.cli import app
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.llm import LLM
-from shotcast.engine.requests import EngineStats, RequestOutput, SamplingParams
+from shotcast.engine.outputs import EngineStats, RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
 
 TEXT = (ROOT / "docs" / "reference" / "api.md").read_text()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shotcast.engine.requests import SamplingParams
 from shotcast.engine.sampler import Sampler
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.kernels.triton import sampling
 
 
@@ -18,5 +18,5 @@ def drawn(row: torch.Tensor, kinds: list[SamplingParams], count: int, output: tu
         sampler.assign(slot, kinds[slot // count], f"request {slot}", output)
     best = torch.stack((row.argmax(), torch.tensor(1))).expand(rows, -1).contiguous()
     logits = row.expand(rows, -1).contiguous()
-    told = sampler.sample(logits, range(rows), best, torch.zeros(rows, dtype=torch.int64), False).told
+    told = sampler.sample(logits, range(rows), best, torch.zeros(rows, dtype=torch.int64), False).tokens
     return [part.bincount(minlength=vocab).tolist() for part in told[:, 0].split(count)]

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.engine import async_llm
+from shotcast.engine import base_llm
 from shotcast.engine.async_llm import AsyncLLM
-from shotcast.engine.client import Listen, News
-from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
+from shotcast.engine.client import RequestUpdate, UpdateCallback
+from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import EngineDead
 
 
@@ -27,20 +28,20 @@ class Client:
 
     def __init__(self) -> None:
         self.tokenizer = self
-        self.ready = SimpleNamespace(model=SimpleNamespace(eos=(0,)))
-        self.listening: dict[str, Listen] = {}
+        self.info = SimpleNamespace(model=SimpleNamespace(eos=(0,)))
+        self.listening: dict[str, UpdateCallback] = {}
         self.aborted: list[str] = []
 
     def prompt_tokens(self, prompt: list[int]) -> tuple[int, ...]:
         return tuple(prompt)
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, listen: Listen) -> None:
+    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, listen: UpdateCallback) -> None:
         self.listening[request_id] = listen
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def alone(self, token: int, skip_special: bool = True) -> str:
+    def decode_token(self, token: int, skip_special: bool = True) -> str:
         if token == FAULT:
             raise ZeroDivisionError
         return chr(token)
@@ -48,17 +49,19 @@ class Client:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return "".join(map(chr, ids))
 
-    continuation = decode
+    decode_continuation = decode
 
     def step(self, **tokens: int | Exception | None) -> None:
-        """News of a step, on a thread: the token of each request; None for its end."""
+        """RequestUpdate of a step, on a thread: the token of each request; None for its end."""
         news = []
         for name, token in tokens.items():
             if isinstance(token, Exception):
-                news.append(News(name, token, 0.0))
+                news.append(RequestUpdate(name, token, 0.0))
             else:
                 drawn = () if token is None else (token,)
-                news.append(News(name, Progress(name, drawn, None, "length" if token is None else None), 0.0))
+                news.append(
+                    RequestUpdate(name, EngineCoreOutput(name, drawn, None, "length" if token is None else None), 0.0)
+                )
         (listen,) = {self.listening[name] for name in tokens}
         thread = threading.Thread(target=listen, args=(news,))
         thread.start()
@@ -70,7 +73,7 @@ FAULT = 7
 
 def engine() -> tuple[AsyncLLM, Client]:
     client = Client()
-    with patch.object(async_llm, "EngineClient", lambda config: client):
+    with patch.object(base_llm, "EngineClient", lambda config: client):
         return AsyncLLM("letters"), client
 
 
@@ -165,7 +168,7 @@ def test_news_for_a_loop_that_is_gone_harm_nobody() -> None:
         llm.start([1], SamplingParams(), "a", lambda output: None)
 
     asyncio.run(main())
-    client.listening["a"]([News("a", Progress("a", (1,)), 0.0)])
+    client.listening["a"]([RequestUpdate("a", EngineCoreOutput("a", (1,)), 0.0)])
 
 
 def test_an_end_that_the_ranks_do_not_know_is_told_to_them() -> None:

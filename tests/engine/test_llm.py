@@ -21,9 +21,10 @@ import pytest
 import torch
 import transformers
 
-from shotcast.engine.client import News
+from shotcast.engine.client import RequestUpdate
 from shotcast.engine.llm import LLM
-from shotcast.engine.requests import Progress, RequestOutput, SamplingParams
+from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, UnsupportedError
 from shotcast.launcher.spawn import RankGroup
@@ -202,12 +203,12 @@ def test_bad_prompts_are_refused_and_nothing_is_lost(llm: LLM) -> None:
         with pytest.raises(ConfigError, match=said):
             llm.generate(prompt, greedy(2))
     for nothing in (5, [[True]], [[1.5]], [["a"]], torch.tensor([1.0])):
-        with pytest.raises(ConfigError, match=r"a prompt is a string|the prompt holds"):
+        with pytest.raises(ConfigError, match=r"the prompt (must hold|holds)"):
             llm.generate(nothing, greedy(2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 prompts and 3 params"):
         llm.generate(PROMPTS[:2], [greedy(1)] * 3)
     for other in ({"max_tokens": 1}, [greedy(1), "greedy"]):
-        with pytest.raises(ConfigError, match="params are SamplingParams"):
+        with pytest.raises(ConfigError, match="params must be SamplingParams"):
             llm.generate(PROMPTS[:2], other)  # type: ignore[arg-type]
     assert llm.generate(PROMPTS[0], greedy(2))[0].text
 
@@ -329,7 +330,7 @@ def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Pa
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
         os.kill(llm.pids[0], signal.SIGSTOP)
         started = time.monotonic()
-        steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
+        steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
         for number in range(400):  # far more than a pipe holds
             llm._client.submit(str(number), (1,) * 2000, greedy(2), steps.put)
         assert time.monotonic() - started < 2
@@ -390,19 +391,19 @@ def run(script: Path, status: int = 0) -> str:
 
 
 def test_a_listener_hears_once_a_step_of_all_its_requests(llm: LLM) -> None:
-    steps: queue.SimpleQueue[list[News]] = queue.SimpleQueue()
+    steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
     for number in range(4):
         llm._client.submit(f"heard-{number}", (number + 5,), greedy(40), steps.put)
     tokens: dict[str, int] = dict.fromkeys((f"heard-{number}" for number in range(4)), 0)
     together = 0
     while set(tokens.values()) != {40}:
-        step = steps.get(timeout=30)
-        together = max(together, len(step))
-        assert len({news.request_id for news in step}) == len(step)
-        for name, latest, _ in step:
-            assert isinstance(latest, Progress)
-            tokens[name] += len(latest.tokens)
-            assert (latest.finish is not None) == (tokens[name] == 40)
+        updates = steps.get(timeout=30)
+        together = max(together, len(updates))
+        assert len({update.request_id for update in updates}) == len(updates)
+        for name, result, _ in updates:
+            assert isinstance(result, EngineCoreOutput)
+            tokens[name] += len(result.tokens)
+            assert (result.finish_reason is not None) == (tokens[name] == 40)
     assert together == 4
 
 
@@ -433,31 +434,31 @@ def assert_gone(pids: list[int]) -> None:
     ("options", "said"),
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
-        ({"dtype": "float64"}, "dtype is float32, bfloat16, float16, not 'float64'"),
-        ({"dtype": "float16", "device": "cpu"}, "dtype on cpu is float32"),
-        ({"quantization": "int4"}, 'quantization is "" .none. or fp8'),
-        ({"quantization": "fp8", "device": "cpu"}, "fp8 is for CUDA with bfloat16, not for cpu"),
-        ({"quantization": "fp8", "device": "cuda", "dtype": "float16"}, "not for cuda with float16"),
-        ({"device": "tpu"}, "device is auto, cpu, cuda, not 'tpu'"),
-        ({"stamp_every": -1}, "stamp_every is a whole number"),
-        ({"max_sequences": 0}, "max_sequences is a whole number"),
+        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, not 'float64'"),
+        ({"dtype": "float16", "device": "cpu"}, "dtype on cpu must be one of float32"),
+        ({"quantization": "int4"}, 'quantization must be "" .none. or fp8'),
+        ({"quantization": "fp8", "device": "cpu"}, "fp8 works on CUDA with bfloat16, not on cpu"),
+        ({"quantization": "fp8", "device": "cuda", "dtype": "float16"}, "not on cuda with float16"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
+        ({"stamp_every": -1}, "stamp_every must be a whole number"),
+        ({"max_sequences": 0}, "max_sequences must be a whole number"),
         ({"max_batch_tokens": 8, "max_sequences": 9}, "max_batch_tokens"),
-        ({"algorithm": "fastest"}, "algorithm is one of"),
+        ({"algorithm": "fastest"}, "algorithm must be one of"),
         ({"algorithm": "ring", "sequence_parallel": True}, "algorithm cannot be ring"),
-        ({"max_model_len": 1}, "2 and more"),
-        ({"seed": 2**64}, "seed is None or"),
-        ({"seed": True}, "seed is None or"),
-        ({"memory_fraction": "half"}, "memory_fraction is a number"),
-        ({"memory_fraction": True}, "memory_fraction is a number"),
+        ({"max_model_len": 1}, "max_model_len must be 0 .* or at least 2, not 1"),
+        ({"seed": 2**64}, "seed must be None or"),
+        ({"seed": True}, "seed must be None or"),
+        ({"memory_fraction": "half"}, "memory_fraction must be a number"),
+        ({"memory_fraction": True}, "memory_fraction must be a number"),
         ({"timeout_s": 0}, "timeout_s"),
-        ({"model": None}, "model is the name of one, or where it is, not None"),
+        ({"model": None}, "model must be a name or a path, not None"),
         ({"model": Path("no") / "model"}, "there is no model 'no/model'"),
-        ({"device": []}, r"device is a name, not \[\]"),
-        ({"dtype": None}, "dtype is a name, not None"),
-        ({"prefix_caching": "no"}, "prefix_caching is True or False, not 'no'"),
-        ({"tensor_parallel": 2**40}, "tensor_parallel is a whole number from 1 to 1024"),
+        ({"device": []}, r"device must be a string, not \[\]"),
+        ({"dtype": None}, "dtype must be a string, not None"),
+        ({"prefix_caching": "no"}, "prefix_caching must be True or False, not 'no'"),
+        ({"tensor_parallel": 2**40}, "tensor_parallel must be a whole number from 1 to 1024"),
         ({"tensor_parallel": 33, "pipeline_parallel": 32}, "tensor_parallel x pipeline_parallel is 1056, above 1024"),
-        ({"block_size": 2**31}, "block_size is a whole number from 1 to 1024"),
+        ({"block_size": 2**31}, "block_size must be a whole number from 1 to 1024"),
         ({"tensor_parallel": 10}, "9 heads and 30 layers cannot be divided between 10 ranks and 1 stages"),
         ({"pipeline_parallel": 31}, "9 heads and 30 layers cannot be divided between 1 ranks and 31 stages"),
     ],

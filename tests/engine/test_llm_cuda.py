@@ -9,15 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import model_runner_targets as targets
 import pytest
-import runner_targets as targets
 import torch
 import transformers
 
 import shotcast
 from shotcast.collectives.rank_device import enough_gpus
 from shotcast.engine.llm import LLM
-from shotcast.engine.requests import Progress, Request, RequestOutput, SamplingParams
+from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
+from shotcast.engine.requests import Request
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import EngineDead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -216,16 +218,18 @@ def requests() -> list[Request]:
     return [Request(f"{number}", tuple(prompt), kinds[number % 6]) for number, prompt in enumerate(parts)]
 
 
-def outputs(found: dict[str, list[Progress]]) -> dict[str, tuple[list[int], str | None]]:
+def outputs(found: dict[str, list[EngineCoreOutput]]) -> dict[str, tuple[list[int], str | None]]:
     return {
-        name: ([token for progress in every for token in progress.tokens], every[-1].finish)
+        name: ([token for progress in every for token in progress.tokens], every[-1].finish_reason)
         for name, every in found.items()
     }
 
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_graphs_and_lookahead_change_no_output_and_the_host_never_waits(folder: str, tensor: int, stages: int) -> None:
-    def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+    def run(
+        static: tuple[int, ...], lookahead: int, blocks: int
+    ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
         options = folder, requests(), 7, blocks, static, lookahead, stages, "cuda"
         ranks = shotcast.spawn(targets.answered, tensor * stages, *options, timeout_s=200)
         assert all(found == ranks[-1][0] for found, _ in ranks)

@@ -11,7 +11,7 @@ import torch
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.load import _LEAST_WORKSPACE as LEAST
+from shotcast.engine.load import _MIN_WORKSPACE as LEAST
 from shotcast.engine.load import _require_float8, _workspace_bytes
 from shotcast.errors import UnsupportedError
 from shotcast.models.presets import preset

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quick_interpreter import interpret
-from shotcast.engine import draw
-from shotcast.engine.draw import exponential, likeliest, nucleus, scramble
-from shotcast.engine.requests import SamplingParams
-from shotcast.engine.sampler import MOST_VOCAB, Sampled, Sampler, logprobs_of, row_key
+from shotcast.engine import torch_sampling
+from shotcast.engine.sampler import MAX_VOCAB, Sampler, SamplerOutput, noise_key, token_logprobs
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.torch_sampling import exponential, likeliest, nucleus, scramble
 from shotcast.errors import ConfigError
 
 VOCAB = 32
@@ -40,17 +40,17 @@ def best_of(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((best, torch.ones_like(best)), dim=1)
 
 
-def draw_all(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> Sampled:
+def draw_all(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> SamplerOutput:
     drawn = torch.full([max(slots) + 2], -1, device=x.device)
     made = sampler.sample(x, slots, best_of(x), drawn, False)
     if x.device.type == "cpu":
-        assert drawn[list(slots)].tolist() == made.told[:, 0].tolist()
+        assert drawn[list(slots)].tolist() == made.tokens[:, 0].tolist()
         assert int((drawn == -1).sum()) == len(drawn) - len(slots)
     return made
 
 
 def tokens_of(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    return draw_all(sampler, x, slots).told[:, 0]
+    return draw_all(sampler, x, slots).tokens[:, 0]
 
 
 def reference(row: torch.Tensor, p: SamplingParams, output: tuple[int, ...] = ()) -> list[float]:
@@ -194,7 +194,7 @@ def test_noise_is_uniform_and_has_no_pattern_over_tokens_places_and_seeds() -> N
         key = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int32).view(-1, 2)
         return scramble(tokens.expand(len(keys), -1).clone(), key)
 
-    for keys in ([row_key(5, place) for place in range(512)], [row_key(seed, 5) for seed in range(512)]):
+    for keys in ([noise_key(5, place) for place in range(512)], [noise_key(seed, 5) for seed in range(512)]):
         bits = noise(keys)
         cells = bits.numel() / 256
         for shift in (0, 8, 16, 24):
@@ -275,8 +275,8 @@ def test_a_nucleus_beyond_the_few_that_are_looked_at_first(
     row = logits(1, scale=scale)[0]
     p = params(top_p=0.8)
     before = draws(row, p, 500)
-    monkeypatch.setattr(draw, "FEW", 4)
-    monkeypatch.setattr(draw, "CACHED", cached)
+    monkeypatch.setattr(torch_sampling, "FIRST_NUCLEUS", 4)
+    monkeypatch.setattr(torch_sampling, "CACHED_LOGITS", cached)
     assert draws(row, p, 500).equal(before)
     assert len(before.unique()) > (4 if scale == 0.01 else 1)
 
@@ -327,7 +327,7 @@ def test_nothing_runs_when_all_are_greedy() -> None:
     with Operations() as operations:
         made = sampler.sample(x, [0, 1], best, drawn, True)
     assert operations.names == []
-    assert made.told is best
+    assert made.tokens is best
 
 
 def test_others_leave_the_likeliest_as_they_are() -> None:
@@ -341,9 +341,9 @@ def test_others_leave_the_likeliest_as_they_are() -> None:
     changed = 0
     for _ in range(20):
         made = sampler.sample(x, [0, 1], best, torch.zeros(2, dtype=torch.int64), True)
-        assert made.told[0].equal(kept[0])
-        assert made.told[1, 1] == 0
-        changed += int(made.told[1, 0] != kept[1, 0])
+        assert made.tokens[0].equal(kept[0])
+        assert made.tokens[1, 1] == 0
+        changed += int(made.tokens[1, 0] != kept[1, 0])
     assert best.equal(kept)
     assert changed > 0
 
@@ -435,8 +435,8 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     for slot, kind in enumerate(kinds):
         sampler.assign(slot, kind, "a", (1,))
     made = draw_all(sampler, x, range(4))
-    tokens = made.told[:, 0]
-    found = logprobs_of(tokens.tolist(), made.asked, made.logprobs)
+    tokens = made.tokens[:, 0]
+    found = token_logprobs(tokens.tolist(), made.logprob_rows, made.logprobs)
     expected = x.double().log_softmax(1)
     for row, (kind, token, entry) in enumerate(zip(kinds, tokens.tolist(), found, strict=True)):
         if kind.logprobs is None:
@@ -455,7 +455,7 @@ def test_more_log_probabilities_than_tokens() -> None:
     sampler = Sampler(1, 3, "cpu", salt=0)
     sampler.assign(0, params(logprobs=20), "a", ())
     made = draw_all(sampler, logits(1, vocab=3), [0])
-    (entry,) = logprobs_of(made.told[:, 0].tolist(), made.asked, made.logprobs)
+    (entry,) = token_logprobs(made.tokens[:, 0].tolist(), made.logprob_rows, made.logprobs)
     assert entry is not None
     assert len(entry.top) == 3
 
@@ -471,12 +471,12 @@ def test_tokens_of_no_probability_are_not_drawn() -> None:
 def test_other_logits_are_refused(x: torch.Tensor) -> None:
     sampler = Sampler(1, VOCAB, "cpu", salt=0)
     sampler.assign(0, params(), "a", ())
-    with pytest.raises(ConfigError, match=r"the logits of 1 slots are float32 \[1, 32\], not"):
+    with pytest.raises(ConfigError, match=r"the logits of 1 slots must be float32 \[1, 32\], not"):
         draw_all(sampler, x, [0])
 
 
 def test_a_slot_that_is_nobodys_is_refused() -> None:
-    with pytest.raises(ConfigError, match="slot 1 is nobody's"):
+    with pytest.raises(ConfigError, match="slot 1 is not assigned to a request"):
         draw_all(Sampler(2, VOCAB, "cpu", salt=0), logits(1), [1])
 
 
@@ -491,10 +491,10 @@ def test_a_salt_of_64_bits_signed() -> None:
 
 
 def test_a_vocabulary_too_large_for_the_kernels_is_refused() -> None:
-    Sampler(1, MOST_VOCAB, "cpu", salt=0, kernels=True)
-    with pytest.raises(ConfigError, match="up to 262144, and this vocabulary has 262145"):
-        Sampler(1, MOST_VOCAB + 1, "cpu", salt=0, kernels=True)
-    Sampler(1, MOST_VOCAB + 1, "cpu", salt=0)
+    Sampler(1, MAX_VOCAB, "cpu", salt=0, kernels=True)
+    with pytest.raises(ConfigError, match="may have 262144 tokens; this one has 262145"):
+        Sampler(1, MAX_VOCAB + 1, "cpu", salt=0, kernels=True)
+    Sampler(1, MAX_VOCAB + 1, "cpu", salt=0)
 
 
 GPU_VOCAB = 128_256
@@ -517,7 +517,7 @@ def gpu_logits(kind: str, rows: int, step: int) -> torch.Tensor:
 def test_a_gpu_draws_the_same_and_the_host_never_waits(count: int, kind: str) -> None:
     kinds = everything(count)
     cpu, gpu = Sampler(count, GPU_VOCAB, "cpu", salt=3), Sampler(count, GPU_VOCAB, "cuda", salt=3)
-    gpu.warm()
+    gpu.warm_up()
     for slot, p in enumerate(kinds):
         cpu.assign(slot, p, f"{slot}", (1, 2, 3))
     given = [gpu_logits(kind, count, step).pin_memory() for step in range(3)]
@@ -533,7 +533,7 @@ def test_a_gpu_draws_the_same_and_the_host_never_waits(count: int, kind: str) ->
             made = []
             for host in given:
                 x = host.to("cuda", non_blocking=True)
-                told = gpu.sample(x, range(count), best_of(x), drawn, False).told
+                told = gpu.sample(x, range(count), best_of(x), drawn, False).tokens
                 made.append((told, drawn.clone()))
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.engine.plan import NO_TOKEN, PENDING, StepPlan
-from shotcast.engine.requests import Progress, Request, SamplingParams, TokenLogprob
+from shotcast.engine.outputs import EngineCoreOutput, TokenLogprob
+from shotcast.engine.requests import Request
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, StepPlan
 from shotcast.errors import ConfigError
 
 VOCAB = 13
@@ -70,7 +72,7 @@ class Ranks:
         parts = []
         for s in plan.sequences:
             assert 0 <= s.slot < self.config.max_sequences
-            if s.fresh:
+            if s.is_new:
                 assert s.params is not None
                 known = [*prompts[s.request_id], *s.output]
                 self.slots[s.slot] = Slot(s.request_id, list(s.blocks), known, s.output[-1] if s.output else None)
@@ -79,28 +81,28 @@ class Ranks:
                 self.slots[s.slot].table += s.blocks
             slot = self.slots[s.slot]
             tokens = list(s.tokens)
-            if tokens == [PENDING]:
+            if tokens == [PENDING_TOKEN]:
                 assert slot.drawn is not None
                 tokens = [slot.drawn]
             # No more blocks than tokens take, each once.
-            assert len(slot.table) == -(-(s.start + len(tokens)) // size) == len(set(slot.table))
-            assert tokens == slot.tokens[s.start : s.start + len(tokens)]
+            assert len(slot.table) == -(-(s.num_computed + len(tokens)) // size) == len(set(slot.table))
+            assert tokens == slot.tokens[s.num_computed : s.num_computed + len(tokens)]
             # Nothing that this very step writes is read: not by this sequence (it starts after), nor by any other.
-            assert self.read(slot, s.start) == slot.tokens[: s.start]
+            assert self.read(slot, s.num_computed) == slot.tokens[: s.num_computed]
             parts.append((s, slot, tokens))
         for s, slot, tokens in parts:
             assert len(tokens) > 0
-            blocks = {slot.table[place // size] for place in range(s.start, s.start + len(tokens))}
+            blocks = {slot.table[place // size] for place in range(s.num_computed, s.num_computed + len(tokens))}
             assert not blocks & written
             written |= blocks
-            for place, token in enumerate(tokens, s.start):
+            for place, token in enumerate(tokens, s.num_computed):
                 self.cache[slot.table[place // size]][place % size] = token
         drawn = []
         for s, slot, tokens in parts:
-            computed = s.start + len(tokens)
+            computed = s.num_computed + len(tokens)
             assert self.read(slot, computed) == slot.tokens[:computed]
-            assert s.draws == (computed == len(slot.tokens))
-            if s.draws:
+            assert s.do_sample == (computed == len(slot.tokens))
+            if s.do_sample:
                 slot.drawn = next_token(slot.tokens)
                 slot.tokens.append(slot.drawn)
                 assert len(slot.tokens) <= self.config.max_model_len
@@ -120,7 +122,7 @@ class Engine:
         self.made: list[StepPlan] = []
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
-        self.ended: dict[str, Progress] = {}
+        self.ended: dict[str, EngineCoreOutput] = {}
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -131,7 +133,7 @@ class Engine:
         progress = self.scheduler.abort(request_id)
         assert (progress is None) == (request_id in self.ended)
         if progress is not None:
-            assert (progress.tokens, progress.finish) == ((), "abort")
+            assert (progress.tokens, progress.finish_reason) == ((), "abort")
             self.ended[request_id] = progress
 
     def schedule(self) -> bool:
@@ -153,8 +155,8 @@ class Engine:
         for progress in self.scheduler.update(plan.number, drawn):
             assert progress.request_id not in self.ended
             self.outputs[progress.request_id] += progress.tokens
-            assert progress.cached < len(self.requests[progress.request_id].prompt)
-            if progress.finish:
+            assert progress.cached_tokens < len(self.requests[progress.request_id].prompt)
+            if progress.finish_reason:
                 self.ended[progress.request_id] = progress
         return True
 
@@ -169,10 +171,10 @@ class Engine:
         """All have ended, with the output that each gives alone, and everything was given back."""
         for name, request in self.requests.items():
             output, finish = alone(request, self.config)
-            if self.ended[name].finish == "abort":
+            if self.ended[name].finish_reason == "abort":
                 assert output[: len(self.outputs[name])] == self.outputs[name]
                 continue
-            assert (self.outputs[name], self.ended[name].finish) == (output, finish)
+            assert (self.outputs[name], self.ended[name].finish_reason) == (output, finish)
             assert self.ended[name].stop_token == (output[-1] if finish == "stop" else None)
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
@@ -288,14 +290,14 @@ def test_a_prefix_is_taken_over_from_a_step_before_and_not_from_the_same() -> No
     engine.add(request("a", prompt, max_tokens=4))
     engine.add(request("b", prompt, max_tokens=4))
     engine.schedule()
-    assert [s.start for s in engine.made[0].sequences] == [0, 0]
+    assert [s.num_computed for s in engine.made[0].sequences] == [0, 0]
     engine.update()
     engine.add(request("c", prompt, max_tokens=4))
     engine.schedule()
     taken = engine.made[1].sequences[-1]
-    assert (taken.start, taken.tokens, taken.blocks[:2]) == (8, (8, 9), engine.made[0].sequences[0].blocks[:2])
+    assert (taken.num_computed, taken.tokens, taken.blocks[:2]) == (8, (8, 9), engine.made[0].sequences[0].blocks[:2])
     engine.drain()
-    assert engine.ended["c"].cached == 8
+    assert engine.ended["c"].cached_tokens == 8
     stats = engine.scheduler.stats()
     assert (stats.prompt_tokens, stats.cached_tokens) == (30, 8)
     engine.check()
@@ -307,7 +309,7 @@ def test_a_prefix_may_be_taken_over_from_a_plan_that_is_outstanding() -> None:
     engine.schedule()
     engine.add(request("b", tuple(range(10)), max_tokens=4))
     engine.schedule()
-    assert engine.made[1].sequences[0].start == 8
+    assert engine.made[1].sequences[0].num_computed == 8
     engine.drain()
     engine.check()
 
@@ -317,7 +319,7 @@ def test_a_prompt_that_is_cached_throughout_leaves_a_token_to_compute() -> None:
     for name in "ab":
         engine.add(request(name, tuple(range(8)), max_tokens=1))
         engine.drain()
-    assert engine.ended["b"].cached == 4
+    assert engine.ended["b"].cached_tokens == 4
     engine.check()
 
 
@@ -327,7 +329,7 @@ def test_an_output_is_found_as_a_prefix_too() -> None:
     engine.drain()
     engine.add(request("b", (1, 2, 3, *engine.outputs["a"]), max_tokens=2))
     engine.drain()
-    assert engine.ended["b"].cached == 12
+    assert engine.ended["b"].cached_tokens == 12
     engine.check()
 
 
@@ -349,7 +351,7 @@ def test_decoding_sequences_go_first_and_prompts_take_what_is_left() -> None:
         engine.schedule()
         engine.update()
     assert [[len(s.tokens) for s in plan.sequences] for plan in engine.made[1:]] == [[1, 5], [1, 5], [1, 2]]
-    assert [plan.sequences[1].draws for plan in engine.made[1:]] == [False, False, True]
+    assert [plan.sequences[1].do_sample for plan in engine.made[1:]] == [False, False, True]
     engine.drain()
     engine.check()
 
@@ -360,14 +362,14 @@ def test_lookahead_plans_a_token_that_is_not_known_yet() -> None:
     assert engine.schedule()
     assert engine.schedule()
     assert not engine.schedule()
-    assert engine.made[1].sequences[0].tokens == (PENDING,)
+    assert engine.made[1].sequences[0].tokens == (PENDING_TOKEN,)
     engine.update()
     assert engine.schedule()
     engine.update()
     # The third token is being drawn, and there is no fourth.
     assert not engine.schedule()
     engine.update()
-    assert engine.ended["a"].finish == "length"
+    assert engine.ended["a"].finish_reason == "length"
     engine.check()
 
 
@@ -378,7 +380,7 @@ def test_a_token_drawn_after_the_end_is_dropped() -> None:
     engine.schedule()
     engine.schedule()
     engine.update()
-    assert (engine.ended["a"].finish, engine.ended["a"].stop_token) == ("stop", first)
+    assert (engine.ended["a"].finish_reason, engine.ended["a"].stop_token) == ("stop", first)
     assert engine.scheduler.unfinished == 0
     assert engine.scheduler.outstanding == 1
     engine.update()
@@ -419,7 +421,7 @@ def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
     engine.add(request("a", tuple(range(10)), max_tokens=3))
     engine.schedule()
     engine.schedule()
-    assert [plan.sequences[0].start for plan in engine.plans] == [0, 4]
+    assert [plan.sequences[0].num_computed for plan in engine.plans] == [0, 4]
     engine.drain()
     engine.check()
 
@@ -443,10 +445,10 @@ def test_chunks_of_a_prompt_do_not_wait_for_tokens_in_a_pipeline(pipeline: int, 
     for plan in engine.made:
         chunk = plan.number >= first and any(len(s.tokens) > 1 for s in plan.sequences)
         for s in plan.sequences:
-            if chunk and s.tokens == (PENDING,):
+            if chunk and s.tokens == (PENDING_TOKEN,):
                 mixed += 1
                 assert last_draw[s.slot] <= plan.number - pipeline
-            if s.draws:
+            if s.do_sample:
                 last_draw[s.slot] = plan.number
     assert mixed > 2, "those that decode go on meanwhile"
     engine.drain()
@@ -496,7 +498,7 @@ def test_the_last_to_arrive_is_pre_empted_and_keeps_its_output() -> None:
     engine.add(request("first", (1, 2, 3, 4), max_tokens=18, ignore_eos=True))
     engine.add(request("last", (5, 6, 7, 8), max_tokens=12, ignore_eos=True))
     engine.drain()
-    fresh = [s for plan in engine.made for s in plan.sequences if s.fresh]
+    fresh = [s for plan in engine.made for s in plan.sequences if s.is_new]
     assert [s.request_id for s in fresh] == ["first", "last", "last"]
     again = fresh[-1]
     assert 0 < len(again.output) < 12
@@ -514,7 +516,7 @@ def test_who_was_pre_empted_comes_before_who_arrived_later() -> None:
     engine.update()
     engine.add(request("third", (0,) * 5, max_tokens=2, ignore_eos=True))
     engine.drain()
-    fresh = [s.request_id for plan in engine.made for s in plan.sequences if s.fresh]
+    fresh = [s.request_id for plan in engine.made for s in plan.sequences if s.is_new]
     assert fresh == ["first", "second", "second", "third"]
     engine.check()
 
@@ -570,7 +572,7 @@ def test_an_end_token_ends_unless_it_is_to_be_ignored() -> None:
             request("a", (1, 2), max_tokens=1 if ignore and not stops else 2, ignore_eos=ignore, stop_token_ids=stops)
         )
         engine.drain()
-        assert engine.ended["a"].finish == finish
+        assert engine.ended["a"].finish_reason == finish
         engine.check()
 
 
@@ -580,7 +582,7 @@ def test_the_model_length_cuts_an_output() -> None:
     engine.add(request("b", (1,) * 3, max_tokens=100))
     engine.drain()
     assert [len(engine.outputs[name]) for name in "ab"] == [1, 5]
-    assert engine.ended["b"].finish == "length"
+    assert engine.ended["b"].finish_reason == "length"
     engine.check()
 
 
@@ -633,22 +635,22 @@ def test_the_longest_request_that_fits_is_served() -> None:
 def test_two_requests_of_one_name_are_refused() -> None:
     scheduler = Scheduler(config())
     scheduler.add(request("a", (1,)))
-    with pytest.raises(ConfigError, match="'a' is at work already"):
+    with pytest.raises(ConfigError, match="unfinished request 'a' already"):
         scheduler.add(request("a", (2,)))
 
 
 def test_results_come_in_order_and_in_full() -> None:
     scheduler = Scheduler(config(lookahead=1))
-    with pytest.raises(ConfigError, match="oldest outstanding plan is None; here are results of 0"):
+    with pytest.raises(ConfigError, match="oldest outstanding plan is None, not 0"):
         scheduler.update(0, [])
     scheduler.add(request("a", (1,)))
     scheduler.schedule()
     scheduler.schedule()
-    with pytest.raises(ConfigError, match="oldest outstanding plan is 0; here are results of 1"):
+    with pytest.raises(ConfigError, match="oldest outstanding plan is 0, not 1"):
         scheduler.update(1, [1])
-    with pytest.raises(ConfigError, match="plan 0 draws 1 tokens; here are 0"):
+    with pytest.raises(ConfigError, match="plan 0 samples 1 tokens, not 0"):
         scheduler.update(0, [])
-    with pytest.raises(ConfigError, match="here are 1 with 2 log-probabilities"):
+    with pytest.raises(ConfigError, match="not 1 with 2 log-probabilities"):
         scheduler.update(0, [1], [None, None])
     assert scheduler.update(0, [1])[0].tokens == (1,)
 
@@ -666,7 +668,7 @@ def test_results_come_in_order_and_in_full() -> None:
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(change: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=rf"{next(iter(change))} is .* not {next(iter(change.values()))}"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(change))} must be .* not {next(iter(change.values()))}"):
         config(**change)
 
 
@@ -719,10 +721,10 @@ def test_logits_that_are_no_numbers_end_their_request_alone(lookahead: int) -> N
     assert len(engine.made) == 1 + lookahead
     plan = engine.plans.popleft()
     drawn = engine.ranks.step(plan, engine.prompts.popleft())
-    failed, good = engine.scheduler.update(plan.number, [NO_TOKEN, drawn[1]])
-    assert (failed.request_id, failed.tokens, failed.finish) == ("a", (), "error")
+    failed, good = engine.scheduler.update(plan.number, [INVALID_TOKEN, drawn[1]])
+    assert (failed.request_id, failed.tokens, failed.finish_reason) == ("a", (), "error")
     assert "not numbers" in failed.error
-    engine.ended["a"] = failed._replace(finish="abort")  # for the check at the end: its output is not the whole
+    engine.ended["a"] = failed._replace(finish_reason="abort")  # for the check at the end: its output is not the whole
     engine.outputs["b"] += good.tokens
     engine.drain()
     engine.check()
@@ -734,9 +736,9 @@ def test_what_a_failed_request_left_in_the_cache_is_not_found() -> None:
     engine.schedule()
     plan = engine.plans.popleft()
     engine.ranks.step(plan, engine.prompts.popleft())
-    engine.scheduler.update(plan.number, [NO_TOKEN])
-    engine.ended["a"] = Progress("a", (), finish="abort")
+    engine.scheduler.update(plan.number, [INVALID_TOKEN])
+    engine.ended["a"] = EngineCoreOutput("a", (), finish_reason="abort")
     engine.add(request("b", tuple(range(9)), max_tokens=2))
     engine.drain()
-    assert engine.ended["b"].cached == 0
+    assert engine.ended["b"].cached_tokens == 0
     engine.check()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from shotcast.engine.tokenizer import IncrementalDecoder, Tokenizer
+from shotcast.engine.detokenizer import IncrementalDetokenizer
+from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -71,7 +72,7 @@ def smollm2() -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
-    decoder = IncrementalDecoder(tokenizer, skip_special)
+    decoder = IncrementalDetokenizer(tokenizer, skip_special)
     return [*(decoder.push(token) for token in ids), decoder.flush()]
 
 
@@ -137,7 +138,7 @@ def count_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
 
     counting = Tokenizer(Counting())
     for token in set(ids):
-        counting.alone(token)
+        counting.decode_token(token)
     decoded = 0
     streamed(counting, ids)
     return decoded
@@ -176,34 +177,35 @@ def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:
 
 
 def test_chat_by_the_model_s_template(smollm2: Tokenizer) -> None:
-    ids = smollm2.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}])
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ids = smollm2.apply_chat_template(messages)
     assert smollm2.decode(ids, skip_special=False) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
-    shorter = smollm2.chat([{"role": "user", "content": "Hello"}], add_generation_prompt=False)
+    shorter = smollm2.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=False)
     assert smollm2.decode(shorter, skip_special=False).endswith("Hello<|im_end|>\n")
 
 
 def test_chat_of_a_folder(tokenizers: dict[str, Tokenizer]) -> None:
     byte_level, sentencepiece = (tokenizers[kind] for kind in KINDS)
-    ids = byte_level.chat([{"role": "user", "content": "ab"}])
+    ids = byte_level.apply_chat_template([{"role": "user", "content": "ab"}])
     assert byte_level.decode(ids, skip_special=False) == "<s>ab</s>"
     assert byte_level.eos == (2,)
     with pytest.raises(ConfigError, match="no chat template"):
-        sentencepiece.chat([{"role": "user", "content": "ab"}])
+        sentencepiece.apply_chat_template([{"role": "user", "content": "ab"}])
 
 
 def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     tokenizer = Tokenizer.load(str(save(tmp_path, byte_level(), chat_template=template)))
     with pytest.raises(ConfigError, match="roles must alternate"):
-        tokenizer.chat([{"role": "user", "content": "ab"}])
+        tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])
 
 
 def test_what_has_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*LLM takes token ids"):
         Tokenizer.load("random:qwen3-8b")
-    with pytest.raises(ConfigError, match=r"none of tokenizer.json, .* is there"):
+    with pytest.raises(ConfigError, match=r"has none of tokenizer.json, .*"):
         Tokenizer.load(str(tmp_path))
     save(tmp_path, byte_level())
     (tmp_path / "tokenizer.json").write_text("{")

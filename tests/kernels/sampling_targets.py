@@ -12,9 +12,9 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shotcast.engine.draw import exponential, inverse_temperature, scramble
-from shotcast.engine.requests import SamplingParams
-from shotcast.engine.sampler import Sampler, row_key
+from shotcast.engine.sampler import Sampler, noise_key
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.torch_sampling import exponential, inverse_temperature, scramble
 from shotcast.kernels.triton import sampling
 from shotcast.kernels.triton.sampling_scores import key_value, noise, score_bound, score_key
 
@@ -31,7 +31,7 @@ def sample_tokens(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) 
     """Sample, and return the tokens, which are the ones written to ``last_tokens``; nothing else is written."""
     best, drawn = best_of(logits), torch.full([max(slots) + 2], -1)
     before = logits.clone(), best.clone()
-    told = sampler.sample(logits, slots, best, drawn, False).told
+    told = sampler.sample(logits, slots, best, drawn, False).tokens
     assert drawn[list(slots)].equal(told[:, 0])
     assert int((drawn == -1).sum()) == len(drawn) - len(slots)
     assert told[:, 1].equal(best[:, 1])
@@ -142,7 +142,7 @@ def as_good(case: Case, row: Row, place: int, logits: torch.Tensor, tokens: tupl
     penalty = (counts > 0) * torch.tensor(params.presence_penalty) + counts * torch.tensor(params.frequency_penalty)
     x = logits - penalty
     x = (x - x.max()) * inverse_temperature(params)
-    key = torch.frombuffer(bytearray(row_key(seed, len(row.output))), dtype=torch.int32)[None]
+    key = torch.frombuffer(bytearray(noise_key(seed, len(row.output))), dtype=torch.int32)[None]
     noise = scramble(torch.arange(case.vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
     scores = x - exponential(scramble(noise, key))[0].log()
     one, other = (float(scores[token]) for token in tokens)
@@ -242,7 +242,7 @@ def warmed(vocab: int) -> bool:
     for warm in (False, True):
         sampler = Sampler(1, vocab, "cpu", 0, kernels=True)
         if warm:
-            sampler.warm()
+            sampler.warm_up()
         sampler.assign(0, params, "", (1,))
         found.append([sample_tokens(sampler, x, [0]) for _ in range(3)])
     return found[0] == found[1]

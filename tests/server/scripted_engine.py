@@ -10,8 +10,8 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from shotcast.engine.async_llm import ListenToOutput
-from shotcast.engine.requests import EngineStats, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError, EngineDead
 
 END = 0
@@ -32,10 +32,10 @@ class ScriptedTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join("\ufffd" if token in (HALF, OTHER_HALF) else chr(token) for token in ids)
 
-    def alone(self, token: int, skip_special: bool = True) -> str:
+    def decode_token(self, token: int, skip_special: bool = True) -> str:
         return self.decode([token])
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if messages[-1]["role"] != "user":
             raise ConfigError("the template wants the user's word last")
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
@@ -88,13 +88,13 @@ class ScriptedEngine:
         self._died.set()
         self._let_go.set()
 
-    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, listen: ListenToOutput) -> None:
+    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
         self.started.append(request_id)
         self.params.append(params)
         self.prompts.append(list(prompt))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        self._tasks[request_id] = asyncio.create_task(self._run(tuple(prompt), params, request_id, listen))
+        self._tasks[request_id] = asyncio.create_task(self._run(tuple(prompt), params, request_id, on_output))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._tasks:
@@ -106,17 +106,17 @@ class ScriptedEngine:
         return self._tasks.pop(request_id)
 
     async def _run(
-        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, listen: ListenToOutput
+        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str, on_output: OutputCallback
     ) -> None:
         try:
             async for output in self._letters(prompt, params, request_id):
                 if output.finished:
                     self.finished.append(request_id)
                     self._end(request_id)
-                listen(output)
+                on_output(output)
         except Exception as error:
             self._end(request_id)
-            listen(error)
+            on_output(error)
 
     async def _letters(
         self, prompt: tuple[int, ...], params: SamplingParams, request_id: str

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from live_server import Live, live
 from scripted_engine import END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
 
-from shotcast.engine.requests import FinishReason, RequestOutput, TokenLogprob
-from shotcast.server.answers import Answer, ChatAnswer, CompletionAnswer
-from shotcast.server.body import ChatBody, CompletionBody
+from shotcast.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from shotcast.server.config import ServerConfig
+from shotcast.server.request_body import ChatBody, CompletionBody
+from shotcast.server.responses import Answer, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
 from shotcast.server.streaming import event
 
@@ -210,7 +210,7 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
 class Named(ScriptedTokenizer):
     """END has a name, as special tokens do, and leaves no text."""
 
-    def alone(self, token: int, skip_special: bool = True) -> str:
+    def decode_token(self, token: int, skip_special: bool = True) -> str:
         return ("" if skip_special else "<end>") if token == END else " " + self.decode([token])
 
 
@@ -218,12 +218,12 @@ def test_tokens_of_logprobs_are_as_they_follow_others() -> None:
     entries = [TokenLogprob(token, -1.0, 1, ((END, -2.0),)) for token in (ord("a"), END, ord("b"))]
     output = RequestOutput("r", (1,), [97, END, 98], " a b", finish_reason="length", logprobs=entries)
     body = CompletionBody(model="m", prompt="x", logprobs=1)
-    said = CompletionAnswer(body, "m", Named()).whole({0: output})["choices"][0]["logprobs"]
+    said = CompletionResponse(body, "m", Named()).whole({0: output})["choices"][0]["logprobs"]
     assert said["tokens"] == [" a", "<end>", " b"]
     assert said["text_offset"] == [0, 2, 2]
     assert said["top_logprobs"][0] == {"<end>": -2.0, " a": -1.0}
     chat = ChatBody(model="m", messages=HELLO, logprobs=True, top_logprobs=1)
-    content = ChatAnswer(chat, "m", Named()).whole({0: output})["choices"][0]["logprobs"]["content"]
+    content = ChatCompletionResponse(chat, "m", Named()).whole({0: output})["choices"][0]["logprobs"]["content"]
     assert [(one["token"], bytes(one["bytes"])) for one in content] == [
         (" a", b" a"),
         ("<end>", b"<end>"),
@@ -276,7 +276,7 @@ def test_logprobs_up_to_the_end(server: Live, options: dict[str, object], tokens
 
 
 def test_text_that_is_held_back_is_no_chunk() -> None:
-    answer = CompletionAnswer(CompletionBody(model="letters", prompt="x"), "letters", ScriptedTokenizer())
+    answer = CompletionResponse(CompletionBody(model="letters", prompt="x"), "letters", ScriptedTokenizer())
     output = RequestOutput("", (1,), text="a", tokens=[97])
     assert [chunk["choices"][0]["text"] for chunk in answer.chunks(0, output)] == ["a"]
     output.tokens.append(HALF)
@@ -353,9 +353,9 @@ def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReaso
     answer: Answer[Any]
     if chat:
         chat_body = ChatBody(**options, messages=HELLO, stream=True)
-        answer = ChatAnswer(chat_body, "letters", ScriptedTokenizer())
+        answer = ChatCompletionResponse(chat_body, "letters", ScriptedTokenizer())
     else:
-        answer = CompletionAnswer(CompletionBody(**options, prompt="x", stream=True), "letters", ScriptedTokenizer())
+        answer = CompletionResponse(CompletionBody(**options, prompt="x", stream=True), "letters", ScriptedTokenizer())
     output = RequestOutput("", (1,), logprobs=[])
     chunks = []
     for number, size in enumerate(sizes):

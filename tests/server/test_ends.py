@@ -20,10 +20,11 @@ import pytest
 from live_server import Live, eventually, live
 from scripted_engine import ScriptedEngine
 
-from shotcast.engine.requests import EngineStats, FinishReason, ListenToOutput, RequestOutput, SamplingParams
+from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError
+from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
-from shotcast.server.errors import ApiError
 from shotcast.server.main import run
 from shotcast.server.metrics import Metrics
 from shotcast.server.service import _Sequences
@@ -279,10 +280,10 @@ class Told:
     dead = None
 
     def __init__(self) -> None:
-        self.listeners: list[ListenToOutput] = []
+        self.listeners: list[OutputCallback] = []
         self.aborted: list[str] = []
 
-    def start(self, prompt: list[int], params: SamplingParams, request_id: str, listen: ListenToOutput) -> None:
+    def start(self, prompt: list[int], params: SamplingParams, request_id: str, listen: OutputCallback) -> None:
         self.listeners.append(listen)
 
     def abort(self, request_id: str) -> None:

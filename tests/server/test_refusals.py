@@ -15,8 +15,8 @@ from live_server import Live, eventually, live
 from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.errors import ConfigError
-from shotcast.server.body import NOT_SERVED, Body, ChatBody, CompletionBody, parse
-from shotcast.server.errors import ApiError
+from shotcast.server.api_error import ApiError
+from shotcast.server.request_body import NOT_SERVED, Body, ChatBody, CompletionBody, parse
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -122,7 +122,7 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's word last"),
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is None or a whole number from 0 to 20"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be None or a whole number from 0 to 20"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is a whole number"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differ"),
     ],

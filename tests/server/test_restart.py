@@ -13,7 +13,7 @@ from scripted_engine import ScriptedEngine
 
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine import Engine
+from shotcast.server.engine_protocol import Engine
 from shotcast.server.restart import STEADY_S, TRIES, run_again
 
 pytestmark = pytest.mark.timing

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from scripted_engine import ScriptedEngine
 
-from shotcast.server.body import ChatBody, CompletionBody
 from shotcast.server.config import ServerConfig
 from shotcast.server.metrics import Metrics
+from shotcast.server.request_body import ChatBody, CompletionBody
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
 

@@ -26,9 +26,10 @@ from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.device import resolved
+from shotcast.engine.device_selection import select_device
 from shotcast.engine.llm import LLM
-from shotcast.engine.requests import RequestOutput, SamplingParams
+from shotcast.engine.outputs import RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
@@ -98,7 +99,7 @@ class EngineBenchConfig:
 def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
     """Measure all points of a configuration, with one engine for each layout and algorithm."""
     most = max(layout.tensor_parallel * layout.pipeline_parallel for layout in config.layouts)
-    config = replace(config, device=resolved(EngineConfig(config.model, most, device=config.device)).device)
+    config = replace(config, device=select_device(EngineConfig(config.model, most, device=config.device)).device)
     if config.baseline:
         advance(TRANSFORMERS)
         # in a process of its own, so that its memory and threads are gone before the next measurement

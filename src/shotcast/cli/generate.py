@@ -32,7 +32,8 @@ from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from shotcast.engine.llm import LLM
-    from shotcast.engine.requests import RequestOutput, SamplingParams
+    from shotcast.engine.outputs import RequestOutput
+    from shotcast.engine.sampling_params import SamplingParams
 
 
 def generate(
@@ -56,7 +57,7 @@ def generate(
 ) -> None:
     """Complete a prompt, and report how long it took."""
     from shotcast.engine.llm import LLM
-    from shotcast.engine.requests import SamplingParams
+    from shotcast.engine.sampling_params import SamplingParams
 
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
@@ -74,7 +75,7 @@ def generate(
         max_sequences=1,
     )
     with LLM(**options) as llm:
-        tokens = llm.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
+        tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
         output = _print_answer(llm.stream(tokens, params))
         if output is None:
             raise KeyboardInterrupt
@@ -99,7 +100,7 @@ def chat(
 ) -> None:
     """Chat with a model. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer."""
     from shotcast.engine.llm import LLM
-    from shotcast.engine.requests import SamplingParams
+    from shotcast.engine.sampling_params import SamplingParams
 
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
@@ -121,7 +122,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     """
     answer = None
     try:
-        answer = _print_answer(llm.stream(llm.tokenizer.chat(messages), params))
+        answer = _print_answer(llm.stream(llm.tokenizer.apply_chat_template(messages), params))
     except ConfigError as error:
         say(f"{error}")
     if answer is None:

@@ -68,8 +68,8 @@ def serve(
     restart: Annotated[bool, typer.Option("--restart", help="Restart the ranks when one dies.")] = False,
 ) -> None:
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
-    from shotcast.server.main import ServerConfig, reserve, run
-    from shotcast.server.restart import run_again
+    from shotcast.server.main import ServerConfig, bind, run
+    from shotcast.server.restart import run_with_restarts
     from shotcast.units import parse_size
 
     options = engine_options(
@@ -119,6 +119,6 @@ def serve(
         return llm
 
     if restart:
-        raise typer.Exit(run_again(start, config, listening))
-    with reserve(config) as address:
+        raise typer.Exit(run_with_restarts(start, config, listening))
+    with bind(config) as address:
         raise typer.Exit(run(start(), config, listening, address))

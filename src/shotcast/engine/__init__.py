@@ -1,1 +1,1 @@
-"""The inference engine: requests in, tokens out."""
+"""The LLM inference engine: requests in, tokens out."""

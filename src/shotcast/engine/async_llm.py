@@ -1,4 +1,4 @@
-"""The engine for servers: requests of one event loop, which is told of outputs as they grow."""
+"""The engine for servers: requests of one event loop, with a callback for each."""
 
 from __future__ import annotations
 
@@ -9,119 +9,103 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from shotcast.engine.client import EngineClient, News
-from shotcast.engine.config import EngineConfig
-from shotcast.engine.output import OutputBuilder
-from shotcast.engine.requests import EngineStats, ListenToOutput, RequestOutput, SamplingParams
-from shotcast.engine.tokenizer import Tokenizer
+from shotcast.engine.base_llm import BaseLLM
+from shotcast.engine.client import RequestUpdate
+from shotcast.engine.output_processor import OutputProcessor
+from shotcast.engine.outputs import OutputCallback, RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import EngineDead
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM:
-    """As :class:`shotcast.engine.llm.LLM`; construction waits until the model is loaded.
+class AsyncLLM(BaseLLM):
+    """An :class:`~shotcast.engine.llm.LLM` for an event loop; construction waits until the model is loaded.
 
-    Listeners are called one after another, without a task for each: switching between tasks takes longer than what
-    there is to do for a token.
+    Callbacks are called one after another, without a task for each: switching between tasks takes longer than the work
+    for a token.
 
     Args:
-        model, options: of :class:`EngineConfig`.
+        model, options: as in :class:`EngineConfig`.
     """
 
     def __init__(self, model: str | PathLike[str], **options: Any):
-        config = EngineConfig.of(model, **options)
-        self._client = EngineClient(config)
+        super().__init__(model, **options)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[str, tuple[OutputBuilder, ListenToOutput]] = {}
-        self.model_name = config.model
+        self._running: dict[str, tuple[OutputProcessor, OutputCallback]] = {}
 
     @property
-    def config(self) -> EngineConfig:
-        return self._client.config
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._client.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that prompt and output may have together."""
-        return self._client.ready.max_model_len
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return self._client.pids
+    def model_name(self) -> str:
+        """The model, as it was given."""
+        return self.config.model
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why the engine is gone, when it went by itself."""
+        """Why the engine has died; None while it is alive, and after :meth:`close`."""
         return self._client.dead
 
-    def stats(self) -> EngineStats:
-        return self._client.stats
-
     def start(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, listen: ListenToOutput
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, on_output: OutputCallback
     ) -> None:
-        """Complete a prompt. ``listen`` is told in this event loop, until the output is finished or an error ends it.
+        """Complete a prompt.
+
+        Args:
+            prompt: text or token ids.
+            params: the sampling parameters.
+            request_id: a new id.
+            on_output: called in this event loop until the output is finished or an error ends it.
 
         Raises:
-            ConfigError: the prompt cannot be served, or there is a request of this name.
+            ConfigError: the prompt cannot be served, or an unfinished request has the same id.
             EngineDead: a rank ended.
         """
-        client = self._client
-        tokens = client.prompt_tokens(prompt)
-        tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
-        builder = OutputBuilder(request_id, tokens, params, tokenizer, client.ready.model.eos)
         self._loop = asyncio.get_running_loop()
-        client.submit(request_id, tokens, params, self._hear)
-        self._running[request_id] = builder, listen
+        processor = self._submit(prompt, params, request_id, self._on_updates)
+        self._running[request_id] = processor, on_output
 
     def abort(self, request_id: str) -> None:
-        """End a request, of which nothing more is told. Nothing happens if it has ended."""
+        """End a request, whose callback is not called again. Nothing happens if it has ended."""
         if self._running.pop(request_id, None) is not None:
             self._client.abort(request_id)
 
-    def _hear(self, news: list[News]) -> None:
-        """On a thread of the engine's: wake up the loop, once a step."""
+    def _on_updates(self, updates: list[RequestUpdate]) -> None:
+        """Wake up the event loop once per step. This runs on a thread of the client."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # a loop that is closed
-            self._loop.call_soon_threadsafe(self._sort, news)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._dispatch, updates)
 
-    def _sort(self, news: list[News]) -> None:
-        """Of a step, each to its own. What goes wrong with one is told to that one."""
-        for name, latest, arrived in news:
-            if (running := self._running.get(name)) is None:
+    def _dispatch(self, updates: list[RequestUpdate]) -> None:
+        """Route each update of a step to its callback. An error in one request goes to its callback only."""
+        for request_id, result, arrived in updates:
+            if (running := self._running.get(request_id)) is None:
                 continue
-            builder, listen = running
-            told: RequestOutput | Exception
+            processor, on_output = running
+            output: RequestOutput | Exception
             try:
-                told = latest if isinstance(latest, Exception) else builder.take(latest, arrived)
+                output = result if isinstance(result, Exception) else processor.update(result, arrived)
             except Exception as error:
-                told = error
-            if isinstance(told, Exception) or told.finished:
-                self.abort(name)  # a stop string is nothing that the ranks know
+                output = error
+            if isinstance(output, Exception) or output.finished:
+                self.abort(request_id)  # the ranks know nothing of stop strings
             try:
-                listen(told)
-            except Exception:  # of one listener; the others are to hear
-                logger.exception("a listener of request %s failed", name)
+                on_output(output)
+            except Exception:  # an error in one callback must not keep the others from theirs
+                logger.exception("the callback of request %s failed", request_id)
 
     async def wait_dead(self) -> EngineDead:
-        """Return when the engine is gone by itself."""
+        """Wait until the engine dies, and return why."""
         loop = asyncio.get_running_loop()
-        gone: asyncio.Future[EngineDead] = loop.create_future()
+        death: asyncio.Future[EngineDead] = loop.create_future()
 
-        def tell(dead: EngineDead) -> None:
-            if not gone.done():
-                gone.set_result(dead)
+        def set_result(dead: EngineDead) -> None:
+            if not death.done():
+                death.set_result(dead)
 
-        def listen(dead: EngineDead) -> None:
-            loop.call_soon_threadsafe(tell, dead)
+        def on_death(dead: EngineDead) -> None:
+            loop.call_soon_threadsafe(set_result, dead)
 
-        self._client.on_death(listen)
-        return await gone
+        self._client.on_death(on_death)
+        return await death
 
     async def close(self) -> None:
         """End the ranks."""

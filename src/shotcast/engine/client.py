@@ -1,4 +1,4 @@
-"""The engine as its user's process sees it: ranks in processes of their own, requests in, progress out."""
+"""The client of the engine core: it starts the ranks in processes of their own, and talks with rank 0."""
 
 from __future__ import annotations
 
@@ -21,10 +21,20 @@ from multiprocessing.connection import Connection, Listener
 from typing import NamedTuple
 
 from shotcast import env
-from shotcast.engine import rank
+from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.device import resolved
-from shotcast.engine.requests import EngineStats, Progress, Request, SamplingParams, output_room, token_ids
+from shotcast.engine.device_selection import select_device
+from shotcast.engine.messages import (
+    HEARTBEAT_S,
+    AbortRequest,
+    EngineCoreOutputs,
+    EngineInfo,
+    RejectedRequest,
+    SetStampEvery,
+)
+from shotcast.engine.outputs import EngineCoreOutput, EngineStats
+from shotcast.engine.requests import Request, max_output_tokens
+from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.launcher.spawn import RankGroup
@@ -34,64 +44,64 @@ from shotcast.models.source import RANDOM, open_checkpoint
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 10.0
-"""From the word that it is the end to that of the processes."""
+"""Time that the ranks have to end after they were told to."""
 
 
-class News(NamedTuple):
-    """What became of a request: its progress or the error that ended it, and when that came (perf_counter)."""
+class RequestUpdate(NamedTuple):
+    """An update of a request: the output of a step or the error that ended it, and its arrival by perf_counter."""
 
     request_id: str
-    latest: Progress | Exception
+    result: EngineCoreOutput | Exception
     arrived: float
 
 
-Listen = Callable[[list[News]], None]
-"""Told on a thread of the engine's, once a step, of all requests that it listens to."""
+UpdateCallback = Callable[[list[RequestUpdate]], None]
+"""Called on a thread of the client, once per step, with the updates of all requests that share the callback."""
 
 
 class EngineClient:
-    """Starts the ranks of an engine, passes requests to them, and says when they are gone.
+    """Starts the ranks of an engine, passes requests to them, and notices when they end.
 
     Under torchrun, rank 0 of the job starts one process, which takes its place among the ranks; the other ranks become
-    ranks of the engine, and leave when it ends: for them this does not return.
+    ranks of the engine, and exit when it ends: for them this constructor does not return.
 
     Attributes:
-        config: what it was started with, and the device that was chosen.
+        config: the configuration, with the selected device.
         pids: process ids of the ranks.
 
     Raises:
-        ConfigError: something cannot be done, which is known before or while the model is loaded.
-        UnsupportedError: the model is of a kind that is not implemented.
-        EngineDead: a rank ended while it loaded.
+        ConfigError: the configuration cannot be served, which is found before or while the model is loaded.
+        UnsupportedError: the kind of model is not implemented.
+        EngineDead: a rank ended while it loaded the model.
     """
 
     def __init__(self, config: EngineConfig):
-        self.config = config = resolved(config)
+        self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
             require_division(checkpoint.config, config.tensor_parallel, config.pipeline_parallel)
         self._dead: EngineDead | None = None
         self._closing = False
-        self._silent = ""
-        self._listeners: dict[str, Listen] = {}
+        self._timeout_reason = ""
+        self._callbacks: dict[str, UpdateCallback] = {}
         self._lock = threading.Lock()
-        self._death: list[Callable[[EngineDead], None]] = []
-        self._numbers = itertools.count()
+        self._death_callbacks: list[Callable[[EngineDead], None]] = []
+        self._next_id = itertools.count()
         self._stats = EngineStats()
         job = env.job()
         if job is not None and job.rank != 0:
-            rank.serve(config, "", b"")
+            worker.worker_main(config, "", b"")
             sys.exit(0)
         key = secrets.token_bytes(32)
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
         self._address = address = os.path.join(self._folder, "engine")
         try:
             self._listener = Listener(address, authkey=key)
             if job is None:
-                self._ranks = RankGroup.start(rank.serve, config.ranks, config, address, key)
+                self._ranks = RankGroup.start(worker.worker_main, config.ranks, config, address, key)
             else:
-                self._ranks = RankGroup.start_in_place(rank.serve, config, address, key)
+                self._ranks = RankGroup.start_in_place(worker.worker_main, config, address, key)
         except BaseException as error:
             if hasattr(self, "_listener"):
                 self._listener.close()
@@ -99,17 +109,17 @@ class EngineClient:
             if isinstance(error, OSError):
                 raise ConfigError(f"no socket can be made at {address}: {error}") from error
             raise
-        # before multiprocessing's own end, which waits for processes that end here
+        # This runs before the exit handler of multiprocessing, which waits for the processes that end here.
         atexit.register(self.close)
         self.pids = list(self._ranks.pids)
-        self._ready: rank.Ready | None = None
+        self._info: EngineInfo | None = None
         self._loaded = threading.Event()
         self._accepted = False
-        # to rank 0; None is the last
-        self._outgoing: queue.SimpleQueue[Request | rank.Abort | rank.Stamp | None] = queue.SimpleQueue()
+        # messages to rank 0; None is the last one
+        self._outgoing: queue.SimpleQueue[Request | AbortRequest | SetStampEvery | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=body, name=f"shotcast-{name}", daemon=True)
-            for name, body in (("watch", self._watch), ("read", self._read))
+            threading.Thread(target=target, name=f"shotcast-{name}", daemon=True)
+            for name, target in (("watch", self._watch_ranks), ("read", self._communicate))
         ]
         for thread in self._threads:
             thread.start()
@@ -123,19 +133,19 @@ class EngineClient:
         if (dead := self.dead) is not None:
             self.close()
             raise dead.__cause__ if isinstance(dead.__cause__, ConfigError | UnsupportedError) else dead
-        logger.info("ready after %.1f s, %.1f s of them for CUDA graphs", self.ready.load_s, self.ready.capture_s)
+        logger.info("ready after %.1f s, %.1f s of them for CUDA graphs", self.info.load_s, self.info.capture_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> rank.Ready:
-        """What the ranks have agreed on."""
-        assert self._ready is not None
-        return self._ready
+    def info(self) -> EngineInfo:
+        """The properties of the engine, on which the ranks have agreed."""
+        assert self._info is not None
+        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's. Raises ConfigError for a model that has none."""
+        """The model's tokenizer. Raises ConfigError for a model without one."""
         if isinstance(self._tokenizer, ConfigError):
             raise self._tokenizer
         return self._tokenizer or Tokenizer.load(self.config.model)
@@ -144,91 +154,98 @@ class EngineClient:
         try:
             self._tokenizer = Tokenizer.load(self.config.model)
         except ConfigError as error:
-            self._tokenizer = error  # token ids do without
+            self._tokenizer = error  # prompts of token ids do not need one
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model comes with one."""
+        """Whether the model comes with a tokenizer."""
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why there are no ranks any more, when they went by themselves."""
+        """Why the ranks ended; None while they run, and if they were told to end."""
         return self._dead
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """Counters as of the last step."""
         return self._stats
 
     def prompt_tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """The tokens of a prompt, checked.
+        """Return the token ids of a prompt after checking them.
 
         Raises:
-            ConfigError: it is empty, too long, or holds what is no token.
+            ConfigError: the prompt is empty, too long, or contains values that are no token ids.
         """
-        tokens = token_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, "the prompt")
-        output_room(len(tokens), self.ready.max_model_len)
-        vocab = self.ready.model.vocab
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = checked_token_ids(ids, "the prompt")
+        max_output_tokens(len(tokens), self.info.max_model_len)
+        vocab = self.info.model.vocab
         if tokens and max(tokens) >= vocab:
-            raise ConfigError(f"the prompt holds {max(tokens)}; its tokens are whole numbers from 0 to {vocab - 1}")
+            raise ConfigError(f"the prompt holds {max(tokens)}; its token ids must be from 0 to {vocab - 1}")
         return tokens
 
     def new_id(self) -> str:
-        return f"request-{next(self._numbers)}"
+        """Return a new request id."""
+        return f"request-{next(self._next_id)}"
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, listen: Listen) -> None:
-        """Start a request. ``listen`` gets its progress until it has ended."""
+    def submit(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, on_update: UpdateCallback
+    ) -> None:
+        """Start a request. ``on_update`` gets its updates until it has ended."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
             if self._closing:
                 raise EngineDead("it was closed")
-            if request_id in self._listeners:
+            if request_id in self._callbacks:
                 raise ConfigError(f"there is a request {request_id!r} already")
-            self._listeners[request_id] = listen
+            self._callbacks[request_id] = on_update
             self._outgoing.put(Request(request_id, prompt, params))
 
     def abort(self, request_id: str) -> None:
-        """End a request; its listener hears of it. Nothing happens if it has ended."""
+        """End a request; its callback gets a last update. Nothing happens if it has ended."""
         with self._lock:
-            if self._dead is None and not self._closing and request_id in self._listeners:
-                self._outgoing.put(rank.Abort(request_id))
+            if self._dead is None and not self._closing and request_id in self._callbacks:
+                self._outgoing.put(AbortRequest(request_id))
 
     def stamp_every(self, steps: int) -> None:
         """Change ``EngineConfig.stamp_every``."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ConfigError(f"stamp_every is a whole number from 0 up, not {steps!r}")
+            raise ConfigError(f"stamp_every must be a whole number of at least 0, not {steps!r}")
         with self._lock:
             if self._dead is None and not self._closing:
-                self._outgoing.put(rank.Stamp(steps))
+                self._outgoing.put(SetStampEvery(steps))
 
-    def on_death(self, listen: Callable[[EngineDead], None]) -> None:
-        """``listen`` is told when the ranks are gone; at once if they are."""
+    def on_death(self, callback: Callable[[EngineDead], None]) -> None:
+        """Call ``callback`` when the ranks die, or at once if they are dead."""
         with self._lock:
             if self._dead is None:
-                self._death.append(listen)
+                self._death_callbacks.append(callback)
                 return
-        listen(self._dead)
+        callback(self._dead)
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        """Talk with rank 0 until one of the two ends it."""
+    def _communicate(self) -> None:
+        """Exchange messages with rank 0 until one of the two ends it."""
         try:
             with self._accept() as connection:
                 writer = threading.Thread(target=self._write, args=(connection,), name="shotcast-write", daemon=True)
                 writer.start()
                 try:
-                    self._hear(connection)
+                    self._read(connection)
                 finally:
                     self._outgoing.put(None)
                     writer.join()
         except (EOFError, OSError, AuthenticationError):
-            return  # the other thread knows why
+            return  # the thread that watches the ranks finds out why
 
     def _accept(self) -> Connection:
-        """Rank 0's. Nobody else comes, so the socket goes: a process that is killed later leaves no file."""
+        """Accept the connection of rank 0.
+
+        It is the only one, so the socket is removed: a process that is killed later leaves no file behind.
+        """
         try:
             return self._listener.accept()
         finally:
@@ -237,71 +254,77 @@ class EngineClient:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, connection: Connection) -> None:
-        """Send what there is to send: on a thread, since a full pipe would hold up whoever asks, and its event loop."""
-        going = True
-        while going:
+        """Send outgoing messages. On a thread of its own, since a full pipe would block the caller's event loop."""
+        open_ = True
+        while open_:
             message = self._outgoing.get()
-            going = message is not None
-            # a broken connection is noticed by those who watch it
+            open_ = message is not None
+            # the other threads notice a broken connection
             with contextlib.suppress(OSError):
                 connection.send(message)
 
-    def _hear(self, connection: Connection) -> None:
-        """Pass on what rank 0 says."""
-        self._ready = connection.recv()
+    def _read(self, connection: Connection) -> None:
+        """Process the messages of rank 0."""
+        self._info = connection.recv()
         self._loaded.set()
-        patience_s = max(self.config.timeout_s, 5 * rank.BEAT_S)
+        timeout_s = max(self.config.timeout_s, 5 * HEARTBEAT_S)
         while True:
-            if not connection.poll(patience_s):
-                self._silent = f"rank 0 has given no sign of life for {patience_s:g} s"
+            if not connection.poll(timeout_s):
+                self._timeout_reason = f"rank 0 has given no sign of life for {timeout_s:g} s"
                 self._ranks.kill()
                 return
             message = connection.recv()
             if message is None:
                 continue
-            if isinstance(message, rank.Report):
+            if isinstance(message, EngineCoreOutputs):
                 self._stats = message.stats
-                self._tell(map(Progress._make, message.progress))
+                self._dispatch(map(EngineCoreOutput._make, message.outputs))
             else:
-                assert isinstance(message, rank.Refused)
-                if (listen := self._listeners.pop(message.request_id, None)) is not None:
-                    listen([News(message.request_id, ConfigError(message.reason), time.perf_counter())])
+                assert isinstance(message, RejectedRequest)
+                if (on_update := self._callbacks.pop(message.request_id, None)) is not None:
+                    on_update([RequestUpdate(message.request_id, ConfigError(message.reason), time.perf_counter())])
 
-    def _tell(self, step: Iterable[Progress]) -> None:
-        """Each listener once: waking up a thread or an event loop takes longer than what it then does for a token."""
+    def _dispatch(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Call each callback once per step.
+
+        Waking up a thread or an event loop takes longer than its work for a token does.
+        """
         arrived = time.perf_counter()
-        told: dict[Listen, list[News]] = {}
-        for progress in step:
-            name = progress.request_id
-            listen = self._listeners.get(name) if progress.finish is None else self._listeners.pop(name, None)
-            if listen is not None:
-                told.setdefault(listen, []).append(News(name, progress, arrived))
-        for listen, news in told.items():
-            listen(news)
+        updates_of: dict[UpdateCallback, list[RequestUpdate]] = {}
+        for output in outputs:
+            name = output.request_id
+            on_update = self._callbacks.get(name) if output.finish_reason is None else self._callbacks.pop(name, None)
+            if on_update is not None:
+                updates_of.setdefault(on_update, []).append(RequestUpdate(name, output, arrived))
+        for on_update, updates in updates_of.items():
+            on_update(updates)
 
-    def _watch(self) -> None:
-        """Wait for the end of the ranks, and tell everybody."""
+    def _watch_ranks(self) -> None:
+        """Wait for the end of the ranks, and tell all callbacks."""
         failure = self._ranks.wait()
         self._ranks.end()
         with self._lock:
             if self._closing:
                 self._loaded.set()
                 return
-            self._dead = EngineDead(self._silent or _cause_of(failure))
+            self._dead = EngineDead(self._timeout_reason or _reason(failure))
             self._dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
-            listeners, self._listeners = self._listeners, {}
-            death, self._death = self._death, []
-        for name, listen in listeners.items():
-            listen([News(name, self._dead, time.perf_counter())])
-        for listen_death in death:
-            listen_death(self._dead)
+            callbacks, self._callbacks = self._callbacks, {}
+            death_callbacks, self._death_callbacks = self._death_callbacks, []
+        for name, on_update in callbacks.items():
+            on_update([RequestUpdate(name, self._dead, time.perf_counter())])
+        for on_death in death_callbacks:
+            on_death(self._dead)
         self._loaded.set()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the ranks; requests that run end with an error. Does nothing twice, nor in a process forked from this."""
-        if os.getpid() != self._owner:
+        """End the ranks; running requests end with an error.
+
+        A second call does nothing, nor does a call in a process that was forked from this one.
+        """
+        if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.close)
         with self._lock:
@@ -311,21 +334,21 @@ class EngineClient:
         if not first:
             return
         watch, read = self._threads
-        watch.join(_STOP_GRACE_S if self._ready is not None else 0)
+        watch.join(_STOP_GRACE_S if self._info is not None else 0)
         if watch.is_alive():
             self._ranks.kill()
             watch.join()
-        if not self._accepted:  # the ranks never came: end the wait for them
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as nobody:
-                nobody.connect(self._address)
+        if not self._accepted:  # the ranks have not connected: end the wait for them
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as placeholder:
+                placeholder.connect(self._address)
         read.join()
-        for name, listen in list(self._listeners.items()):
-            listen([News(name, EngineDead("it was closed"), time.perf_counter())])
+        for name, on_update in list(self._callbacks.items()):
+            on_update([RequestUpdate(name, EngineDead("it was closed"), time.perf_counter())])
 
 
-def _cause_of(failure: RankFailed | None) -> str:
+def _reason(failure: RankFailed | None) -> str:
     if failure is None:
-        return "its ranks ended without a word"
+        return "its ranks ended without an error message"
     if isinstance(failure.__cause__, ShotcastError):
         return f"rank {failure.rank}: {failure.__cause__}"
     return str(failure)

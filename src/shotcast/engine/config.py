@@ -1,4 +1,4 @@
-"""What an engine is started with."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shotcast.errors import ConfigError
 _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
 DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda": _CUDA_DTYPES}
 QUANTIZATIONS = ("", "fp8")
-MOST_RANKS = 1024
-"""Of one engine."""
+MAX_RANKS = 1024
+"""The largest number of ranks of one engine."""
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
 
 
@@ -21,30 +21,32 @@ class EngineConfig:
     """A model, the ranks it is spread over, and limits.
 
     Args:
-        model: a folder of Hugging Face, a GGUF file, ``smollm2``, or ``random:`` and a preset, with another
-            number of layers ``random:PRESET:LAYERS``.
+        model: a Hugging Face folder, a GGUF file, ``smollm2``, ``random:PRESET``, or ``random:PRESET:LAYERS`` for
+            another number of layers.
         tensor_parallel: ranks that share each layer.
-        pipeline_parallel: stages, each with some of the layers.
-        device: ``cpu``, ``cuda``, or ``auto``: CUDA where every rank of this machine can have a GPU.
-        dtype: of weights and activations; "" for float32 on the CPU and bfloat16 on CUDA.
-        quantization: of the matrices of layers: ``fp8`` (e4m3, on CUDA with bfloat16), made when the model is loaded;
-            embeddings, head and norms stay as they are. "" for none.
-        max_model_len: tokens of a sequence, prompt and output; 0 for what the model was made for, at most 8192.
-        max_sequences: computed together.
-        max_batch_tokens: of a step; longer prompts pass in chunks.
-        block_size: tokens a block of the paged cache.
-        kv_cache_bytes: of a rank, for keys and values; 0 for what all sequences at full length need, at most what
-            ``memory_fraction`` leaves (on the CPU, a quarter of it).
-        memory_fraction: of the free memory of a GPU (or of this machine's, shared by its CPU ranks) that weights and
-            cache may take together.
+        pipeline_parallel: pipeline stages, each with some of the layers.
+        device: ``cpu``, ``cuda``, or ``auto``: CUDA if every rank of this machine can have a GPU.
+        dtype: data type of weights and activations; "" means float32 on the CPU and bfloat16 on CUDA.
+        quantization: quantization of the layers' matrices: ``fp8`` (e4m3, on CUDA with bfloat16), computed when the
+            model is loaded; embeddings, head and norms keep their data type. "" means none.
+        max_model_len: tokens of a sequence, prompt and output together; 0 means the length that the model was made for,
+            at most 8192.
+        max_sequences: sequences that are computed together.
+        max_batch_tokens: tokens of a step; longer prompts are computed in chunks.
+        block_size: tokens of a block of the paged cache.
+        kv_cache_bytes: bytes of keys and values on each rank; 0 means what all sequences at full length need, at most
+            what ``memory_fraction`` leaves (on the CPU, a quarter of that).
+        memory_fraction: the part of the free memory of a GPU (or of this machine, shared by its CPU ranks) that weights
+            and cache may use together.
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
-        sequence_parallel: the residual of a prefill is divided between the ranks of a stage.
-        algorithm: of the all-reduces, as :meth:`Communicator.all_reduce` takes it; ``ring`` is not fused with norms.
+        sequence_parallel: divide the residual of a prefill between the ranks of a stage.
+        algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
+            norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
-        seed: of draws that have none of their own; None for other draws each time.
-        progress: show a bar while the model is read.
-        stamp_every: on CUDA, every so many steps one takes its time and that of its communication, if all its sequences
-            decode; it takes some longer for that. 0: none does, and statistics have no such times.
+        seed: seed of the requests that have none of their own; None samples differently each time.
+        progress: show a progress bar while the model is read.
+        stamp_every: on CUDA, measure the time and the communication time of one step in so many, if all its sequences
+            decode; such a step takes slightly longer. 0 measures none, and then the statistics have no such times.
     """
 
     model: str
@@ -69,10 +71,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model is the name of one, or where it is, not {self.model!r}")
-        for name, least, most in (
-            ("tensor_parallel", 1, MOST_RANKS),
-            ("pipeline_parallel", 1, MOST_RANKS),
+            raise ConfigError(f"model must be a name or a path, not {self.model!r}")
+        for name, low, high in (
+            ("tensor_parallel", 1, MAX_RANKS),
+            ("pipeline_parallel", 1, MAX_RANKS),
             ("max_model_len", 0, 2**31 - 1),
             ("max_sequences", 1, 2**16),
             ("max_batch_tokens", 1, 2**20),
@@ -81,58 +83,57 @@ class EngineConfig:
             ("stamp_every", 0, 2**31 - 1),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
         for name in ("prefix_caching", "sequence_parallel", "progress"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is True or False, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in ("device", "dtype", "quantization", "algorithm"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} is a name, not {getattr(self, name)!r}")
-        if self.ranks > MOST_RANKS:
-            raise ConfigError(f"tensor_parallel x pipeline_parallel is {self.ranks}, above {MOST_RANKS} ranks")
+                raise ConfigError(f"{name} must be a string, not {getattr(self, name)!r}")
+        if self.ranks > MAX_RANKS:
+            raise ConfigError(f"tensor_parallel x pipeline_parallel is {self.ranks}, above {MAX_RANKS} ranks")
         if self.device not in DTYPES:
-            raise ConfigError(f"device is {', '.join(DTYPES)}, not {self.device!r}")
+            raise ConfigError(f"device must be one of {', '.join(DTYPES)}, not {self.device!r}")
         if self.dtype and self.dtype not in DTYPES[self.device]:
             where = "" if self.device == "auto" else f" on {self.device}"
-            raise ConfigError(f"dtype{where} is {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
+            raise ConfigError(f"dtype{where} must be one of {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f'quantization is "" (none) or fp8, not {self.quantization!r}')
+            raise ConfigError(f'quantization must be "" (none) or fp8, not {self.quantization!r}')
         if self.quantization and (self.device == "cpu" or self.dtype not in ("", "bfloat16")):
             raise ConfigError(
-                f"quantization {self.quantization} is for CUDA with bfloat16, not for {self.device}"
+                f"quantization {self.quantization} works on CUDA with bfloat16, not on {self.device}"
                 f"{f' with {self.dtype}' if self.dtype else ''}"
             )
         if self.algorithm not in ALGORITHMS:
-            raise ConfigError(f"algorithm is one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
+            raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
         if self.max_model_len == 1:
-            raise ConfigError("max_model_len is 0 (what the model was made for) or 2 and more: a prompt and an output")
+            raise ConfigError("max_model_len must be 0 (the length that the model was made for) or at least 2, not 1")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
-            raise ConfigError(f"seed is None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
+            raise ConfigError(f"seed must be None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
         if self.sequence_parallel and self.algorithm in ("ring", "vendor"):
-            raise ConfigError(
-                f"sequence_parallel has a fused operation of its own; algorithm cannot be {self.algorithm}"
-            )
+            raise ConfigError(f"sequence_parallel has its own fused operation, so algorithm cannot be {self.algorithm}")
         if type(self.memory_fraction) not in (int, float) or not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction is a number above 0, at most 1, not {self.memory_fraction!r}")
+            raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {self.memory_fraction!r}")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < 1e9:
-            raise ConfigError(f"timeout_s is a number of seconds above 0, not {self.timeout_s!r}")
+            raise ConfigError(f"timeout_s must be a number of seconds above 0, not {self.timeout_s!r}")
         if self.max_batch_tokens < self.max_sequences:
             raise ConfigError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}), "
-                "or not all of them can take a token in a step"
+                "or not all sequences could get a token in each step"
             )
 
     @classmethod
-    def of(cls, model: str | PathLike[str], **options: Any) -> EngineConfig:
-        """With a model that may be a path object."""
+    def from_options(cls, model: str | PathLike[str], **options: Any) -> EngineConfig:
+        """Create a configuration whose model may be a path object."""
         return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of all stages."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def reporter(self) -> int:
-        """The rank that tells rank 0 what was drawn: the first of the last stage."""
+    def output_rank(self) -> int:
+        """The rank that sends sampled tokens to rank 0: the first of the last stage."""
         return self.ranks - self.tensor_parallel

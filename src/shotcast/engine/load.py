@@ -1,4 +1,4 @@
-"""What a rank has before it computes: its part of the model, the cache, and the communicators, as all ranks agree."""
+"""Loading of a rank: its communicators, its part of the model, and the paged cache, whose size all ranks agree on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.collectives.rank_device import gpu_of, local_world_size
+from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.runner import Runner
-from shotcast.engine.steps import bucket_sizes, token_sizes
+from shotcast.engine.messages import EngineInfo
+from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
@@ -28,48 +29,36 @@ from shotcast.models.source import open_checkpoint
 from shotcast.units import about_size
 
 DEFAULT_MODEL_LEN = 8192
-_CPU_SHARE = 4
-"""Of the memory that weights leave of a machine, the cache takes one in so many: others work there too."""
-_LOADING_S = 600.0
-"""What ranks wait for each other while they load, which takes some longer than others."""
-_SEQUENCE_PARALLEL_FROM = 64
-"""Tokens of a step from which the residual is divided."""
-_LEAST_WORKSPACE = 1 << 20
-"""Of a communicator: enough for what ranks agree on, and for mailboxes, which what goes from stage to stage passes."""
+_CPU_CACHE_DIVISOR = 4
+"""On a CPU, the cache takes one part in so many of the memory that weights leave: other processes need memory too."""
+_LOADING_TIMEOUT_S = 600.0
+"""Timeout of collectives while ranks load, which takes some of them longer than others."""
+_SEQUENCE_PARALLEL_TOKENS = 64
+"""Steps of at least so many tokens divide the residual between ranks."""
+_MIN_WORKSPACE = 1 << 20
+"""Workspace of every communicator: enough to agree on settings, and for mailboxes between stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """What an engine is once all ranks have loaded: told to whoever started it."""
-
-    model: ModelConfig
-    max_model_len: int
-    kv_blocks: int
-    block_size: int
-    device: str
-    dtype: str
-    load_s: float
-    capture_s: float
-
-
-def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Ready, Communicator, Communicator]:
-    """This rank's part of the model, ready to run; all ranks agree on the rest. Collective.
+def load(
+    config: EngineConfig, stack: contextlib.ExitStack
+) -> tuple[ModelRunner, EngineInfo, Communicator, Communicator]:
+    """Load this rank's part of the model, and agree with the other ranks on the rest. Collective.
 
     Args:
-        config: with ``device`` as it is on this machine.
-        stack: closes what is opened here.
+        config: the configuration, with this machine's device.
+        stack: closes everything that is opened here.
 
     Returns:
-        Runner, what is told of the engine (``load_s`` is 0), and :func:`communicators`.
+        The model runner, the properties of the engine (``load_s`` is 0), and the :func:`communicators`.
 
     Raises:
-        ConfigError: the model cannot be had as the configuration says, or there is too little memory.
+        ConfigError: the model does not fit the configuration, or there is too little memory.
         UnsupportedError: the GPU does not multiply in FP8.
     """
     checkpoint = open_checkpoint(config.model, _device_of(config))
     stack.callback(checkpoint.close)
     model = checkpoint.config
-    max_model_len = _model_len(config, model)
+    max_model_len = _max_model_len(config, model)
     device = config.device
     dtype_name = config.dtype or ("float32" if device == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, dtype_name)
@@ -77,10 +66,10 @@ def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Rea
         _require_float8(_device_of(config))
     budget = _memory_budget(config, model, dtype)
     job, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
-    sequence_parallel = _SEQUENCE_PARALLEL_FROM if config.sequence_parallel else 0
+    sequence_parallel = _SEQUENCE_PARALLEL_TOKENS if config.sequence_parallel else 0
     timer = DeviceStepTimer(job.device) if device == "cuda" else HostStepTimer()
     parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
-    with _progress(config.progress and job.rank == 0, budget.weights) as on_read:
+    with _progress_bar(config.progress and job.rank == 0, budget.weights) as on_read:
         part = CausalLM(
             model,
             Weights(checkpoint, dtype, job.device, on_read, config.quantization),
@@ -88,41 +77,47 @@ def load(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Runner, Rea
             max_model_len,
             config.max_sequences,
         )
-    blocks = _cache_blocks(config, part, budget, max_model_len, job)
+    blocks = _num_cache_blocks(config, part, budget, max_model_len, job)
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
-    static = bucket_sizes(config.max_sequences) if device == "cuda" else ()
-    prompts = token_sizes(config.max_batch_tokens) if device == "cuda" else ()
+    decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
+    prefill_sizes = prefill_capture_sizes(config.max_batch_tokens) if device == "cuda" else ()
     limits = blocks, config.block_size, config.max_sequences, max_model_len
-    runner = Runner(part, *limits, int(salt), static, prompts, job.rank == config.reporter)
+    runner = ModelRunner(part, *limits, int(salt), decode_sizes, prefill_sizes, job.rank == config.output_rank)
     stack.callback(runner.close)
     started = time.perf_counter()
     runner.capture(stamped=config.stamp_every > 0)
     capture_s = time.perf_counter() - started
-    ready = Ready(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
-    return runner, ready, job, comm
+    info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
+    return runner, info, job, comm
 
 
 def communicators(
     config: EngineConfig, max_bytes: int, stack: contextlib.ExitStack
 ) -> tuple[Communicator, Communicator]:
-    """Of all ranks, stage by stage, and of this rank's stage, which is the same one if there is no other. Collective.
+    """Create a communicator of all ranks, stage by stage, and one of this rank's stage. Collective.
+
+    With a single stage, both are the same communicator.
 
     Args:
-        max_bytes: the longest message within a stage of several ranks. Others need next to no workspace: a rank alone
-            has no peers, and what passes between stages goes through mailboxes, whatever its length.
+        config: the configuration of the engine.
+        max_bytes: the longest message within a stage of several ranks. Other communicators need almost no workspace: a
+            rank alone has no peers, and messages of any length pass between stages through mailboxes.
         stack: closes both.
+
+    Returns:
+        The communicator of all ranks, and that of the stage.
 
     Raises:
         ConfigError: the job has another number of ranks.
     """
-    several = config.pipeline_parallel > 1
-    of_stage = max_bytes if config.tensor_parallel > 1 else _LEAST_WORKSPACE
+    pipelined = config.pipeline_parallel > 1
+    stage_bytes = max_bytes if config.tensor_parallel > 1 else _MIN_WORKSPACE
     job = stack.enter_context(
         Communicator(
             device=config.device,
-            max_bytes=_LEAST_WORKSPACE if several else of_stage,
-            timeout_s=max(config.timeout_s, _LOADING_S),
+            max_bytes=_MIN_WORKSPACE if pipelined else stage_bytes,
+            timeout_s=max(config.timeout_s, _LOADING_TIMEOUT_S),
         )
     )
     if job.world_size != config.ranks:
@@ -130,15 +125,19 @@ def communicators(
             f"tensor_parallel x pipeline_parallel is {config.tensor_parallel} x {config.pipeline_parallel}, but "
             f"the job has {job.world_size} ranks"
         )
-    if not several:
+    if not pipelined:
         return job, job
-    comm = job.split(job.rank // config.tensor_parallel, max_bytes=of_stage)
+    comm = job.split(job.rank // config.tensor_parallel, max_bytes=stage_bytes)
     assert comm is not None
     return job, stack.enter_context(comm)
 
 
-def _model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens of a sequence at most. ConfigError if the model was made for fewer."""
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the limit on the tokens of a sequence.
+
+    Raises:
+        ConfigError: the model was made for fewer tokens.
+    """
     if config.max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}; the model was made for at most {model.max_position} tokens"
@@ -147,32 +146,32 @@ def _model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """The longest message of a stage's collectives, or what a communicator takes at most."""
+    """Return the size of the longest message of a stage's collectives, at most what a communicator can have."""
     largest = config.max_batch_tokens * model.hidden
-    if config.device == "cuda":  # where longer messages would not go by own kernels: the logits of a step
+    if config.device == "cuda":  # the logits of a step must fit, or the project's own kernels would not gather them
         largest = max(largest, config.max_sequences * model.vocab)
-    return min(max(_LEAST_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
+    return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Bytes of a rank: what there is for weights and cache, and what its weights take."""
+    """Bytes of a rank: the memory that is available for weights and cache, and the size of its weights."""
 
     available: int
     weights: int
 
 
 def _require_float8(device: torch.device) -> None:
-    found = torch.cuda.get_device_capability(device)
-    if found < (8, 9):
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
         raise UnsupportedError(
-            f"quantization fp8 multiplies in FP8, which GPUs of compute capability 8.9 and later do; "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+            f"quantization fp8 needs a GPU of compute capability 8.9 or later; "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
 
 
 def _device_of(config: EngineConfig) -> torch.device:
-    """This rank's."""
+    """Return the device of this rank."""
     job = env.job()
     if config.device == "cpu" or job is None:
         return torch.device("cpu")
@@ -180,56 +179,62 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
-    """Raises ConfigError, before anything is read, if the weights do not fit, or a cache of ``kv_cache_bytes``."""
+    """Return the memory of this rank, before anything is read.
+
+    Raises:
+        ConfigError: the weights, or a cache of ``kv_cache_bytes``, do not fit.
+    """
     sharers = config.ranks if config.device == "cpu" else -(-local_world_size() // torch.cuda.device_count())
     free = available_bytes(_device_of(config)) // sharers
     available = int(free * config.memory_fraction)
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
-    kind = config.quantization or str(dtype).removeprefix("torch.")
-    taken = f"the weights of a rank take {about_size(weights)} as {kind}"
-    has = f"it has {about_size(available)} ({config.memory_fraction:.0%} of {about_size(free)} free"
-    has += f", shared by {sharers} ranks)" if sharers > 1 else ")"
+    dtype_name = config.quantization or str(dtype).removeprefix("torch.")
+    needed = f"the weights of a rank take {about_size(weights)} as {dtype_name}"
+    limit = f"it may use {about_size(available)} ({config.memory_fraction:.0%} of {about_size(free)} free"
+    limit += f", shared by {sharers} ranks)" if sharers > 1 else ")"
     if weights > available:
         smaller = "another dtype" if config.device == "cpu" else "quantization fp8"
         raise ConfigError(
-            f"{taken}; {has}. Use more ranks, {'' if config.quantization else f'{smaller} '}or another model"
+            f"{needed}; {limit}. Use more ranks, {'' if config.quantization else f'{smaller} '}or another model"
         )
     if config.kv_cache_bytes > available - weights:
         raise ConfigError(
-            f"{taken}, and kv_cache_bytes is {about_size(config.kv_cache_bytes)}; {has}. kv_cache_bytes may be "
-            f"{available - weights} at most; 0 takes what there is"
+            f"{needed}, and kv_cache_bytes is {about_size(config.kv_cache_bytes)}; {limit}. kv_cache_bytes may be "
+            f"{available - weights} at most; 0 uses what is available"
         )
     return _Memory(available, weights)
 
 
-def _cache_blocks(config: EngineConfig, part: CausalLM, budget: _Memory, max_model_len: int, job: Communicator) -> int:
-    """Blocks of the paged cache that every rank has room for, at most what all sequences at full length need.
+def _num_cache_blocks(
+    config: EngineConfig, part: CausalLM, budget: _Memory, max_model_len: int, job: Communicator
+) -> int:
+    """Return how many cache blocks every rank has room for, at most what all sequences at full length need.
 
     Raises:
-        ConfigError: they are too few for one sequence.
+        ConfigError: there is too little room for one sequence.
     """
-    one = part.caches(1, config.block_size)
-    bytes_a_block = sum(
-        tensor.numel() * tensor.element_size() for cache in one for tensor in (cache.keys, cache.values)
+    one_block = part.caches(1, config.block_size)
+    bytes_per_block = sum(
+        tensor.numel() * tensor.element_size() for cache in one_block for tensor in (cache.keys, cache.values)
     )
     left = budget.available - budget.weights
-    room = config.kv_cache_bytes or (left if config.device == "cuda" else left // _CPU_SHARE)
-    least = -(-max_model_len // config.block_size)
-    blocks = min(config.max_sequences * least, room // bytes_a_block)
+    room = config.kv_cache_bytes or (left if config.device == "cuda" else left // _CPU_CACHE_DIVISOR)
+    min_blocks = -(-max_model_len // config.block_size)
+    blocks = min(config.max_sequences * min_blocks, room // bytes_per_block)
     blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
-    if blocks < least:
+    if blocks < min_blocks:
         raise ConfigError(
             f"the cache has room for {blocks * config.block_size} tokens ({about_size(room)}), fewer than one "
-            f"sequence of max_model_len {max_model_len} needs ({about_size(least * bytes_a_block)}); lower "
+            f"sequence of max_model_len {max_model_len} needs ({about_size(min_blocks * bytes_per_block)}); lower "
             "max_model_len or give it more memory (kv_cache_bytes, memory_fraction)"
         )
     return blocks
 
 
 @contextlib.contextmanager
-def _progress(shown: bool, nbytes: int) -> Iterator[Callable[[int], Any]]:
-    """A bar for so many bytes, on standard error."""
+def _progress_bar(shown: bool, nbytes: int) -> Iterator[Callable[[int], Any]]:
+    """Show a progress bar of ``nbytes`` bytes on standard error; yields the function that advances it."""
     if not shown:
         yield lambda read: None
         return

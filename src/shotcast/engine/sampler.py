@@ -1,8 +1,8 @@
-"""What requests ask of their draws, slot by slot, and the draws of a step.
+"""The sampler: it keeps the sampling parameters of each slot and samples the tokens of a step.
 
-The noise of a draw is keyed by the request's seed and the place in its output, so what a request draws depends on no
-more: not on the batch, the slot, the rank, or whether it was pre-empted. On a CPU, ``engine/draw.py`` draws; on a GPU
-``kernels/triton/sampling.py``, to which a step is one copy.
+The noise of a sample is keyed by the request's seed and the position in its output, so a request's tokens depend on
+nothing else: not on the batch, the slot, the rank, or on preemption. On a CPU, ``engine/torch_sampling.py`` samples; on
+a GPU ``kernels/triton/sampling.py``, which gets the parameters of a step in one copy.
 """
 
 from __future__ import annotations
@@ -17,67 +17,70 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shotcast.engine.draw import draw, inverse_temperature, noise_of, penalise
-from shotcast.engine.requests import SamplingParams, TokenLogprob
-from shotcast.engine.transfer import uploaded
+from shotcast.engine.outputs import TokenLogprob
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.torch_sampling import apply_penalties, inverse_temperature, sample, token_noise
+from shotcast.engine.transfer import copy_to_device
 from shotcast.errors import ConfigError
 
-MOST_VOCAB = 2**18
-"""Tokens among which a GPU draws: sums of their weights, in integers, go no further."""
+MAX_VOCAB = 2**18
+"""The largest vocabulary on a GPU, where integer sums of the tokens' weights must not overflow."""
 
 
-def row_key(seed: int, position: int) -> bytes:
-    """64 bits that key the noise of one place of one output."""
+def noise_key(seed: int, position: int) -> bytes:
+    """Return the 64 bits that key the noise of one position of one output."""
     return blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
 
 
 def derived_seed(request_id: str, salt: int) -> int:
-    """The seed of a request that names none."""
+    """Return the seed of a request that has none of its own."""
     digest = blake2b(request_id.encode(), digest_size=8, key=struct.pack("<q", salt)).digest()
     return struct.unpack("<q", digest)[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What was drawn, on the device still.
+class SamplerOutput:
+    """The sampled tokens of a step, still on the device.
 
     Attributes:
-        told: int64 [rows, 2], the token drawn, and 1 if all logits of the row are numbers, else 0.
-        asked: of the rows whose requests want log-probabilities, their numbers, and how many alternatives each wants.
-        logprobs: of these rows: float32 [asked], of the token drawn; int64 [asked], its rank; and of the likeliest,
-            float32 and int64 [asked, alternatives], log-probabilities and tokens. Empty where nobody asks.
+        tokens: int64 [rows, 2], the sampled token, and 1 if all logits of the row are numbers, else 0.
+        logprob_rows: for the rows whose requests want log-probabilities, the row and its number of alternatives.
+        logprobs: the log-probabilities of these rows: float32 [wanted], of the sampled token; int64 [wanted], its rank;
+            float32 and int64 [wanted, alternatives], log-probabilities and ids of the likeliest tokens. Empty if no
+            request wants them.
     """
 
-    told: torch.Tensor
-    asked: tuple[tuple[int, int], ...] = ()
+    tokens: torch.Tensor
+    logprob_rows: tuple[tuple[int, int], ...] = ()
     logprobs: tuple[torch.Tensor, ...] = ()
 
 
-def logprobs_of(
-    tokens: Sequence[int], asked: Sequence[tuple[int, int]], logprobs: Sequence[torch.Tensor]
+def token_logprobs(
+    tokens: Sequence[int], logprob_rows: Sequence[tuple[int, int]], logprobs: Sequence[torch.Tensor]
 ) -> list[TokenLogprob | None]:
-    """For each row of a :class:`Sampled` what its request is told, from tensors that have come to the host."""
+    """Return the log-probabilities of each row of a :class:`SamplerOutput`, whose tensors are on the host by now."""
     found: list[TokenLogprob | None] = [None] * len(tokens)
     columns = [tensor.tolist() for tensor in logprobs]
-    for (row, count), *entry in zip(asked, *columns, strict=True):
+    for (row, count), *entry in zip(logprob_rows, *columns, strict=True):
         logprob, rank, values, indices = entry
-        likeliest = sorted(zip(indices, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        found[row] = TokenLogprob(tokens[row], logprob, rank, tuple(likeliest[:count]))
+        top = sorted(zip(indices, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found[row] = TokenLogprob(tokens[row], logprob, rank, tuple(top[:count]))
     return found
 
 
 class Sampler:
-    """Draws the next token of each sequence of a step, as its request asks. Nothing here waits for the device.
+    """Samples the next token of each sequence of a step by its request's parameters. It never waits for the device.
 
     Args:
         max_slots: slots are 0 to ``max_slots - 1``.
         vocab: columns of the logits.
-        device: of the logits.
-        salt: of 64 bits, signed; with it, requests without a seed draw. The same on ranks that are to draw the same.
-        kernels: draw as on a GPU elsewhere too, by Triton's interpreter.
+        device: the device of the logits.
+        salt: a signed integer of 64 bits from which requests without a seed derive theirs. Ranks that are to sample the
+            same tokens need the same salt.
+        kernels: sample with the GPU's kernels on other devices too, through Triton's interpreter.
 
     Raises:
-        ConfigError: more than MOST_VOCAB columns on a GPU.
+        ConfigError: more than MAX_VOCAB columns on a GPU.
     """
 
     def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int, kernels: bool = False):
@@ -89,145 +92,148 @@ class Sampler:
         self._positions = [0] * max_slots
         self._counts: torch.Tensor | None = None  # int32 [max_slots, vocab], once a request has penalties
         self._kernels = kernels or self.device.type == "cuda"
-        if self._kernels and vocab > MOST_VOCAB:
-            raise ConfigError(f"on a GPU, tokens are drawn from up to {MOST_VOCAB}, and this vocabulary has {vocab}")
+        if self._kernels and vocab > MAX_VOCAB:
+            raise ConfigError(f"on a GPU, a vocabulary may have {MAX_VOCAB} tokens; this one has {vocab}")
         if self._kernels:
-            # What ``kernels.triton.sampling.SamplingMetadata`` has of each slot.
+            # for each slot, the fields of ``kernels.triton.sampling.SamplingMetadata``
             self._integers = np.zeros((max_slots, 4), np.int32)
             self._reals = np.zeros((max_slots, 5), np.float32)
             self._top_p = np.ones(max_slots)
         else:
-            self._noise = noise_of(vocab)
+            self._noise = token_noise(vocab)
 
-    def warm(self) -> None:
-        """Draw for nobody, so that no request waits for kernels to be compiled."""
+    def warm_up(self) -> None:
+        """Sample once for no request, so that no request waits for kernels to be compiled."""
         if self._kernels:
-            nobody = Sampler(1, self.vocab, self.device, 0, kernels=True)
-            nobody.assign(0, SamplingParams(top_k=1, presence_penalty=1.0), "", ())
+            sampler = Sampler(1, self.vocab, self.device, 0, kernels=True)
+            sampler.assign(0, SamplingParams(top_k=1, presence_penalty=1.0), "", ())
             best = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-            nobody.sample(torch.zeros(1, self.vocab, device=self.device), [0], best, best.new_zeros(1), False)
+            sampler.sample(torch.zeros(1, self.vocab, device=self.device), [0], best, best.new_zeros(1), False)
 
     def assign(self, slot: int, params: SamplingParams, request_id: str, output: Sequence[int]) -> None:
-        """A slot is a request's from now on, whose output holds ``output`` already."""
+        """Assign a slot to a request whose output so far is ``output``."""
         self._requests[slot] = request_id, params
         self._seeds[slot] = derived_seed(request_id, self._salt) if params.seed is None else params.seed
         self._positions[slot] = len(output)
-        if params.penalised:
+        if params.has_penalties:
             if self._counts is None:
                 self._counts = torch.zeros(len(self._requests), self.vocab, dtype=torch.int32, device=self.device)
             counts = np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
-            self._counts[slot] = uploaded([counts], self.device)[0]
+            self._counts[slot] = copy_to_device([counts], self.device)[0]
         if self._kernels:
-            top_k, top_p = (params.top_k, params.top_p) if params.cuts else (0, 1.0)
+            top_k, top_p = (params.top_k, params.top_p) if params.has_top_k_or_top_p else (0, 1.0)
             self._integers[slot, :2] = slot, 0 if top_k >= self.vocab else top_k
             self._top_p[slot] = top_p
-            # Beyond, all weights together are less than 1 - top_p, even of as many tokens.
-            beyond = math.log(self.vocab / (1 - top_p)) + 1 if top_p < 1 else math.inf
+            # All weights beyond this distance from the largest logit add up to less than 1 - top_p.
+            distance = math.log(self.vocab / (1 - top_p)) + 1 if top_p < 1 else math.inf
             penalties = params.presence_penalty, params.frequency_penalty
-            self._reals[slot] = inverse_temperature(params), -params.floor, *penalties, beyond
+            self._reals[slot] = inverse_temperature(params), -params.min_p_logit, *penalties, distance
 
     def sample(
         self,
         logits: torch.Tensor,
         slots: Sequence[int],
         best: torch.Tensor,
-        drawn: torch.Tensor,
-        best_is_entered: bool,
-    ) -> Sampled:
-        """Draw a token for each row, and enter it into ``drawn``.
+        last_tokens: torch.Tensor,
+        best_is_stored: bool,
+    ) -> SamplerOutput:
+        """Sample a token for each row, and store it in ``last_tokens``.
 
         Args:
-            logits: float32 [rows, vocab]; they are left as they are.
-            slots: of the rows; each was assigned, none comes twice.
-            best: int64 [rows, 2], as :class:`~shotcast.layers.batch.Logits` have it; left as it is.
-            drawn: int64 [max_slots or more], of each slot the token drawn last.
-            best_is_entered: ``drawn`` holds the tokens of ``best`` already.
+            logits: float32 [rows, vocab], not modified.
+            slots: the slots of the rows; each is assigned, and none occurs twice.
+            best: int64 [rows, 2], as in :class:`~shotcast.layers.batch.Logits`; not modified.
+            last_tokens: int64 [max_slots or more], the token sampled last for each slot.
+            best_is_stored: ``last_tokens`` already holds the tokens of ``best``.
 
         Raises:
-            ConfigError: the logits have another shape or dtype, or a slot is nobody's.
+            ConfigError: the logits have another shape or dtype, or a slot is not assigned.
         """
         if logits.shape != (len(slots), self.vocab) or logits.dtype != torch.float32:
             raise ConfigError(
-                f"the logits of {len(slots)} slots are float32 {[len(slots), self.vocab]}, "
+                f"the logits of {len(slots)} slots must be float32 {[len(slots), self.vocab]}, "
                 f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
             )
         params = [self._params(slot) for slot in slots]
-        as_given = all(p.greedy and not p.penalised for p in params)
-        if as_given:
-            told = best
+        takes_best = all(p.greedy and not p.has_penalties for p in params)
+        if takes_best:
+            tokens = best
         elif self._kernels:
-            told = self._by_kernels(logits, slots, params, best, drawn)
+            tokens = self._sample_with_kernels(logits, slots, params, best, last_tokens)
         else:
-            told = torch.stack((self._by_torch(logits, slots, params, best[:, 0]), best[:, 1]), dim=1)
-        if not (best_is_entered if as_given else self._kernels):
-            drawn.index_copy_(0, self._index(slots), told[:, 0])
+            sampled = self._sample_with_torch(logits, slots, params, best[:, 0])
+            tokens = torch.stack((sampled, best[:, 1]), dim=1)
+        if not (best_is_stored if takes_best else self._kernels):
+            last_tokens.index_copy_(0, self._index(slots), tokens[:, 0])
         for slot in slots:
             self._positions[slot] += 1
-        return self._sampled(logits, told, params)
+        return self._output(logits, tokens, params)
 
     def _params(self, slot: int) -> SamplingParams:
         request = self._requests[slot]
         if request is None:
-            raise ConfigError(f"slot {slot} is nobody's: assign it first")
+            raise ConfigError(f"slot {slot} is not assigned to a request")
         return request[1]
 
     def _index(self, values: Sequence[int]) -> torch.Tensor:
-        return uploaded([np.array(values, np.int64)], self.device)[0]
+        return copy_to_device([np.array(values, np.int64)], self.device)[0]
 
     def _noise_keys(self, slots: Sequence[int]) -> npt.NDArray[np.int32]:
-        """int32 [rows, 2]."""
-        keys = b"".join(row_key(self._seeds[slot], self._positions[slot]) for slot in slots)
+        """Return the noise keys of the slots' next positions, int32 [rows, 2]."""
+        keys = b"".join(noise_key(self._seeds[slot], self._positions[slot]) for slot in slots)
         return np.frombuffer(keys, np.int32).reshape(-1, 2)
 
     # -- on a GPU -----------------------------------------------------------------------------------------------------
 
-    def _by_kernels(
+    def _sample_with_kernels(
         self,
         logits: torch.Tensor,
         slots: Sequence[int],
         params: list[SamplingParams],
         best: torch.Tensor,
-        drawn: torch.Tensor,
+        last_tokens: torch.Tensor,
     ) -> torch.Tensor:
         from shotcast.kernels.triton import sampling
 
-        places = np.array(slots)
-        integers = self._integers[places]
+        indices = np.array(slots)
+        integers = self._integers[indices]
         integers[:, 2:] = self._noise_keys(slots)
-        asked = integers, self._reals[places], self._top_p[places], np.array([sampling.INITIAL_STATE] * len(slots))
-        counts = self._counts if any(p.penalised for p in params) else None
-        metadata = sampling.SamplingMetadata(*uploaded(asked, self.device))
-        return sampling.sample(logits, best, metadata, counts, drawn, any(p.cuts for p in params))
+        states = np.array([sampling.INITIAL_STATE] * len(slots))
+        fields = integers, self._reals[indices], self._top_p[indices], states
+        counts = self._counts if any(p.has_penalties for p in params) else None
+        metadata = sampling.SamplingMetadata(*copy_to_device(fields, self.device))
+        return sampling.sample(logits, best, metadata, counts, last_tokens, any(p.has_top_k_or_top_p for p in params))
 
     # -- on a CPU -----------------------------------------------------------------------------------------------------
 
-    def _by_torch(
+    def _sample_with_torch(
         self, logits: torch.Tensor, slots: Sequence[int], params: list[SamplingParams], best: torch.Tensor
     ) -> torch.Tensor:
         keys = torch.tensor(self._noise_keys(slots))
-        slow = [row for row, p in enumerate(params) if p.penalised]
-        if not slow:
-            return draw(logits, best, params, keys, self._noise)
+        penalized = [row for row, p in enumerate(params) if p.has_penalties]
+        if not penalized:
+            return sample(logits, best, params, keys, self._noise)
         assert self._counts is not None
-        places = self._index([slots[row] for row in slow])
-        logits = penalise(logits, slow, params, self._counts[places])
+        penalized_slots = self._index([slots[row] for row in penalized])
+        logits = apply_penalties(logits, penalized, params, self._counts[penalized_slots])
         if any(p.greedy for p in params):
             best = logits.argmax(1)
-        tokens = draw(logits, best, params, keys, self._noise)
-        # A slot comes once, so no pair comes twice, and this adds as it says.
-        self._counts[places, tokens[self._index(slow)]] += 1
+        tokens = sample(logits, best, params, keys, self._noise)
+        # No slot occurs twice, so no index pair does, and the addition counts every token.
+        self._counts[penalized_slots, tokens[self._index(penalized)]] += 1
         return tokens
 
     # -- log-probabilities --------------------------------------------------------------------------------------------
 
-    def _sampled(self, logits: torch.Tensor, told: torch.Tensor, params: list[SamplingParams]) -> Sampled:
-        asked = tuple((row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None)
-        if not asked:
-            return Sampled(told)
-        index = self._index([row for row, _ in asked])
+    def _output(self, logits: torch.Tensor, tokens: torch.Tensor, params: list[SamplingParams]) -> SamplerOutput:
+        """Return the tokens with the log-probabilities that requests want."""
+        logprob_rows = tuple((row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None)
+        if not logprob_rows:
+            return SamplerOutput(tokens)
+        index = self._index([row for row, _ in logprob_rows])
         logprobs = logits[index].log_softmax(1)
-        own = logprobs.gather(1, told[index, :1])
-        ranks = (logprobs > own).sum(1) + 1
-        most = min(max(count for _, count in asked), self.vocab)
-        top = logprobs.topk(most, dim=1)
-        return Sampled(told, asked, (own[:, 0], ranks, top.values, top.indices))
+        sampled = logprobs.gather(1, tokens[index, :1])
+        ranks = (logprobs > sampled).sum(1) + 1
+        alternatives = min(max(count for _, count in logprob_rows), self.vocab)
+        top = logprobs.topk(alternatives, dim=1)
+        return SamplerOutput(tokens, logprob_rows, (sampled[:, 0], ranks, top.values, top.indices))

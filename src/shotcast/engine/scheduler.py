@@ -1,11 +1,11 @@
-"""Which tokens of which requests each step computes: continuous batching over a paged cache.
+"""The scheduler: it decides which tokens of which requests each step computes (continuous batching).
 
-Decoding sequences come first, so that a long prompt does not hold them up; what room a step has left goes to prompts,
-a chunk at a time, in order of arrival. All that run arrived before all that wait. When the cache is full, the one that
-arrived last loses its blocks, waits, and has its tokens computed again, prompt and output.
+Decoding sequences come first, so that a long prompt does not hold them up. The rest of a step goes to prompts, a chunk
+at a time, in order of arrival. All running sequences arrived before all waiting ones. When the cache is full, the
+sequence that arrived last is preempted: it loses its blocks, waits, and has its prompt and output computed again.
 
-Plans take effect in order on every rank. So what an outstanding plan writes counts as written for the plans after it,
-and blocks may change hands between two plans that are both outstanding.
+Plans take effect in order on every rank. So tokens that an outstanding plan writes count as written for the plans after
+it, and blocks may pass from one sequence to another between two plans that are both outstanding.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shotcast.engine.blocks import BlockManager
-from shotcast.engine.plan import NO_TOKEN, PENDING, SequenceStep, StepPlan
-from shotcast.engine.requests import EngineStats, FinishReason, Progress, Request, TokenLogprob, output_room
+from shotcast.engine.block_manager import BlockManager
+from shotcast.engine.outputs import EngineCoreOutput, EngineStats, FinishReason, TokenLogprob
+from shotcast.engine.requests import Request, max_output_tokens
 from shotcast.engine.sequence import SequenceState
+from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, StepPlan
 from shotcast.errors import ConfigError
 
-_NOT_NUMBERS = "the model's logits are not numbers (NaN or infinity)"
+_INVALID_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What the scheduler has to share out.
+    """Limits of the scheduler.
 
     Args:
-        max_sequences: that run at once, and slots of the ranks' tables.
-        max_batch_tokens: computed in a step.
-        block_size: tokens a block of the cache.
-        num_blocks: of the cache.
-        max_model_len: tokens of a sequence, prompt and output.
-        prefix_caching: take blocks that hold the same tokens over instead of computing them.
-        lookahead: 1 plans a sequence's next step while its last token is still being drawn, and so has a step waiting
-            for the ranks beside those that they compute.
-        pipeline: stages of the model that work on different plans at the same time.
+        max_sequences: sequences that run at once, which is the number of slots of the ranks' tables.
+        max_batch_tokens: tokens of a step at most.
+        block_size: tokens of a cache block.
+        num_blocks: blocks of the cache.
+        max_model_len: tokens of a sequence, prompt and output together.
+        prefix_caching: reuse blocks that hold the same tokens instead of computing them.
+        lookahead: 1 plans a sequence's next step while its last token is still being sampled, so that one more step is
+            enqueued than the ranks are computing; 0 does not.
+        pipeline: pipeline stages, which work on different plans at the same time.
         eos: the model's end tokens.
     """
 
@@ -53,29 +54,28 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "block_size", "num_blocks", "pipeline"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is at least 1, not {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_model_len < 2:
             raise ConfigError(
-                f"max_model_len is at least 2, a token of prompt and one of output; not {self.max_model_len}"
+                f"max_model_len must be at least 2 (a prompt token and an output token), not {self.max_model_len}"
             )
         if self.lookahead not in (0, 1):
-            raise ConfigError(f"lookahead is 0 or 1, not {self.lookahead}")
+            raise ConfigError(f"lookahead must be 0 or 1, not {self.lookahead}")
 
 
 class Scheduler:
-    """Requests in, plans out; results of plans in, progress of requests out."""
+    """Takes requests and results of plans; makes plans and outputs of requests."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self._blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
         self._eos = frozenset(config.eos)
-        # Both in order of arrival.
+        # Both are in order of arrival.
         self._running: OrderedDict[str, SequenceState] = OrderedDict()
         self._waiting: OrderedDict[str, SequenceState] = OrderedDict()
         self._slots = list(range(config.max_sequences - 1, -1, -1))
-        self._outstanding: deque[tuple[int, list[SequenceState]]] = (
-            deque()
-        )  # number of the plan, those for whom it draws
+        # for each outstanding plan its number, and the sequences for which it samples
+        self._outstanding: deque[tuple[int, list[SequenceState]]] = deque()
         self._next_plan = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -84,21 +84,24 @@ class Scheduler:
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended. Plans may be outstanding without any, and still want their update."""
+        """The number of requests that have not ended.
+
+        Plans may be outstanding when there are none, and still need their :meth:`update`.
+        """
         return len(self._running) + len(self._waiting)
 
     @property
     def outstanding(self) -> int:
-        """Plans that were made and not updated."""
+        """The number of plans whose results have not arrived."""
         return len(self._outstanding)
 
     @property
     def oldest_outstanding(self) -> int | None:
-        """Number of the plan whose results :meth:`update` takes next."""
+        """The number of the plan whose results :meth:`update` takes next."""
         return self._outstanding[0][0] if self._outstanding else None
 
     def stats(self) -> EngineStats:
-        """All but the times."""
+        """Return the counters, without times."""
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -115,14 +118,15 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ConfigError: the prompt is empty or too long for model or cache, or a request of that name is at work.
+            ConfigError: the prompt is empty, or too long for the model or the cache, or an unfinished request has the
+                same id.
         """
         config, prompt = self.config, len(request.prompt)
         if request.request_id in self._running or request.request_id in self._waiting:
-            raise ConfigError(f"request {request.request_id!r} is at work already; give each its own id")
-        output_room(prompt, config.max_model_len)
-        sequence = SequenceState.of(request, config.max_model_len)
-        # The last token that is drawn is never computed.
+            raise ConfigError(f"there is an unfinished request {request.request_id!r} already; use another id")
+        max_output_tokens(prompt, config.max_model_len)
+        sequence = SequenceState.from_request(request, config.max_model_len)
+        # The last sampled token is never computed.
         blocks = self._blocks.blocks_for(sequence.limit - 1)
         if blocks > config.num_blocks:
             raise ConfigError(
@@ -131,69 +135,76 @@ class Scheduler:
             )
         self._waiting[sequence.request_id] = sequence
 
-    def abort(self, request_id: str) -> Progress | None:
-        """End a request now. None if there is no such request, or it has ended."""
+    def abort(self, request_id: str) -> EngineCoreOutput | None:
+        """End a request now. Return None if there is no such request, or if it has ended already."""
         sequence = self._running.get(request_id) or self._waiting.get(request_id)
         if sequence is None:
             return None
         self._end(sequence)
-        return Progress(request_id, (), finish="abort", cached=sequence.cached or 0)
+        return EngineCoreOutput(request_id, (), finish_reason="abort", cached_tokens=sequence.num_cached or 0)
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None if there is nothing to compute before results of outstanding plans are in."""
+        """Plan the next step. Return None if there is nothing to compute until results of outstanding plans arrive."""
         config = self.config
         if len(self._outstanding) >= config.pipeline + config.lookahead:
             return None
-        chosen: dict[SequenceState, int] = {}  # how many tokens of each
+        chosen: dict[SequenceState, int] = {}  # how many tokens of each sequence
 
-        prefilling = None  # one at most: the next is let in only when a step has room for more than what it lacks
-        decoding = 0
+        prefilling = None  # at most one: the next is admitted only when a step has more room than this one needs
+        num_decoding = 0
         ready: list[SequenceState] = []
-        inside: list[SequenceState] = []  # a step of theirs would wait at the first stage until the last has drawn
+        # a step of these would wait at the first stage until the last stage has sampled their tokens
+        blocked: list[SequenceState] = []
         for sequence in self._running.values():
-            if sequence.remaining > 1:
+            if sequence.num_uncomputed > 1:
                 prefilling = sequence
             elif sequence.length < sequence.limit:
-                decoding += 1
-                if sequence.drawing <= config.lookahead:
-                    late = sequence.drawing and sequence.last_plan > self._next_plan - config.pipeline
-                    (inside if late else ready).append(sequence)
+                num_decoding += 1
+                if sequence.num_pending <= config.lookahead:
+                    in_pipeline = sequence.num_pending and sequence.last_plan > self._next_plan - config.pipeline
+                    (blocked if in_pipeline else ready).append(sequence)
 
-        self._decode(ready, decoding, chosen)
+        self._choose_decodes(ready, num_decoding, chosen)
         if prefilling is None or prefilling.slot is None:
             self._admit(chosen)
         else:
-            count = min(prefilling.remaining, config.max_batch_tokens - len(chosen))
-            # It arrived last, so if it lacks blocks it waits for them, and others do not take them meanwhile.
+            count = min(prefilling.num_uncomputed, config.max_batch_tokens - len(chosen))
+            # It arrived last, so if it lacks blocks it waits for them, and no other sequence takes them meanwhile.
             if count and self._reserve(prefilling, count, chosen):
                 chosen[prefilling] = count
                 self._admit(chosen)
         if not chosen:
-            self._decode(inside, decoding, chosen)
-        return self._plan(chosen) if chosen else None
+            self._choose_decodes(blocked, num_decoding, chosen)
+        return self._make_plan(chosen) if chosen else None
 
-    def _decode(self, ready: list[SequenceState], decoding: int, chosen: dict[SequenceState, int]) -> None:
-        """Choose of those that are ``ready``, one of ``decoding`` each, what belongs into one step."""
-        # Every stage of a pipeline has its share of those that decode, and those that are ready are divided over the
-        # plans that are still to be made before a result comes back.
+    def _choose_decodes(
+        self, candidates: list[SequenceState], num_decoding: int, chosen: dict[SequenceState, int]
+    ) -> None:
+        """Choose the sequences of one step, a token each, from ``candidates`` out of ``num_decoding`` that decode."""
+        # Each pipeline stage gets its share of the decoding sequences, and the candidates are divided over the plans
+        # that are still to be made before a result arrives.
         config = self.config
-        to_make = max(1, config.pipeline - len(self._outstanding))
-        quota = min(-(-decoding // config.pipeline), -(-len(ready) // to_make), config.max_batch_tokens)
-        if quota < len(ready):
-            ready.sort(key=lambda sequence: sequence.last_plan)
-        for sequence in ready:
+        plans_left = max(1, config.pipeline - len(self._outstanding))
+        quota = min(-(-num_decoding // config.pipeline), -(-len(candidates) // plans_left), config.max_batch_tokens)
+        if quota < len(candidates):
+            candidates.sort(key=lambda sequence: sequence.last_plan)
+        for sequence in candidates:
             if len(chosen) == quota:
                 break
             if sequence.slot is None:
-                continue  # one before it in this loop took its blocks
+                continue  # it was preempted for one before it in this loop
             if self._reserve(sequence, 1, chosen):
                 chosen[sequence] = 1
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
-        """Give a running sequence blocks for ``count`` more tokens, at the cost of those that arrived after it."""
-        if sequence.computed + count <= len(sequence.blocks) * self.config.block_size:
+        """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary.
+
+        Returns:
+            Whether it has the blocks.
+        """
+        if sequence.num_computed + count <= len(sequence.blocks) * self.config.block_size:
             return True
-        blocks = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
+        blocks = self._blocks.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         while blocks > self._blocks.free:
             victim = next(reversed(self._running.values()))
             if victim is sequence:
@@ -205,130 +216,125 @@ class Scheduler:
         return True
 
     def _admit(self, chosen: dict[SequenceState, int]) -> None:
-        """Let those that wait run, in order, as far as slots, blocks and the step have room."""
+        """Start waiting sequences in order, as far as slots, blocks and the step have room."""
         budget = self.config.max_batch_tokens - sum(chosen.values())
         while self._waiting and self._slots and budget:
             sequence = next(iter(self._waiting.values()))
-            if sequence.drawing:
-                break  # pre-empted, and what it drew last is not known yet
+            if sequence.num_pending:
+                break  # it was preempted, and its last sampled token is not known yet
             known = len(sequence.tokens)
             matched: list[int] = []
             if self.config.prefix_caching:
-                # At least one token is left to compute: its logits draw the next.
+                # At least one token is left to compute: its logits are needed to sample the next one.
                 count = (known - 1) // self.config.block_size
                 self._blocks.extend_digests(sequence.digests, sequence.tokens, count)
                 matched = self._blocks.match(sequence.digests[:count])
-            # A block more for each that runs, lest the newcomer is pre-empted at once. So none fits that just was.
+            # One more block for each running sequence, or the new one might be preempted at once. So a sequence that
+            # was just preempted does not fit.
             if not self._blocks.fits(matched, self._blocks.blocks_for(known) - len(matched) + len(self._running)):
                 break
             del self._waiting[sequence.request_id]
             self._running[sequence.request_id] = sequence
             sequence.slot = self._slots.pop()
-            self._blocks.hold(matched)
-            sequence.computed = len(matched) * self.config.block_size
-            count = min(known - sequence.computed, budget)
-            more = self._blocks.blocks_for(sequence.computed + count) - len(matched)
-            sequence.blocks = matched + self._blocks.allocate(more)
+            self._blocks.acquire(matched)
+            sequence.num_computed = len(matched) * self.config.block_size
+            count = min(known - sequence.num_computed, budget)
+            new_blocks = self._blocks.blocks_for(sequence.num_computed + count) - len(matched)
+            sequence.blocks = matched + self._blocks.allocate(new_blocks)
             chosen[sequence] = count
             budget -= count
-            if sequence.cached is None:
-                sequence.cached = sequence.computed
-                self._cached_tokens += sequence.cached
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
+                self._cached_tokens += sequence.num_cached
                 self._prompt_tokens += sequence.prompt_length
 
-    def _plan(self, chosen: dict[SequenceState, int]) -> StepPlan:
+    def _make_plan(self, chosen: dict[SequenceState, int]) -> StepPlan:
         number = self._next_plan
         self._next_plan += 1
-        steps = []
-        draws = []
+        scheduled = []
+        sampling = []
         for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1):
-            step = self._step(sequence, count)
-            steps.append(step)
-            sequence.computed += count
-            sequence.sent = len(sequence.blocks)
+            part = self._scheduled_sequence(sequence, count)
+            scheduled.append(part)
+            sequence.num_computed += count
+            sequence.num_sent_blocks = len(sequence.blocks)
             sequence.last_plan = number
-            if step.draws:
-                sequence.drawing += 1
-                draws.append(sequence)
-            # Nobody else in this plan can find them any more: the plan is complete.
+            if part.do_sample:
+                sequence.num_pending += 1
+                sampling.append(sequence)
+            # No other sequence of this plan can find these blocks any more: all of its sequences are chosen.
             self._publish(sequence)
-        self._outstanding.append((number, draws))
-        return StepPlan(number, tuple(steps))
+        self._outstanding.append((number, sampling))
+        return StepPlan(number, tuple(scheduled))
 
-    def _step(self, sequence: SequenceState, count: int) -> SequenceStep:
-        start = sequence.computed
+    def _scheduled_sequence(self, sequence: SequenceState, count: int) -> ScheduledSequence:
+        start = sequence.num_computed
         assert sequence.slot is not None
-        tokens = tuple(sequence.tokens[start : start + count]) or (PENDING,)
-        blocks = tuple(sequence.blocks[sequence.sent :])
-        draws = count == sequence.remaining
-        if sequence.sent:
-            return SequenceStep(sequence.slot, start, tokens, blocks, False, draws)
-        return SequenceStep(
-            sequence.slot, start, tokens, blocks, True, draws, sequence.params, sequence.request_id, sequence.output
-        )
+        tokens = tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,)
+        blocks = tuple(sequence.blocks[sequence.num_sent_blocks :])
+        do_sample = count == sequence.num_uncomputed
+        if sequence.num_sent_blocks:
+            return ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample)
+        request = sequence.params, sequence.request_id, sequence.output
+        return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request)
 
     def _publish(self, sequence: SequenceState) -> None:
-        """Let others find the blocks that are full, computed, and all of whose tokens are known."""
+        """Let other sequences find the full blocks that are computed and whose tokens are all known."""
         if not self.config.prefix_caching:
             return
-        full = min(sequence.computed, len(sequence.tokens)) // self.config.block_size
-        if full > sequence.published:
+        full = min(sequence.num_computed, len(sequence.tokens)) // self.config.block_size
+        if full > sequence.num_published_blocks:
             self._blocks.extend_digests(sequence.digests, sequence.tokens, full)
-            for block in range(sequence.published, full):
+            for block in range(sequence.num_published_blocks, full):
                 self._blocks.publish(sequence.blocks[block], sequence.digests[block])
-            sequence.published = full
+            sequence.num_published_blocks = full
 
     def update(
         self, number: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None = None
-    ) -> list[Progress]:
-        """Take in what plan ``number`` drew: a token for each of its sequences that draws, in its order.
+    ) -> list[EngineCoreOutput]:
+        """Process the results of plan ``number``: a token for each of its sequences that samples, in their order.
 
-        A request whose token is NO_TOKEN ends with an error, and what it left in the cache is not used again.
+        A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again.
 
         Returns:
-            The progress of the requests that drew; those that had ended meanwhile are not among them.
+            The outputs of the requests that sampled, without those that had ended meanwhile.
 
         Raises:
-            ConfigError: that plan is not the oldest outstanding one, or it draws another number of tokens.
+            ConfigError: the plan is not the oldest outstanding one, or it samples another number of tokens.
         """
         if number != self.oldest_outstanding:
-            raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}; here are results of {number}")
-        draws = self._outstanding[0][1]
-        if len(tokens) != len(draws) or (logprobs is not None and len(logprobs) != len(draws)):
+            raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")
+        sampling = self._outstanding[0][1]
+        if len(tokens) != len(sampling) or (logprobs is not None and len(logprobs) != len(sampling)):
             got = f"{len(tokens)}" + ("" if logprobs is None else f" with {len(logprobs)} log-probabilities")
-            raise ConfigError(f"plan {number} draws {len(draws)} tokens; here are {got}")
+            raise ConfigError(f"plan {number} samples {len(sampling)} tokens, not {got}")
         self._outstanding.popleft()
-        progress = []
-        for place, (sequence, token) in enumerate(zip(draws, tokens, strict=True)):
+        outputs = []
+        for index, (sequence, token) in enumerate(zip(sampling, tokens, strict=True)):
             if sequence.ended:
                 continue
-            if token == NO_TOKEN:
+            request_id, cached = sequence.request_id, sequence.num_cached or 0
+            if token == INVALID_TOKEN:
                 self._blocks.withdraw(sequence.digests)
                 self._end(sequence)
-                cached = sequence.cached or 0
-                progress.append(Progress(sequence.request_id, (), finish="error", cached=cached, error=_NOT_NUMBERS))
+                outputs.append(
+                    EngineCoreOutput(request_id, (), finish_reason="error", cached_tokens=cached, error=_INVALID_LOGITS)
+                )
                 continue
             sequence.tokens.append(token)
-            sequence.drawing -= 1
+            sequence.num_pending -= 1
             self._output_tokens += 1
-            finish, stop_token = self._finish(sequence, token)
+            finish_reason, stop_token = self._finish(sequence, token)
             self._publish(sequence)
-            if finish:
+            if finish_reason:
                 self._end(sequence)
-            logprob = None if logprobs is None else logprobs[place]
-            progress.append(
-                Progress(
-                    sequence.request_id,
-                    (token,),
-                    None if logprob is None else (logprob,),
-                    finish,
-                    stop_token,
-                    sequence.cached or 0,
-                )
-            )
-        return progress
+            logprob = None if logprobs is None else logprobs[index]
+            token_logprobs = None if logprob is None else (logprob,)
+            outputs.append(EngineCoreOutput(request_id, (token,), token_logprobs, finish_reason, stop_token, cached))
+        return outputs
 
     def _finish(self, sequence: SequenceState, token: int) -> tuple[FinishReason | None, int | None]:
+        """Return why the last token of a sequence ends it, if it does, and the token if it is a stop token."""
         params = sequence.params
         if (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids:
             return "stop", token
@@ -340,20 +346,20 @@ class Scheduler:
             del self._waiting[sequence.request_id]
         else:
             del self._running[sequence.request_id]
-            self._give_back(sequence)
+            self._free(sequence)
 
     def _preempt(self, sequence: SequenceState) -> None:
         self._preemptions += 1
         del self._running[sequence.request_id]
         self._waiting[sequence.request_id] = sequence
         self._waiting.move_to_end(sequence.request_id, last=False)
-        self._give_back(sequence)
+        self._free(sequence)
 
-    def _give_back(self, sequence: SequenceState) -> None:
-        """Slot and blocks."""
+    def _free(self, sequence: SequenceState) -> None:
+        """Free the slot and the blocks of a sequence."""
         assert sequence.slot is not None
         self._slots.append(sequence.slot)
         self._blocks.release(sequence.blocks)
         sequence.slot = None
         sequence.blocks = []
-        sequence.computed = sequence.sent = sequence.published = 0
+        sequence.num_computed = sequence.num_sent_blocks = sequence.num_published_blocks = 0

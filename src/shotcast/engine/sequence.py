@@ -1,29 +1,32 @@
-"""A request as the scheduler knows it."""
+"""A request as the scheduler tracks it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shotcast.engine.requests import Request, SamplingParams
+from shotcast.engine.requests import Request
+from shotcast.engine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A request's tokens, and how far they are computed.
+    """The tokens of a request, and how many of them are computed.
 
     Attributes:
-        tokens: the prompt and what is known of the output.
-        limit: tokens, prompt and output, at which it ends.
-        drawing: tokens after ``tokens`` that outstanding plans draw.
-        computed: tokens whose keys and values are in the cache once the plans so far are done.
-        slot: its place in the ranks' tables; None while it waits.
-        blocks: of the cache, in order.
-        sent: how many of ``blocks`` the plans so far have told the ranks; 0: not even that it has the slot.
-        published: how many of ``blocks`` others may find.
-        digests: of its full blocks, as far as they were needed.
-        cached: tokens of the prompt that were found computed when it first ran; None before.
-        last_plan: number of the last plan that it is in.
-        ended: finished or aborted.
+        prompt_length: tokens of the prompt.
+        tokens: the prompt and the known tokens of the output.
+        limit: tokens of prompt and output at which the sequence ends.
+        num_pending: tokens after ``tokens`` that outstanding plans sample.
+        num_computed: tokens whose keys and values are in the cache once all plans so far are done.
+        slot: its row of the ranks' tables; None while it waits.
+        blocks: its blocks of the cache, in order.
+        num_sent_blocks: how many of ``blocks`` the plans so far have sent to the ranks; 0 if the ranks do not know
+            either that it has the slot.
+        num_published_blocks: how many of ``blocks`` other sequences may find.
+        digests: digests of its full blocks, computed as far as they were needed.
+        num_cached: prompt tokens that were found in the prefix cache when it first ran; None before.
+        last_plan: the number of the last plan that contains it.
+        ended: whether it has finished or was aborted.
     """
 
     request_id: str
@@ -31,32 +34,34 @@ class SequenceState:
     prompt_length: int
     tokens: list[int]
     limit: int
-    drawing: int = 0
-    computed: int = 0
+    num_pending: int = 0
+    num_computed: int = 0
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
-    sent: int = 0
-    published: int = 0
+    num_sent_blocks: int = 0
+    num_published_blocks: int = 0
     digests: list[bytes] = field(default_factory=list)
-    cached: int | None = None
+    num_cached: int | None = None
     last_plan: int = -1
     ended: bool = False
 
     @classmethod
-    def of(cls, request: Request, max_model_len: int) -> SequenceState:
+    def from_request(cls, request: Request, max_model_len: int) -> SequenceState:
+        """Create the state of a new request."""
         limit = min(len(request.prompt) + request.params.max_tokens, max_model_len)
         return cls(request.request_id, request.params, len(request.prompt), list(request.prompt), limit)
 
     @property
     def length(self) -> int:
-        """Tokens that are known or being drawn."""
-        return len(self.tokens) + self.drawing
+        """Tokens that are known or being sampled."""
+        return len(self.tokens) + self.num_pending
 
     @property
-    def remaining(self) -> int:
-        """Tokens to compute before the next is drawn: one if it decodes."""
-        return len(self.tokens) + self.drawing - self.computed
+    def num_uncomputed(self) -> int:
+        """Tokens to compute before the next one can be sampled; one if the sequence decodes."""
+        return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
     def output(self) -> tuple[int, ...]:
+        """The known tokens of the output."""
         return tuple(self.tokens[self.prompt_length :])

@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from shotcast.engine.requests import RequestOutput
-from shotcast.server.answers import Answer, ChatAnswer, CompletionAnswer
-from shotcast.server.body import AnyBody, Body, ChatBody, CompletionBody, parse
-from shotcast.server.errors import ApiError
+from shotcast.engine.outputs import RequestOutput
+from shotcast.server.api_error import ApiError
 from shotcast.server.metrics import CountResponses
+from shotcast.server.request_body import AnyBody, Body, ChatBody, CompletionBody, parse
+from shotcast.server.responses import Answer, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
 from shotcast.server.streaming import DONE, EventStream, event, unless_gone
 
@@ -86,12 +86,12 @@ def create_app(service: Service) -> ASGIApp:
     @keyed.post("/v1/completions")
     async def completions(http: Request) -> Response:
         body = await read(http, CompletionBody)
-        return await respond(http, body, CompletionAnswer(body, service.model, service.engine.tokenizer))
+        return await respond(http, body, CompletionResponse(body, service.model, service.engine.tokenizer))
 
     @keyed.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         body = await read(http, ChatBody)
-        return await respond(http, body, ChatAnswer(body, service.model, service.engine.tokenizer))
+        return await respond(http, body, ChatCompletionResponse(body, service.model, service.engine.tokenizer))
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(open_to_all)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from shotcast.errors import ConfigError
 from shotcast.server.app import create_app
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine import Engine
+from shotcast.server.engine_protocol import Engine
 from shotcast.server.service import Service
 
 logger = logging.getLogger(__name__)

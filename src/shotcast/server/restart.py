@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine import Engine
+from shotcast.server.engine_protocol import Engine
 from shotcast.server.main import reserve, run
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,15 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from shotcast.engine.requests import RequestOutput, SamplingParams, output_room
+from shotcast.engine.outputs import RequestOutput
+from shotcast.engine.requests import max_output_tokens
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError, EngineDead
-from shotcast.server.body import Body, bad
+from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine import Engine
-from shotcast.server.errors import ApiError
+from shotcast.server.engine_protocol import Engine
 from shotcast.server.metrics import Metrics
+from shotcast.server.request_body import Body, bad
 
 Update = tuple[int, RequestOutput]
 """The number of a choice, and its output so far."""
@@ -86,7 +88,7 @@ class Service:
         if most is not None and len(prompt) > most:
             raise bad(where, f"the prompt has {len(prompt)} tokens; this server takes {most}", too_long)
         try:
-            room = output_room(len(prompt), self.engine.max_model_len)
+            room = max_output_tokens(len(prompt), self.engine.max_model_len)
         except ConfigError as error:
             raise bad(where, str(error), too_long if prompt else None) from error
         limit = self.config.max_output_tokens

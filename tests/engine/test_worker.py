@@ -6,31 +6,31 @@ from typing import Any
 
 import pytest
 
-from shotcast.engine.plan import StepPlan
-from shotcast.engine.rank import _follow
-from shotcast.engine.runner import Drawn
+from shotcast.engine.model_runner import ModelRunnerOutput
+from shotcast.engine.step_plan import StepPlan
+from shotcast.engine.worker import worker_loop
 
 
 class Scripted:
-    """Runner, follower and drawings at once; ``waiting`` plans are there when each step is taken."""
+    """ModelRunner, follower and drawings at once; ``waiting`` plans are there when each step is taken."""
 
     def __init__(self, waiting: list[int], ready: bool):
         self.log: list[str] = []
         self._waiting, self._ready, self._number = waiting, ready, 0
 
-    def waits(self, seconds: float) -> bool:
-        assert 0 < seconds < 0.01
+    def has_plan(self, timeout_s: float) -> bool:
+        assert 0 < timeout_s < 0.01
         return bool(self._waiting) and self._number in self._waiting
 
-    def next(self) -> StepPlan | None:
+    def recv_plan(self) -> StepPlan | None:
         self.log.append(f"take {self._number}")
         self._number += 1
         return StepPlan(self._number - 1, ()) if self._number < 4 else None
 
     def execute(self, plan: StepPlan) -> Any:
-        drawn = Drawn(plan.number, (), ())
+        drawn = ModelRunnerOutput(plan.number, (), ())
 
-        class Drawing:
+        class AsyncModelRunnerOutput:
             looks = 0
 
             @property
@@ -40,15 +40,15 @@ class Scripted:
 
             result = staticmethod(lambda: self.log.append(f"wait {plan.number}") or drawn)
 
-        return Drawing()
+        return AsyncModelRunnerOutput()
 
-    def report(self, drawn: Drawn) -> None:
-        self.log.append(f"report {drawn.number}")
+    def send_output(self, output: ModelRunnerOutput) -> None:
+        self.log.append(f"report {output.number}")
 
 
 def followed(waiting: list[int], ready: bool) -> str:
     script = Scripted(waiting, ready)
-    _follow(script, script, True, lambda: script.log.append("check"))  # type: ignore[arg-type]
+    worker_loop(script, script, True, lambda: script.log.append("check"))  # type: ignore[arg-type]
     return ", ".join(script.log)
 
 

@@ -7,23 +7,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import model_runner_targets as targets
 import numpy as np
 import pytest
-import runner_targets as targets
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quick_interpreter import interpret
-from shotcast.engine import steps
-from shotcast.engine.capture import Graphs
-from shotcast.engine.plan import PENDING, SequenceStep, StepPlan
-from shotcast.engine.prompt_graphs import StaticPrompts
-from shotcast.engine.requests import Progress, Request, SamplingParams
-from shotcast.engine.runner import Drawn, Runner
+from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes, prefill_capture_sizes
+from shotcast.engine.cuda_graphs import CudaGraphs
+from shotcast.engine.device_state import DeviceState
+from shotcast.engine.input_batch import build_input_batch, max_tiles, pack_decode, pack_prefill, prefill_layout
+from shotcast.engine.model_runner import ModelRunner, ModelRunnerOutput
+from shotcast.engine.outputs import EngineCoreOutput
+from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
-from shotcast.engine.state import State
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.step_plan import PENDING_TOKEN, ScheduledSequence, StepPlan
 from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
 from shotcast.kernels.triton.step_inputs import FIELDS
 from shotcast.layers.batch import Logits
@@ -75,9 +78,9 @@ def requests() -> list[Request]:
     return made
 
 
-def outputs(found: dict[str, list[Progress]]) -> dict[str, tuple[list[int], str | None]]:
+def outputs(found: dict[str, list[EngineCoreOutput]]) -> dict[str, tuple[list[int], str | None]]:
     return {
-        name: ([token for progress in all_of_it for token in progress.tokens], all_of_it[-1].finish)
+        name: ([token for progress in all_of_it for token in progress.tokens], all_of_it[-1].finish_reason)
         for name, all_of_it in found.items()
     }
 
@@ -96,13 +99,13 @@ class FixedModel:
 
 
 def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runner(reports: bool) -> Runner:
-        return Runner(FixedModel(), 4, 4, 2, 16, 0, reports=reports)  # type: ignore[arg-type]
+    def runner(reports: bool) -> ModelRunner:
+        return ModelRunner(FixedModel(), 4, 4, 2, 16, 0, reports=reports)  # type: ignore[arg-type]
 
-    prompt = SequenceStep(0, 0, (1, 2), (0,), True, True, SamplingParams(temperature=0.0), "first", ())
+    prompt = ScheduledSequence(0, 0, (1, 2), (0,), True, True, SamplingParams(temperature=0.0), "first", ())
     drawing = runner(True).execute(StepPlan(7, (prompt,)))
     assert drawing is not None
-    assert drawing.result() == Drawn(7, (3,), (None,))
+    assert drawing.result() == ModelRunnerOutput(7, (3,), (None,))
 
     def sample(*args: Any) -> None:
         raise AssertionError("it drew")
@@ -115,7 +118,9 @@ def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2)])
 def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, stages: int) -> None:
-    def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+    def run(
+        static: tuple[int, ...], lookahead: int, blocks: int
+    ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
         options = str(folder), requests(), 7, blocks, static, lookahead, stages
         ranks = interpret(targets.answered, tensor * stages, *options)
         assert all(found == ranks[-1][0] for found, _ in ranks)
@@ -158,26 +163,26 @@ def test_logits_that_are_no_numbers_end_their_request_alone(folder: Path, static
 
 @given(st.integers(1, 600), st.data())
 def test_a_bucket_is_the_next_size(sequences: int, data: st.DataObject) -> None:
-    sizes = steps.bucket_sizes(sequences)
+    sizes = decode_capture_sizes(sequences)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == sequences
     count = data.draw(st.integers(1, sequences))
-    plan = StepPlan(0, tuple(SequenceStep(slot, 3, (1,), (), False, True) for slot in range(count)))
-    bucket = steps.bucket_of(plan, sizes)
+    plan = StepPlan(0, tuple(ScheduledSequence(slot, 3, (1,), (), False, True) for slot in range(count)))
+    bucket = decode_capture_size(plan, sizes)
     assert bucket is not None
     assert count <= bucket <= max(count + 7, count * 1.25)
     assert all(size < count or size >= bucket for size in sizes)
 
 
 def test_sizes_are_as_they_are_written_down() -> None:
-    assert steps.bucket_sizes(1) == (1,)
-    assert steps.bucket_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert steps.bucket_sizes(128)[4:] == (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+    assert decode_capture_sizes(1) == (1,)
+    assert decode_capture_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert decode_capture_sizes(128)[4:] == (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 
 
 @given(st.integers(1, 20000), st.data())
 def test_a_step_with_prompts_takes_the_next_size(most: int, data: st.DataObject) -> None:
-    sizes = steps.token_sizes(most)
+    sizes = prefill_capture_sizes(most)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
     assert len(sizes) <= 19
@@ -186,9 +191,9 @@ def test_a_step_with_prompts_takes_the_next_size(most: int, data: st.DataObject)
 
 
 def test_numbers_of_tokens_are_as_they_are_written_down() -> None:
-    assert steps.token_sizes(16) == (16,)
-    assert steps.token_sizes(100) == (16, 32, 64, 100)
-    assert steps.token_sizes(2048) == (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert prefill_capture_sizes(16) == (16,)
+    assert prefill_capture_sizes(100) == (16, 32, 64, 100)
+    assert prefill_capture_sizes(2048) == (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 BLOCK, ROWS, WIDTH = 4, 6, 30
@@ -202,9 +207,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         count = draw(st.just(1) | st.integers(2, 40))
         tokens = tuple(draw(st.lists(st.integers(0, 999), min_size=count, max_size=count)))
         if count == 1 and draw(st.booleans()):
-            tokens = (PENDING,)
+            tokens = (PENDING_TOKEN,)
         made.append(
-            SequenceStep(slot, draw(st.integers(0, BLOCK * WIDTH - 40)), tokens, (), False, draw(st.booleans()))
+            ScheduledSequence(slot, draw(st.integers(0, BLOCK * WIDTH - 40)), tokens, (), False, draw(st.booleans()))
         )
     return StepPlan(0, tuple(sorted(made, key=lambda sequence: len(sequence.tokens) > 1)))
 
@@ -213,30 +218,30 @@ def plans(draw: st.DrawFn) -> StepPlan:
 def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, cells: int, more: int) -> None:
     """Token by token, all that a graph reads; and no tile too many for the room there is."""
     tables = np.random.default_rng(3).permutation(ROWS * WIDTH).astype(np.int32).reshape(ROWS, WIDTH)
-    of = steps.places(plan, tables, BLOCK)
+    of = build_input_batch(plan, tables, BLOCK)
     bucket = plan.tokens + padding
-    layout = steps.prompt_layout(bucket, ROWS, steps.tile_room(bucket, ROWS, most) + more)
+    layout = prefill_layout(bucket, ROWS, max_tiles(bucket, ROWS, most) + more)
     filled = np.arange(2 * cells, dtype=np.int32).reshape(cells, 2)
-    out = np.full(layout.filled.start + 2 * cells, 12345, np.int32)
-    steps.pack_prompts(of, filled, most, 77, 88, layout, out)
+    out = np.full(layout.block_updates.start + 2 * cells, 12345, np.int32)
+    pack_prefill(of, filled, most, 77, 88, layout, out)
 
     tokens, positions, slots, drawn, rows, owners = [], [], [], [], [], []
     for sequence in plan.sequences:
-        for place, token in enumerate(sequence.tokens, sequence.start):
-            tokens.append(-1 - sequence.slot if token == PENDING else token)
+        for place, token in enumerate(sequence.tokens, sequence.num_computed):
+            tokens.append(-1 - sequence.slot if token == PENDING_TOKEN else token)
             positions.append(place)
             slots.append(tables[sequence.slot, place // BLOCK] * BLOCK + place % BLOCK)
             owners.append((sequence.slot, place))
-        if sequence.draws:
+        if sequence.do_sample:
             drawn.append(len(tokens) - 1)
             rows.append(sequence.slot)
     assert out[layout.tokens].tolist() == tokens + [0] * padding
     assert out[layout.positions].tolist() == positions + [0] * padding
-    assert out[layout.slots].tolist() == slots + [88] * padding
-    assert out[layout.drawn].tolist() == drawn + [0] * (ROWS - len(drawn))
-    assert out[layout.drawn_rows].tolist() == rows + [77] * (ROWS - len(rows))
-    assert out[layout.cells] == cells
-    assert out[layout.filled].tolist() == list(range(2 * cells))
+    assert out[layout.cache_slots].tolist() == slots + [88] * padding
+    assert out[layout.logits_indices].tolist() == drawn + [0] * (ROWS - len(drawn))
+    assert out[layout.logits_rows].tolist() == rows + [77] * (ROWS - len(rows))
+    assert out[layout.num_block_updates] == cells
+    assert out[layout.block_updates].tolist() == list(range(2 * cells))
     covered: list[tuple[int, int] | None] = [(-1, -1)] * bucket
     for row, first, count, start in out[layout.tiles].reshape(-1, TILE_FIELDS).tolist():
         assert count <= most
@@ -248,31 +253,37 @@ def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, 
 
 @pytest.mark.parametrize(
     "odd",
-    [SequenceStep(1, 0, (1, 2), (0,), False, False), SequenceStep(1, 0, (1,), (0,), True, True, SamplingParams())],
+    [
+        ScheduledSequence(1, 0, (1, 2), (0,), False, False),
+        ScheduledSequence(1, 0, (1,), (0,), True, True, SamplingParams()),
+    ],
 )
-def test_steps_that_no_graph_serves(odd: SequenceStep) -> None:
-    usual = SequenceStep(0, 3, (PENDING,), (), False, True)
-    assert steps.bucket_of(StepPlan(0, (usual,)), (1, 2)) == 1
-    assert steps.bucket_of(StepPlan(0, (usual, odd)), (1, 2)) is None
-    assert steps.bucket_of(StepPlan(0, (usual,)), ()) is None
+def test_steps_that_no_graph_serves(odd: ScheduledSequence) -> None:
+    usual = ScheduledSequence(0, 3, (PENDING_TOKEN,), (), False, True)
+    assert decode_capture_size(StepPlan(0, (usual,)), (1, 2)) == 1
+    assert decode_capture_size(StepPlan(0, (usual, odd)), (1, 2)) is None
+    assert decode_capture_size(StepPlan(0, (usual,)), ()) is None
 
 
 def test_a_step_is_packed_with_padding_that_is_nobodys() -> None:
     out = np.full((4, FIELDS), 99, np.int32)
-    plan = StepPlan(0, (SequenceStep(6, 8, (41,), (3,), False, True), SequenceStep(2, 5, (PENDING,), (), False, True)))
-    steps.packed(plan, 4, 9, out)
-    assert out.tolist() == [[6, 8, 41, 3], [2, 5, PENDING, -1], [9, 0, 0, -1], [9, 0, 0, -1]]
+    plan = StepPlan(
+        0,
+        (ScheduledSequence(6, 8, (41,), (3,), False, True), ScheduledSequence(2, 5, (PENDING_TOKEN,), (), False, True)),
+    )
+    pack_decode(plan, 4, 9, out)
+    assert out.tolist() == [[6, 8, 41, 3], [2, 5, PENDING_TOKEN, -1], [9, 0, 0, -1], [9, 0, 0, -1]]
 
 
 def test_what_was_not_captured_is_not_replayed() -> None:
     """It would be computed on what memory holds by then, the step before."""
-    graphs = Graphs(torch.device("cpu"), HostStepTimer())
+    graphs = CudaGraphs(torch.device("cpu"), HostStepTimer())
     calls: list[int] = []
-    graphs.ready("step", lambda: calls.append(1))
-    graphs.made("step")()
+    graphs.get_or_capture("step", lambda: calls.append(1))
+    graphs.get("step")()
     assert calls == [1]
     with pytest.raises(KeyError):
-        graphs.made("another")
+        graphs.get("another")
 
 
 def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
@@ -284,8 +295,8 @@ def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
         dtype=torch.float32,
         parallel=SimpleNamespace(last=True),
     )
-    state = State(model, [], tables, drawn, None)
-    made = StaticPrompts(state, (512, 513), (64,), Graphs(torch.device("cpu"), HostStepTimer()))
-    before = {size: layout.filled.start for size, layout in made._layouts.items()}
+    state = DeviceState(model, [], tables, drawn, None)
+    made = PrefillGraphs(state, (512, 513), (64,), CudaGraphs(torch.device("cpu"), HostStepTimer()))
+    before = {size: layout.block_updates.start for size, layout in made._layouts.items()}
     assert before[512] > before[513]
     assert made._packed.numel() >= before[512] + 2 * tables.numel()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.requests import SamplingParams, token_ids
+from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
 from shotcast.errors import ConfigError
 
 ANYTHING = st.one_of(
@@ -43,11 +43,11 @@ def test_token_ids_are_of_any_integer_type(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "words holds token ids, not None"),
-        (7, "words holds token ids, not 7"),
-        ("ab", "words holds token ids, not 'ab'"),
-        (b"ab", "words holds token ids, not b'ab'"),
-        ([1, 2.0], "words holds 2.0; token ids are whole numbers"),
+        (None, "words must hold token ids, not None"),
+        (7, "words must hold token ids, not 7"),
+        ("ab", "words must hold token ids, not 'ab'"),
+        (b"ab", "words must hold token ids, not b'ab'"),
+        ([1, 2.0], "words holds 2.0; token ids must be whole numbers"),
         ([True], "words holds True"),
         ([1, -2], "words holds -2"),
         (torch.tensor([1.5]), "words holds tensor"),
@@ -55,26 +55,26 @@ def test_token_ids_are_of_any_integer_type(given: Any) -> None:
 )
 def test_what_are_no_token_ids_is_refused(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        token_ids(given, "words")
+        checked_token_ids(given, "words")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"temperature": -1}, "temperature is a number from 0 up, not -1"),
-        ({"temperature": math.nan}, "temperature is a number"),
-        ({"top_k": 1.5}, "top_k is a whole number from 0"),
-        ({"top_p": 0.0}, "say top_k=1"),
-        ({"min_p": 1.1}, "min_p is a number from 0 to 1"),
-        ({"presence_penalty": 3}, "presence_penalty is a number from -2 to 2"),
-        ({"seed": 2**63}, "seed is None or a whole number of 64 bits"),
-        ({"max_tokens": 0}, "max_tokens is a whole number from 1 up"),
-        ({"stop": ""}, "stop is a string or several, none of them empty, not ''"),
-        ({"stop": ["a", ""]}, "stop is a string or several"),
-        ({"stop": None}, "stop is a string or several"),
-        ({"stop_token_ids": "ab"}, "stop_token_ids holds token ids"),
-        ({"ignore_eos": "no"}, "ignore_eos is True or False, not 'no'"),
-        ({"logprobs": 21}, "logprobs is None or a whole number from 0 to 20"),
+        ({"temperature": -1}, "temperature must be a number of at least 0, not -1"),
+        ({"temperature": math.nan}, "temperature must be a number"),
+        ({"top_k": 1.5}, "top_k must be a whole number of at least 0"),
+        ({"top_p": 0.0}, "use top_k=1"),
+        ({"min_p": 1.1}, "min_p must be a number from 0 to 1"),
+        ({"presence_penalty": 3}, "presence_penalty must be a number from -2 to 2"),
+        ({"seed": 2**63}, "seed must be None or a whole number of 64 bits"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"stop": ""}, "stop must be a string or several, none of them empty, not ''"),
+        ({"stop": ["a", ""]}, "stop must be a string or several"),
+        ({"stop": None}, "stop must be a string or several"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must hold token ids"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"logprobs": 21}, "logprobs must be None or a whole number from 0 to 20"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

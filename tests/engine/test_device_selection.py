@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.device import resolved
+from shotcast.engine.device_selection import select_device
 from shotcast.errors import ConfigError
 
 
@@ -29,34 +29,34 @@ def test_the_device(
     monkeypatch: pytest.MonkeyPatch, asked: str, gpus: int, ranks: int, local: str | None, chosen: str
 ) -> None:
     there(monkeypatch, gpus, local)
-    assert resolved(EngineConfig("m", tensor_parallel=ranks, device=asked)).device == chosen
+    assert select_device(EngineConfig("m", tensor_parallel=ranks, device=asked)).device == chosen
 
 
 @pytest.mark.parametrize(("gpus", "said"), [(0, "no usable GPU"), (3, "4 ranks on CUDA need as many GPUs, and 3")])
 def test_too_few_gpus_for_what_was_asked(monkeypatch: pytest.MonkeyPatch, gpus: int, said: str) -> None:
     there(monkeypatch, gpus, None)
     with pytest.raises(ConfigError, match=said):
-        resolved(EngineConfig("m", tensor_parallel=2, pipeline_parallel=2, device="cuda"))
+        select_device(EngineConfig("m", tensor_parallel=2, pipeline_parallel=2, device="cuda"))
 
 
 def test_gpus_that_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch, 1, None)
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
     for asked in ("auto", "cuda"):
-        assert resolved(EngineConfig("m", tensor_parallel=2, device=asked)).device == "cuda"
+        assert select_device(EngineConfig("m", tensor_parallel=2, device=asked)).device == "cuda"
 
 
 def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     there(monkeypatch, 1, None)
     with caplog.at_level(logging.WARNING):
-        resolved(EngineConfig("m", tensor_parallel=2))
+        select_device(EngineConfig("m", tensor_parallel=2))
     assert "2 ranks need as many GPUs, and 1 are visible" in caplog.text
 
 
 def test_a_dtype_that_the_device_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch, 0, None)
-    with pytest.raises(ConfigError, match="dtype on cpu is float32, bfloat16, not 'float16'"):
-        resolved(EngineConfig("m", dtype="float16"))
+    with pytest.raises(ConfigError, match="dtype on cpu must be one of float32, bfloat16, not 'float16'"):
+        select_device(EngineConfig("m", dtype="float16"))
 
 
 def there(monkeypatch: pytest.MonkeyPatch, gpus: int, local: str | None) -> None:

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shotcast.engine.plan import PENDING, StepPlan
-from shotcast.engine.relay import Relay
-from shotcast.engine.requests import Request, SamplingParams
+from shotcast.engine.requests import Request
+from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.step_plan import PENDING_TOKEN, StepPlan
+from shotcast.engine.token_feedback import TokenFeedback
 from shotcast.layers.parallel import Parallel
 
 SLOTS = 6
@@ -35,7 +36,7 @@ def planned(stages: int, seed: int, requests: int) -> list[StepPlan]:
             plans.append(plan)
             outstanding.append(plan)
         plan = outstanding.popleft()
-        scheduler.update(plan.number, [draw.randrange(9) for sequence in plan.sequences if sequence.draws])
+        scheduler.update(plan.number, [draw.randrange(9) for sequence in plan.sequences if sequence.do_sample])
     return plans
 
 
@@ -46,7 +47,7 @@ class Stage:
         self.stages, self.first, self.last = stages, stage == 0, stage == stages - 1
         self.stage = stage
         self.queue: deque[tuple[str, Any]] = deque()
-        self.relay = Relay(self, torch.zeros(SLOTS + 1, dtype=torch.int64))  # type: ignore[arg-type]
+        self.feedback = TokenFeedback(self, torch.zeros(SLOTS + 1, dtype=torch.int64))  # type: ignore[arg-type]
 
     def send_back(self, drawn: torch.Tensor) -> None:
         self.queue.append(("send", "tokens"))
@@ -55,13 +56,13 @@ class Stage:
         self.queue.append(("receive", "tokens"))
 
     def execute(self, plan: StepPlan) -> None:
-        self.relay.before(plan)
+        self.feedback.before_step(plan)
         if not self.first:
             self.queue.append(("receive", self.stage - 1))
         self.queue.append(("compute", plan))
         if not self.last:
             self.queue.append(("send", self.stage))
-        self.relay.after(plan)
+        self.feedback.after_step(plan)
 
 
 def run(stages: list[Stage], mailbox: int, between: int) -> list[StepPlan]:
@@ -87,10 +88,10 @@ def run(stages: list[Stage], mailbox: int, between: int) -> list[StepPlan]:
                 what, which = stage.queue[0]
                 if what == "compute":
                     for sequence in which.sequences if stage.first else ():
-                        if sequence.tokens == (PENDING,):
+                        if sequence.tokens == (PENDING_TOKEN,):
                             assert table[sequence.slot] == wanted[sequence.slot], "an old token is computed"
                     for sequence in which.sequences:
-                        if sequence.draws:
+                        if sequence.do_sample:
                             (drew if stage.last else {})[sequence.slot] = which.number
                             (wanted if stage.first else {})[sequence.slot] = which.number
                     if stage.first:
@@ -133,7 +134,7 @@ def test_every_step_has_its_tokens_and_no_stage_waits_for_ever(
 def test_without_a_mailbox_stages_wait_for_each_other() -> None:
     """The last stage cannot give its tokens before the first one takes them."""
     plans = planned(2, 3, 8)
-    assert any(sequence.tokens == (PENDING,) for plan in plans for sequence in plan.sequences)
+    assert any(sequence.tokens == (PENDING_TOKEN,) for plan in plans for sequence in plan.sequences)
     assert run(enqueued(2, plans), 3, 1) == plans
     assert run(enqueued(2, plans), 0, 1) != plans
 
@@ -148,14 +149,14 @@ def test_what_nobody_needs_any_more_waits_in_the_mailbox() -> None:
 
 def test_a_step_waits_for_what_it_needs_alone() -> None:
     def step(number: int, slot: int, token: int) -> StepPlan:
-        sequence = SimpleNamespace(slot=slot, tokens=(token,), draws=True)
+        sequence = SimpleNamespace(slot=slot, tokens=(token,), do_sample=True)
         return StepPlan(number, (sequence,))  # type: ignore[arg-type]
 
     first = Stage(0, 3)
     for number, (slot, token) in enumerate([(0, 5), (1, 5), (2, 5)]):
         first.execute(step(number, slot, token))
     taken = [len(first.queue)]
-    for number, (slot, token) in enumerate([(0, PENDING), (2, PENDING), (3, 5), (3, PENDING)], 3):
+    for number, (slot, token) in enumerate([(0, PENDING_TOKEN), (2, PENDING_TOKEN), (3, 5), (3, PENDING_TOKEN)], 3):
         first.queue.clear()
         first.execute(step(number, slot, token))
         taken.append([what for what, _ in first.queue].count("receive"))
@@ -173,5 +174,5 @@ def test_a_mailbox_must_hold_a_message_more_than_there_are_stages(stages: int, r
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_between_pass_nothing_on(stage: int) -> None:
     rank = Stage(stage, 3)
-    rank.relay.warm()
+    rank.feedback.warm_up()
     assert [entry[0] for entry in rank.queue] == [["receive"], [], ["send"]][stage]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shotcast.engine.blocks import BlockManager
+from shotcast.engine.block_manager import BlockManager
 from shotcast.errors import ConfigError
 
 
@@ -26,11 +26,11 @@ def test_a_prefix_is_found_again_and_a_block_in_use_stays() -> None:
     manager.release(blocks)
     assert (manager.free, manager.used) == (3, 0)
     assert manager.match(digests) == blocks
-    manager.hold(blocks[:1])
+    manager.acquire(blocks[:1])
     others = manager.allocate(2)
     assert blocks[0] not in others
     assert manager.match(digests) == blocks[:1]
-    with pytest.raises(ConfigError, match="1 blocks are asked for and 0 of 3 are free"):
+    with pytest.raises(ConfigError, match="1 blocks are needed, and 0 of 3 are free"):
         manager.allocate(1)
 
 
@@ -71,19 +71,19 @@ def test_matched_blocks_that_nobody_holds_are_not_counted_twice() -> None:
     manager.release(blocks)
     assert manager.fits(blocks, 1)
     assert not manager.fits(blocks, 2)
-    manager.hold(blocks)
+    manager.acquire(blocks)
     assert manager.fits(blocks, 1)
 
 
 def test_blocks_are_shared_until_the_last_lets_go() -> None:
     manager = BlockManager(2, 1)
     blocks, _ = filled(manager, [1])
-    manager.hold(blocks)
+    manager.acquire(blocks)
     manager.release(blocks)
     assert manager.used == 1
     manager.release(blocks)
     assert manager.used == 0
-    with pytest.raises(ConfigError, match="nobody holds it"):
+    with pytest.raises(ConfigError, match="without a reference to it"):
         manager.release(blocks)
 
 

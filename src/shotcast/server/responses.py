@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from shotcast.engine.requests import RequestOutput, TokenLogprob
-from shotcast.server.body import Body, ChatBody, CompletionBody
-from shotcast.server.engine import Tokenizer
+from shotcast.engine.outputs import RequestOutput, TokenLogprob
+from shotcast.server.engine_protocol import Tokenizer
+from shotcast.server.request_body import Body, ChatBody, CompletionBody
 
 LEAST_LOGPROB = -9999.0
 """What OpenAI says of a token that cannot come: JSON has no minus infinity."""
@@ -96,7 +96,7 @@ class Answer(ABC, Generic[B]):
         """A choice of a chunk, that says ``text``."""
 
 
-class CompletionAnswer(Answer[CompletionBody]):
+class CompletionResponse(Answer[CompletionBody]):
     PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
@@ -124,15 +124,15 @@ class CompletionAnswer(Answer[CompletionBody]):
         """
         tokens, offsets, alternatives = [], [], []
         for entry in entries:
-            token = self._tokenizer.alone(entry.token, skip_special=False)
+            token = self._tokenizer.decode_token(entry.token, skip_special=False)
             top: dict[str, float] = {}
             # Tokens that look alike (parts of characters) share a key: the likeliest keeps it.
             for other, logprob in (*entry.top, (entry.token, entry.logprob)):
-                top.setdefault(self._tokenizer.alone(other, skip_special=False), _finite(logprob))
+                top.setdefault(self._tokenizer.decode_token(other, skip_special=False), _finite(logprob))
             tokens.append(token)
             offsets.append(told.offset)
             alternatives.append(top)
-            told.offset += len(self._tokenizer.alone(entry.token))
+            told.offset += len(self._tokenizer.decode_token(entry.token))
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
@@ -141,7 +141,7 @@ class CompletionAnswer(Answer[CompletionBody]):
         }
 
 
-class ChatAnswer(Answer[ChatBody]):
+class ChatCompletionResponse(Answer[ChatBody]):
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ class ChatAnswer(Answer[ChatBody]):
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.alone(token, skip_special=False)
+        text = self._tokenizer.decode_token(token, skip_special=False)
         # A part of a character decodes to the sign for what is none, whose bytes are not the token's.
         return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 

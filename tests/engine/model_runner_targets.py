@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 import shotcast
-from shotcast.engine import steps
-from shotcast.engine.plan import PENDING
-from shotcast.engine.prompt_graphs import StaticPrompts
-from shotcast.engine.requests import Progress, Request
-from shotcast.engine.runner import Drawing, Drawn, Runner
+from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
+from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
+from shotcast.engine.outputs import EngineCoreOutput
+from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.step_plan import PENDING_TOKEN
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
 from shotcast.layers.weights import Weights
@@ -38,7 +39,7 @@ def answered(
     lookahead: int,
     stages: int = 1,
     device: str = "cpu",
-) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
     """The progress of each request; and how many steps were of what kind.
 
     Every rank plans for itself; ranks of other stages than the last are told what it drew.
@@ -55,12 +56,12 @@ def answered(
         weights = Weights(checkpoint, torch.float32, comm.device)
         timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
         model = CausalLM(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
-        sizes = steps.bucket_sizes(sequences) if static else ()
-        runner = Runner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
+        sizes = decode_capture_sizes(sequences) if static else ()
+        runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
         assert runner.lookahead >= lookahead
         eos = checkpoint.config.eos
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
-        with counted(Runner, "_batch") as eager, counted(StaticPrompts, "_compute_head") as heads:
+        with counted(ModelRunner, "_eager_batch") as eager, counted(PrefillGraphs, "_compute_head") as heads:
             runner.capture(stamped=False)
             heads.reset_mock()
             found, counts = played(runner, Scheduler(config), requests, sizes, static, job, False)
@@ -77,7 +78,7 @@ def counted(owner: type, name: str) -> Any:
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
-def drawn_by(drawing: Drawing | None, comm: shotcast.Communicator) -> Drawn:
+def drawn_by(drawing: AsyncModelRunnerOutput | None, comm: shotcast.Communicator) -> ModelRunnerOutput:
     """What the last rank drew, which every rank of its stage has drawn too."""
     told = [None if drawing is None else drawing.result()]
     if comm.world_size > 1:
@@ -88,14 +89,14 @@ def drawn_by(drawing: Drawing | None, comm: shotcast.Communicator) -> Drawn:
 
 
 def played(
-    runner: Runner,
+    runner: ModelRunner,
     scheduler: Scheduler,
     requests: list[Request],
     sizes: tuple[int, ...],
     prompt_sizes: tuple[int, ...],
     comm: shotcast.Communicator,
     strict: bool,
-) -> tuple[dict[str, list[Progress]], dict[str, int]]:
+) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
     """``strict``: on CUDA, that enqueuing a step waits for the device is an error.
 
     Counts: of steps that only decode on static memory; of these, with padding; of all, planned ahead. Of other steps:
@@ -104,28 +105,28 @@ def played(
     """
     kinds = "static", "padded", "pending", "prompts", "padded prompts", "mixed", "pending mixed", "silent", "later"
     counts = dict.fromkeys(kinds, 0)
-    found: dict[str, list[Progress]] = {request.request_id: [] for request in requests}
-    waiting, outstanding = deque(requests), deque[Drawing | None]()
+    found: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
+    waiting, outstanding = deque(requests), deque[AsyncModelRunnerOutput | None]()
     while waiting or outstanding or scheduler.unfinished:
         for _ in range(2):
             if waiting:
                 scheduler.add(waiting.popleft())
         while (plan := scheduler.schedule()) is not None:
-            bucket = steps.bucket_of(plan, sizes)
+            bucket = decode_capture_size(plan, sizes)
             counts["static"] += bucket is not None
             counts["padded"] += bucket is not None and bucket > len(plan.sequences)
-            pending = any(sequence.tokens == (PENDING,) for sequence in plan.sequences)
+            pending = any(sequence.tokens == (PENDING_TOKEN,) for sequence in plan.sequences)
             counts["pending"] += pending
             if bucket is None:
                 counts["prompts"] += 1
                 counts["padded prompts"] += (
                     plan.tokens <= max(prompt_sizes, default=0) and plan.tokens not in prompt_sizes
                 )
-                mixed = any(not sequence.fresh for sequence in plan.sequences if len(sequence.tokens) == 1)
+                mixed = any(not sequence.is_new for sequence in plan.sequences if len(sequence.tokens) == 1)
                 counts["mixed"] += mixed
                 counts["pending mixed"] += pending
-                counts["silent"] += not any(sequence.draws for sequence in plan.sequences)
-                counts["later"] += any(sequence.start for sequence in plan.sequences if len(sequence.tokens) > 1)
+                counts["silent"] += not any(sequence.do_sample for sequence in plan.sequences)
+                counts["later"] += any(sequence.num_computed for sequence in plan.sequences if len(sequence.tokens) > 1)
             if strict:
                 torch.cuda.set_sync_debug_mode("error")
             try:

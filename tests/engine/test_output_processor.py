@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shotcast.engine.output import OutputBuilder
-from shotcast.engine.requests import Progress, SamplingParams
+from shotcast.engine.output_processor import OutputProcessor
+from shotcast.engine.outputs import EngineCoreOutput
+from shotcast.engine.sampling_params import SamplingParams
 
 END = 0
 
@@ -21,30 +22,30 @@ class Letters:
     byte_tokens = frozenset[int]()
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.logprob_rows = 0
 
-    def continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode_continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self.decode(ids)
 
-    def alone(self, token: int, skip_special: bool = True) -> str:
+    def decode_token(self, token: int, skip_special: bool = True) -> str:
         return self.decode([token])
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        self.asked += 1
+        self.logprob_rows += 1
         return "".join(chr(ord("a") + token) for token in ids)
 
 
 def built(late: bool, tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[Any, list[str], int]:
     """The output, its text as it grew, and how often the tokenizer had been asked before the last."""
     letters = Letters()
-    builder = OutputBuilder("a", (1,), SamplingParams(stop=stop), letters, (END,), late)  # type: ignore[arg-type]
+    builder = OutputProcessor("a", (1,), SamplingParams(stop=stop), letters, (END,), late)  # type: ignore[arg-type]
     grown, read = [], 0
     for number, token in enumerate(tokens):
         last = number == len(tokens) - 1
-        read = letters.asked
+        read = letters.logprob_rows
         finish = None if not last else "stop" if ends else "length"
-        one = Progress("a", (token,), None, finish, token if last and ends else None)  # type: ignore[arg-type]
-        grown.append(builder.take(one, float(number)).text)
+        one = EngineCoreOutput("a", (token,), None, finish, token if last and ends else None)  # type: ignore[arg-type]
+        grown.append(builder.update(one, float(number)).text)
         if builder.copy().finished:
             break
     return builder.copy(), grown, read
@@ -66,8 +67,8 @@ def test_a_stop_string_ends_an_output_when_it_comes() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_copy_does_not_grow(late: bool) -> None:
-    builder = OutputBuilder("a", (1,), SamplingParams(logprobs=0), None, (END,), late)
-    builder.take(Progress("a", (3,), ()), 0.0)
+    builder = OutputProcessor("a", (1,), SamplingParams(logprobs=0), None, (END,), late)
+    builder.update(EngineCoreOutput("a", (3,), ()), 0.0)
     before = builder.copy()
-    builder.take(Progress("a", (4,), ()), 1.0)
+    builder.update(EngineCoreOutput("a", (4,), ()), 1.0)
     assert (before.tokens, builder.copy().tokens) == ([3], [3, 4])

@@ -1,4 +1,7 @@
-"""Which blocks of the paged cache hold what, and who may read them. Numbers only: the memory is the ranks'."""
+"""The block manager: which blocks of the paged cache hold what, and which sequences use them.
+
+It works with block numbers only; the memory belongs to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from shotcast.errors import ConfigError
 
 
 class BlockManager:
-    """Hands out blocks of the cache, counts who holds them, and finds those that hold a prefix again.
+    """Hands out blocks of the cache, counts their references, and finds blocks that hold a known prefix.
 
-    A full block is known by a digest of 128 bits of its tokens and all before them. A block that nobody holds keeps its
-    contents until it is handed out again, the one longest out of use first.
+    A full block is identified by a digest of 128 bits of its tokens and all tokens before them. A block without
+    references keeps its contents until it is handed out again, the least recently used one first.
 
     Args:
-        num_blocks: of the cache.
-        block_size: tokens a block.
-        prefix_caching: find prefixes again; otherwise every block that nobody holds is empty.
+        num_blocks: blocks of the cache.
+        block_size: tokens of a block.
+        prefix_caching: find prefixes again; otherwise every block without references is empty.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._holders = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
         self._empty = list(range(num_blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, contents published; longest idle first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks without references, longest idle first
 
     @property
     def free(self) -> int:
@@ -39,21 +42,24 @@ class BlockManager:
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with references."""
         return self.num_blocks - self.free
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Return how many blocks so many tokens need."""
         return -(-tokens // self.block_size)
 
     def extend_digests(self, digests: list[bytes], tokens: Sequence[int], count: int) -> None:
-        """Append the digests of the full blocks of ``tokens`` that ``digests`` lacks, up to ``count`` of them."""
+        """Append missing digests of the full blocks of ``tokens``, until ``digests`` has ``count`` of them."""
         for block in range(len(digests), count):
             content = array("q", tokens[block * self.block_size : (block + 1) * self.block_size]).tobytes()
             digests.append(blake2b(content, digest_size=16, key=digests[-1] if digests else b"").digest())
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
-        """The published blocks of the longest prefix of ``digests``. They are not held yet: see :meth:`hold`."""
+        """Return the published blocks of the longest known prefix of ``digests``.
+
+        This adds no references; see :meth:`acquire`.
+        """
         blocks = []
         for digest in digests:
             block = self._published.get(digest)
@@ -63,26 +69,26 @@ class BlockManager:
         return blocks
 
     def fits(self, matched: Iterable[int], count: int) -> bool:
-        """Whether ``count`` blocks could be handed out after ``matched`` are held."""
+        """Return whether ``count`` blocks could be handed out after ``matched`` are acquired."""
         return self.free - sum(block in self._idle for block in matched) >= count
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """One more holds each of ``blocks``, found by :meth:`match`."""
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of ``blocks``, which :meth:`match` found."""
         for block in blocks:
-            self._holders[block] += 1
+            self._ref_counts[block] += 1
             self._idle.pop(block, None)
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks, each held once. What they held is forgotten.
+        """Hand out ``count`` blocks with one reference each. Their previous contents are forgotten.
 
         Raises:
-            ConfigError: fewer are free.
+            ConfigError: fewer blocks are free.
         """
         if count > self.free:
-            raise ConfigError(f"{count} blocks are asked for and {self.free} of {self.num_blocks} are free")
-        return [self._take() for _ in range(count)]
+            raise ConfigError(f"{count} blocks are needed, and {self.free} of {self.num_blocks} are free")
+        return [self._allocate_one() for _ in range(count)]
 
-    def _take(self) -> int:
+    def _allocate_one(self) -> int:
         if self._empty:
             block = self._empty.pop()
         else:
@@ -91,20 +97,20 @@ class BlockManager:
             assert digest is not None
             del self._published[digest]
             self._digests[block] = None
-        self._holders[block] = 1
+        self._ref_counts[block] = 1
         return block
 
     def publish(self, block: int, digest: bytes) -> None:
-        """From now on ``block``, which the caller holds and which is full, is found by its digest.
+        """Let :meth:`match` find ``block``, which is full and which the caller holds, by its digest.
 
-        If another block is found by it already, that one stays.
+        If another block is published under this digest already, that one stays.
         """
         if digest not in self._published:
             self._published[digest] = block
             self._digests[block] = digest
 
     def withdraw(self, digests: Iterable[bytes]) -> None:
-        """The blocks of ``digests`` are not found any more: what they hold is not to be used again."""
+        """Stop finding the blocks of ``digests``, whose contents must not be used again."""
         for digest in digests:
             block = self._published.pop(digest, None)
             if block is None:
@@ -115,16 +121,18 @@ class BlockManager:
                 self._empty.append(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One fewer holds each of ``blocks``, a sequence's in order: the ends of prefixes are reused before the starts.
+        """Drop a reference to each of a sequence's ``blocks``, which are in order.
+
+        The ends of prefixes are reused before their beginnings.
 
         Raises:
-            ConfigError: nobody holds one of them.
+            ConfigError: one of them has no references.
         """
         for block in reversed(blocks):
-            if not self._holders[block]:
-                raise ConfigError(f"block {block} is released, and nobody holds it")
-            self._holders[block] -= 1
-            if self._holders[block]:
+            if not self._ref_counts[block]:
+                raise ConfigError(f"block {block} is released without a reference to it")
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block]:
                 continue
             if self._digests[block] is None:
                 self._empty.append(block)

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from shotcast.engine.requests import MAX_LOGPROBS, SamplingParams
+from shotcast.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from shotcast.errors import ConfigError
-from shotcast.server.engine import Tokenizer
-from shotcast.server.errors import ApiError
+from shotcast.server.api_error import ApiError
+from shotcast.server.engine_protocol import Tokenizer
 
 MAX_STOP = 4
 """Stop strings of a request."""
@@ -229,7 +229,7 @@ class ChatBody(Body):
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        return [tokenizer.chat(self.messages)]
+        return [tokenizer.apply_chat_template(self.messages)]
 
 
 def _message(place: str, message: dict[str, Any]) -> dict[str, str]:

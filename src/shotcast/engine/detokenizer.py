@@ -1,0 +1,62 @@
+"""Incremental detokenization: the text of an output while its tokens arrive."""
+
+from __future__ import annotations
+
+from shotcast.engine.tokenizer import Tokenizer
+
+_UNDECODABLE = "\N{REPLACEMENT CHARACTER}"
+
+_MAX_HELD = 8
+"""The number of tokens that may end within a character before the detokenizer searches for those that really do."""
+
+
+class IncrementalDetokenizer:
+    """Turn the tokens of an output into text one by one.
+
+    All pieces of text together are the :meth:`Tokenizer.decode_continuation` of all tokens. Only complete characters
+    are released. Tokens are held back until their characters are known, and no longer, so the time per token does not
+    grow with the text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        skip_special: special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that is known now, beyond what was returned before."""
+        own_text = self._tokenizer.decode_token(token, self._skip_special)
+        if not own_text:
+            return ""
+        self._held.append(token)
+        byte_tokens = self._tokenizer.byte_tokens
+        if token in byte_tokens:
+            return ""
+        text = own_text if len(self._held) == 1 else self._decode(self._held)
+        if byte_tokens or not text.endswith(_UNDECODABLE):
+            return self._release(len(self._held), text)
+        if len(self._held) <= _MAX_HELD:
+            return ""
+        # These are successive bytes that are not valid text. A character has at most four bytes, so only the last
+        # tokens are undecided; the tokens before them are released at a point that does not split a character.
+        for count in range(len(self._held) - 4, len(self._held) - 8, -1):
+            head, tail = self._held[:count], self._held[count:]
+            head_text = self._decode(head)
+            if head_text and head_text + self._decode(tail) == text:
+                return self._release(count, head_text)
+        return ""
+
+    def flush(self) -> str:
+        """Return the rest of the text at the end of the output, with replacement characters for incomplete ones."""
+        return self._release(len(self._held), self._decode(self._held))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode_continuation(tokens, self._skip_special)
+
+    def _release(self, count: int, text: str) -> str:
+        if text:
+            del self._held[:count]
+        return text

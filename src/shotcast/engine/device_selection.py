@@ -1,0 +1,39 @@
+"""The device on which an engine runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from shotcast.collectives.rank_device import enough_gpus
+from shotcast.engine.config import EngineConfig
+from shotcast.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def select_device(config: EngineConfig) -> EngineConfig:
+    """Return ``config`` with a device in place of "auto": CUDA if each rank of this machine can have a GPU.
+
+    Raises:
+        ConfigError: the device is "cuda" and there are too few GPUs, or the device does not support the dtype.
+    """
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = enough_gpus(needed)
+    if config.device == "cuda":
+        if not visible:
+            raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
+        if not enough:
+            raise ConfigError(
+                f"{needed} ranks on CUDA need as many GPUs, and {visible} are visible; SHOTCAST_SHARE_GPUS=1 lets them "
+                "take turns"
+            )
+    if config.device != "auto":
+        return config
+    if visible and not enough:
+        logger.warning("%d ranks need as many GPUs, and %d are visible: they run on the CPU", needed, visible)
+    return replace(config, device="cuda" if enough else "cpu")

@@ -1,0 +1,164 @@
+"""The engine core: the loop on rank 0 that schedules steps, has all ranks compute them, and reports their outputs."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.messages import (
+    HEARTBEAT_S,
+    AbortRequest,
+    EngineCoreOutputs,
+    EngineInfo,
+    RejectedRequest,
+    SetStampEvery,
+)
+from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
+from shotcast.engine.outputs import EngineStats
+from shotcast.engine.rank_channels import DriverChannel
+from shotcast.engine.requests import Request
+from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.step_plan import StepPlan
+from shotcast.errors import ConfigError
+
+STAGE_TIMEOUTS = 10
+"""A pipeline stage waits ``timeout_s`` times this for another stage, which computes meanwhile."""
+
+
+class ClientConnection:
+    """Rank 0's end of the connection to the engine's client, with a heartbeat every second."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, name="shotcast-heartbeat", daemon=True)
+
+    def start_heartbeat(self) -> None:
+        """Start the thread that sends heartbeats."""
+        self._heartbeat.start()
+
+    def stop_heartbeat(self) -> None:
+        """Stop the thread that sends heartbeats, and wait for its end."""
+        self._stopped.set()
+        self._heartbeat.join()
+
+    def send(self, message: Any) -> None:
+        """Send a message. Several threads may call this."""
+        data = pickle.dumps(message)
+        with self._lock:
+            self._connection.send_bytes(data)
+
+    def poll(self) -> bool:
+        """Return whether a message has arrived."""
+        return self._connection.poll()
+
+    def recv(self) -> Any:
+        """Wait for the next message and return it."""
+        return self._connection.recv()
+
+    def _send_heartbeats(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_S):
+            try:
+                self.send(None)
+            except OSError:
+                return  # the client is gone, which the main thread notices too
+
+
+class EngineCore:
+    """The loop of rank 0: it takes requests, plans steps, has them computed, and reports the sampled tokens."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        runner: ModelRunner,
+        channel: DriverChannel,
+        client: ClientConnection,
+        check: Callable[[], None],
+    ):
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_sequences=config.max_sequences,
+                max_batch_tokens=config.max_batch_tokens,
+                block_size=info.block_size,
+                num_blocks=info.kv_blocks,
+                max_model_len=info.max_model_len,
+                prefix_caching=config.prefix_caching,
+                lookahead=runner.lookahead,
+                pipeline=config.pipeline_parallel,
+                eos=info.model.eos,
+            )
+        )
+        self._stamp_every = config.stamp_every
+        self._runner, self._channel, self._client = runner, channel, client
+        self._check = check
+        self._stage_timeout_s = config.timeout_s * STAGE_TIMEOUTS
+
+    def run(self) -> None:
+        """Serve requests until the client ends the engine or is gone."""
+        outstanding: deque[tuple[StepPlan, AsyncModelRunnerOutput | None]] = deque()
+        while True:
+            idle = not outstanding and not self._scheduler.unfinished
+            if not self._take_messages(wait=idle):
+                for _, pending in outstanding:
+                    if pending is None:
+                        self._channel.recv_output(self._stage_timeout_s)
+                self._channel.send_plan(None)
+                return
+            while (plan := self._scheduler.schedule()) is not None:
+                if self._stamp_every and plan.number % self._stamp_every == 0:
+                    plan = plan._replace(stamped=True)
+                self._channel.send_plan(plan)
+                outstanding.append((plan, self._runner.execute(plan)))
+            if not outstanding:
+                continue
+            plan, pending = outstanding.popleft()
+            output = self._channel.recv_output(self._stage_timeout_s) if pending is None else pending.result()
+            self._check()
+            assert output.number == plan.number
+            outputs = self._scheduler.update(output.number, output.tokens, output.logprobs)
+            self._client.send(EngineCoreOutputs.pack(outputs, self._stats()))
+
+    def _stats(self) -> EngineStats:
+        return replace(
+            self._scheduler.stats(),
+            step_s=self._runner.step_s,
+            communication_s=self._runner.communication_s,
+        )
+
+    def _take_messages(self, wait: bool) -> bool:
+        """Process the client's messages that have arrived. Return False when the engine is to end.
+
+        Args:
+            wait: wait for a message if none has arrived.
+        """
+        try:
+            while wait or self._client.poll():
+                wait = False
+                message = self._client.recv()
+                if message is None:
+                    return False
+                if isinstance(message, AbortRequest):
+                    if (aborted := self._scheduler.abort(message.request_id)) is not None:
+                        self._client.send(EngineCoreOutputs.pack([aborted], self._stats()))
+                elif isinstance(message, SetStampEvery):
+                    self._stamp_every = message.every
+                else:
+                    assert isinstance(message, Request)
+                    self._add(message)
+        except (EOFError, ConnectionError):
+            return False
+        return True
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except ConfigError as error:
+            self._client.send(RejectedRequest(request.request_id, str(error)))

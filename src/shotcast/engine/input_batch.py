@@ -1,0 +1,176 @@
+"""The inputs of a step as arrays on the host, packed as the kernels and CUDA graphs read them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shotcast.engine.step_plan import PENDING_TOKEN, StepPlan
+from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def pack_decode(plan: StepPlan, size: int, spare_row: int, out: Int32Array) -> None:
+    """Fill ``out`` [size, ``step_inputs.FIELDS``] with a step that a decode graph serves.
+
+    Padding rows compute token 0 at position 0 of row ``spare_row`` of the block tables, which belongs to no sequence.
+    """
+    for row, sequence in enumerate(plan.sequences):
+        block = sequence.blocks[0] if sequence.blocks else -1
+        out[row] = sequence.slot, sequence.num_computed, sequence.tokens[0], block
+    out[len(plan.sequences) : size] = spare_row, 0, 0, -1
+
+
+class InputBatch(NamedTuple):
+    """A step as arrays of int32.
+
+    Attributes:
+        tokens: [tokens], token ids; -1 - the row of its sequence for a token that is still being sampled.
+        positions: [tokens], the position of each token in its sequence.
+        cache_slots: [tokens], the slots of the paged cache for their keys and values.
+        rows: [sequences], rows of the block tables.
+        num_computed, num_scheduled: [sequences], tokens before this step, and tokens in it.
+        query_starts: [sequences], the index of each sequence's first token among the tokens of the step.
+        sample_mask: bool [sequences], the sequences for which a token is sampled.
+    """
+
+    tokens: Int32Array
+    positions: Int32Array
+    cache_slots: Int32Array
+    rows: Int32Array
+    num_computed: Int32Array
+    num_scheduled: Int32Array
+    query_starts: Int32Array
+    sample_mask: npt.NDArray[np.bool_]
+
+    @property
+    def logits_indices(self) -> Int32Array:
+        """The indices of the tokens whose logits are needed."""
+        return (self.query_starts + self.num_scheduled - 1)[self.sample_mask]
+
+    @property
+    def context_lengths(self) -> Int32Array:
+        """[sequences], tokens in the cache after this step."""
+        return self.num_computed + self.num_scheduled
+
+
+def build_input_batch(plan: StepPlan, block_tables: Int32Array, block_size: int) -> InputBatch:
+    """Build the arrays of a step. ``block_tables`` [rows, blocks] already hold the blocks that the plan hands out."""
+    sequences = plan.sequences
+    fields = [(each.slot, each.num_computed, len(each.tokens), each.do_sample) for each in sequences]
+    rows, num_computed, num_scheduled, sample_mask = np.array(fields, np.int32).T
+    ends = np.cumsum(num_scheduled, dtype=np.int32)
+    starts = ends - num_scheduled
+    tokens = np.empty(ends[-1], np.int32)
+    for sequence, start, end in zip(sequences, starts.tolist(), ends.tolist(), strict=True):
+        tokens[start:end] = -1 - sequence.slot if sequence.tokens[0] == PENDING_TOKEN else sequence.tokens
+    positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(num_computed - starts, num_scheduled)
+    slots = cache_slots(block_tables, np.repeat(rows, num_scheduled), positions, block_size)
+    return InputBatch(tokens, positions, slots, rows, num_computed, num_scheduled, starts, sample_mask.astype(bool))
+
+
+def cache_slots(block_tables: Int32Array, rows: Int32Array, positions: Int32Array, block_size: int) -> Int32Array:
+    """Return the cache slots of positions of the sequences in ``rows`` of the block tables."""
+    return block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+
+def max_tiles(tokens: int, sequences: int, tile_tokens: int) -> int:
+    """Return the most attention tiles that a step of so many tokens and sequences may need, padding included.
+
+    A tile has at most ``tile_tokens`` tokens.
+    """
+    return min(tokens, tokens // tile_tokens + min(tokens, sequences) + 1)
+
+
+def attention_tiles(batch: InputBatch, tile_tokens: int, padding: int = 0) -> Int32Array:
+    """Split the sequences into tiles of at most ``tile_tokens`` tokens: [tiles, TILE_FIELDS].
+
+    Args:
+        batch: the step.
+        tile_tokens: tokens of a tile at most.
+        padding: tokens after those of the step, which attend to nothing.
+    """
+    padding_row = np.array([0, len(batch.tokens), padding, -1], np.int32)
+    fields = np.stack((batch.rows, batch.query_starts, batch.num_scheduled, batch.num_computed), axis=1)
+    fields = np.concatenate((fields, padding_row[None]))
+    tiles_of_sequence = -(-fields[:, 2] // tile_tokens)
+    first_tiles = np.repeat(np.cumsum(tiles_of_sequence) - tiles_of_sequence, tiles_of_sequence)
+    offsets = (np.arange(tiles_of_sequence.sum()) - first_tiles) * tile_tokens
+    table = np.repeat(fields, tiles_of_sequence, axis=0)
+    table[:, 1] += offsets
+    table[:, 2] = np.minimum(table[:, 2] - offsets, tile_tokens)
+    table[:, 3] = np.where(table[:, 3] < 0, -1, table[:, 3] + offsets)
+    return table
+
+
+class PrefillLayout(NamedTuple):
+    """The layout of a packed step with prompts, as slices of int32 words.
+
+    The parts that graphs of all sizes read come first.
+
+    Attributes:
+        num_block_updates: one word, how many entries of the block tables change.
+        logits_indices: [max_sequences], indices of the tokens whose logits are needed.
+        logits_rows: [max_sequences], the table rows of their sequences, and the spare row beyond those.
+        tokens, positions, cache_slots: [size], as in :class:`InputBatch`.
+        tiles: [max_tiles, TILE_FIELDS].
+        block_updates: [updates, 2], pairs of an index into the block tables and a block; any number of them.
+    """
+
+    num_block_updates: slice
+    logits_indices: slice
+    logits_rows: slice
+    tokens: slice
+    positions: slice
+    cache_slots: slice
+    tiles: slice
+    block_updates: slice
+
+
+def prefill_layout(size: int, max_sequences: int, max_tiles: int) -> PrefillLayout:
+    """Return the layout of a step of ``size`` tokens with padding, and at most so many sequences and tiles."""
+    words = 1, max_sequences, max_sequences, size, size, size, max_tiles * TILE_FIELDS
+    ends = list(itertools.accumulate(words))
+    parts = [slice(end - count, end) for end, count in zip(ends, words, strict=True)]
+    return PrefillLayout._make([*parts, slice(ends[-1], None)])
+
+
+def pack_prefill(
+    batch: InputBatch,
+    block_updates: Int32Array,
+    tile_tokens: int,
+    spare_row: int,
+    spare_slot: int,
+    layout: PrefillLayout,
+    out: Int32Array,
+) -> None:
+    """Fill ``out`` with a step, as ``layout`` says.
+
+    Args:
+        batch: the step.
+        block_updates: [updates, 2], as in :class:`PrefillLayout`.
+        tile_tokens: tokens of a tile at most.
+        spare_row, spare_slot: the row of the block tables and the cache slot that padding uses.
+        layout: the layout of the step's size.
+        out: the packed step.
+    """
+    count, size = len(batch.tokens), layout.tokens.stop - layout.tokens.start
+    out[layout.num_block_updates] = len(block_updates)
+    for part, values, padding in (
+        (layout.logits_indices, batch.logits_indices, 0),
+        (layout.logits_rows, batch.rows[batch.sample_mask], spare_row),
+        (layout.tokens, batch.tokens, 0),
+        (layout.positions, batch.positions, 0),
+        (layout.cache_slots, batch.cache_slots, spare_slot),
+    ):
+        out[part][: len(values)] = values
+        out[part][len(values) :] = padding
+    table = out[layout.tiles].reshape(-1, TILE_FIELDS)
+    tiles = attention_tiles(batch, tile_tokens, size - count)
+    table[: len(tiles)] = tiles
+    table[len(tiles) :] = 0, 0, 0, -1
+    out[layout.block_updates] = block_updates.reshape(-1)

@@ -1,0 +1,67 @@
+"""Messages between the process that starts the engine and rank 0, where the engine core runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shotcast.engine.outputs import EngineCoreOutput, EngineStats
+from shotcast.models.config import ModelConfig
+
+HEARTBEAT_S = 1.0
+"""Seconds between two signs of life of rank 0. A sign of life is the message None."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Properties of an engine whose ranks have all loaded the model. This is the first message of rank 0."""
+
+    model: ModelConfig
+    max_model_len: int
+    kv_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    load_s: float
+    capture_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreOutputs:
+    """The outputs of one step, sent by rank 0.
+
+    Attributes:
+        outputs: each :class:`EngineCoreOutput` as a plain tuple, which is ten times as fast to pickle and unpickle.
+        stats: counters after the step.
+    """
+
+    outputs: list[tuple[Any, ...]]
+    stats: EngineStats
+
+    @classmethod
+    def pack(cls, outputs: Iterable[EngineCoreOutput], stats: EngineStats) -> EngineCoreOutputs:
+        """Convert the outputs to plain tuples."""
+        return cls([tuple(output) for output in outputs], stats)
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRequest:
+    """A request that cannot be served, with the reason. Sent by rank 0."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """A command to rank 0 to end a request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetStampEvery:
+    """A command to rank 0 to change ``EngineConfig.stamp_every``."""
+
+    every: int

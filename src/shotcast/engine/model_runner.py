@@ -1,0 +1,284 @@
+"""Execution of steps on one rank: it holds the model, the paged cache and the tables of the running sequences."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shotcast.engine.capture_sizes import decode_capture_size
+from shotcast.engine.cuda_graphs import CudaGraphs
+from shotcast.engine.decode_graphs import DecodeGraphs
+from shotcast.engine.device_state import DeviceState
+from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
+from shotcast.engine.outputs import TokenLogprob
+from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.sampler import Sampler, SamplerOutput, token_logprobs
+from shotcast.engine.step_plan import INVALID_TOKEN, StepPlan
+from shotcast.engine.token_feedback import TokenFeedback
+from shotcast.engine.transfer import HostCopy, copy_to_device
+from shotcast.layers.batch import AttentionTiles, Batch, Logits, PrefillMetadata
+from shotcast.models.causal_lm import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The tokens that a step sampled.
+
+    Attributes:
+        number: the number of the plan.
+        tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order.
+        logprobs: log-probabilities for each of them, or None where they are not wanted.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
+class AsyncModelRunnerOutput:
+    """The output of a step that the device may still be computing."""
+
+    def __init__(self, number: int, sampled: SamplerOutput | None = None):
+        self.number = number
+        self._logprob_rows: tuple[tuple[int, int], ...] = ()
+        self._copy = None
+        if sampled is not None:
+            self._logprob_rows = sampled.logprob_rows
+            self._copy = HostCopy([sampled.tokens, *sampled.logprobs])
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`result` returns without waiting."""
+        return self._copy is None or self._copy.done
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the output. It is sound only if the ``check`` of the communicators passes afterwards."""
+        if self._copy is None:
+            return ModelRunnerOutput(self.number, (), ())
+        sampled, *logprobs = self._copy.wait()
+        tokens = [token if valid else INVALID_TOKEN for token, valid in sampled.tolist()]
+        found = token_logprobs(tokens, self._logprob_rows, logprobs)
+        return ModelRunnerOutput(self.number, tuple(tokens), tuple(found))
+
+
+class ModelRunner:
+    """Executes plans, which every rank gets in the same order. On CUDA it enqueues them and never waits.
+
+    Args:
+        model: this rank's part of the model.
+        num_blocks, block_size: blocks of the paged cache, and tokens of a block.
+        max_sequences: slots.
+        max_model_len: tokens of a sequence at most.
+        salt: mixed into the sampling of requests without a seed; the same on all ranks.
+        decode_sizes: numbers of sequences for which decode steps run on static memory (``engine/decode_graphs.py``);
+            the last is ``max_sequences``. Empty: all steps allocate their memory.
+        prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill_graphs.py``);
+            needs ``decode_sizes``.
+        reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
+            which with static memory may be planned before the host knows the tokens.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        max_model_len: int,
+        salt: int,
+        decode_sizes: tuple[int, ...] = (),
+        prefill_sizes: tuple[int, ...] = (),
+        reports: bool = True,
+    ) -> None:
+        self._reports = reports
+        static = bool(decode_sizes)
+        caches = model.caches(num_blocks + static, block_size)
+        device, last_stage = caches[0].keys.device, model.parallel.last
+        # The block tables as the host knows them. The last row belongs to no sequence.
+        self._host_tables = np.zeros((max_sequences + 1, -(-max_model_len // block_size)), np.int32)
+        if static:
+            self._host_tables[-1] = num_blocks
+        block_tables = torch.from_numpy(self._host_tables).to(device, copy=True)
+        self._num_blocks_of_slot = [0] * max_sequences
+        last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int64, device=device)
+        samples = last_stage and (reports or static)
+        self._sampler = Sampler(max_sequences, model.config.vocab, device, salt) if samples else None
+        logits = None
+        if last_stage and static and device.type == "cuda":
+            values = torch.empty(max_sequences, model.config.vocab, device=device)
+            logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
+        self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
+        self._decode_graphs = self._prefill_graphs = self._feedback = None
+        if static and model.parallel.comes_back(last_tokens):
+            self._feedback = TokenFeedback(model.parallel, last_tokens)
+        if static:
+            self._graphs = CudaGraphs(device, model.parallel.timer)
+            self._decode_graphs = DecodeGraphs(self._state, decode_sizes, self._graphs)
+            if prefill_sizes:
+                self._prefill_graphs = PrefillGraphs(self._state, prefill_sizes, decode_sizes, self._graphs)
+
+    @property
+    def lookahead(self) -> int:
+        """How many steps of a sequence may be planned before the host knows the token that the last one sampled.
+
+        It is 1 with static memory, where the token stays on the device from one step to the next; otherwise 0.
+        """
+        return int(self._feedback is not None)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds spent in steps since the start, by the model's timer."""
+        return self._state.model.parallel.timer.step_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of ``step_s`` that were spent in collectives."""
+        return self._state.model.parallel.timer.communication_s
+
+    @torch.inference_mode()
+    def capture(self, stamped: bool) -> None:
+        """Capture the graphs and compile the kernels of steps on static memory. Collective.
+
+        Args:
+            stamped: also capture the graphs of stamped steps.
+        """
+        if self._decode_graphs is None:
+            return
+        started = time.perf_counter()
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.capture()  # first, since the largest graphs are among them
+        self._decode_graphs.capture(stamped=False)
+        if stamped:
+            self._decode_graphs.capture(stamped=True)
+        if self._sampler is not None:
+            self._sampler.warm_up()
+        if self._feedback is not None:
+            self._feedback.warm_up()
+        logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Release the graphs. Call this before the communicators are closed."""
+        if self._decode_graphs is not None:
+            self._graphs.close()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
+        """Compute a step. Return its output on ranks that sample, None on others."""
+        if self._feedback is not None:
+            self._feedback.before_step(plan)
+        output = self._execute_model(plan)
+        if self._feedback is not None:
+            self._feedback.after_step(plan)
+        return output
+
+    def _execute_model(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
+        block_updates = self._update_host_tables(plan)
+        size = None if self._decode_graphs is None else decode_capture_size(plan, self._decode_graphs.sizes)
+        if self._decode_graphs is not None and size is not None:
+            logits = self._decode_graphs.run(plan, size)
+            return None if self._sampler is None else self._sample(plan, self._select_logits(plan, logits), True)
+        inputs = build_input_batch(plan, self._host_tables, self._state.block_size)
+        if self._prefill_graphs is not None and self._prefill_graphs.serves(inputs):
+            logits = self._prefill_graphs.run(inputs, block_updates)
+            return None if self._sampler is None else self._sample(plan, logits, True)
+        with self._state.model.parallel.timer.step():
+            logits = self._state.model(self._eager_batch(inputs, block_updates), self._state.caches)
+            return None if self._sampler is None else self._sample(plan, logits, False)
+
+    def _select_logits(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
+        """Select the rows of the sequences that sample from the logits of all sequences."""
+        indices = [index for index, sequence in enumerate(plan.sequences) if sequence.do_sample]
+        if logits is None or len(indices) == len(plan.sequences):
+            return logits
+        (index,) = copy_to_device([np.array(indices, np.int64)], self._state.device)
+        return logits.rows(index) if indices else None
+
+    def _sample(self, plan: StepPlan, logits: Logits | None, best_is_stored: bool) -> AsyncModelRunnerOutput:
+        """Sample the next tokens from ``logits``, the rows of the sequences that sample.
+
+        Args:
+            plan: the step.
+            logits: their logits; None if no sequence samples.
+            best_is_stored: ``last_tokens`` already holds the likeliest tokens.
+        """
+        assert self._sampler is not None
+        slots = [sequence.slot for sequence in plan.sequences if sequence.do_sample]
+        for sequence in plan.sequences:
+            if sequence.is_new:
+                assert sequence.params is not None
+                self._sampler.assign(sequence.slot, sequence.params, sequence.request_id, sequence.output)
+        if logits is None:
+            return AsyncModelRunnerOutput(plan.number)
+        sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)
+        return AsyncModelRunnerOutput(plan.number, sampled if self._reports else None)
+
+    def _update_host_tables(self, plan: StepPlan) -> Int32Array:
+        """Enter the plan's blocks into the host's block tables.
+
+        Returns:
+            [updates, 2]: the index into the tables and the block of each entry that changed.
+        """
+        width = self._host_tables.shape[1]
+        updates = [np.empty((0, 2), np.int32)]
+        for sequence in plan.sequences:
+            slot = sequence.slot
+            if sequence.is_new:
+                self._num_blocks_of_slot[slot] = 0
+            if sequence.blocks:
+                first = self._num_blocks_of_slot[slot]
+                stop = first + len(sequence.blocks)
+                self._host_tables[slot, first:stop] = sequence.blocks
+                indices = np.arange(slot * width + first, slot * width + stop, dtype=np.int32)
+                updates.append(np.stack((indices, self._host_tables[slot, first:stop]), axis=1))
+                self._num_blocks_of_slot[slot] = stop
+        return np.concatenate(updates)
+
+    def _eager_batch(self, inputs: InputBatch, block_updates: Int32Array) -> Batch:
+        """Build the tensors of a step that is not on static memory, and update the device's block tables."""
+        state = self._state
+        pending = np.flatnonzero(inputs.tokens < 0)
+        has_prefills = int(inputs.num_scheduled.max()) > 1
+        tile_tokens = state.model.tile(len(inputs.tokens)) if has_prefills and state.device.type == "cuda" else 0
+        num_decodes = 0 if tile_tokens else int((inputs.num_scheduled == 1).sum())
+        int64_arrays = (
+            inputs.tokens,
+            inputs.positions,
+            inputs.cache_slots,
+            inputs.rows[:num_decodes],
+            inputs.logits_indices,
+            pending,
+            -1 - inputs.tokens[pending],
+            block_updates[:, 0],
+        )
+        int32_arrays = (
+            inputs.context_lengths[:num_decodes],
+            attention_tiles(inputs, tile_tokens) if tile_tokens else inputs.rows[:0],
+            block_updates[:, 1].copy(),
+        )
+        tokens, positions, slots, rows, logits_indices, pending_indices, pending_rows, table_indices, *rest = (
+            copy_to_device([*(array.astype(np.int64) for array in int64_arrays), *int32_arrays], state.device)
+        )
+        lengths, tile_table, blocks = rest
+        if len(pending):
+            tokens[pending_indices] = state.last_tokens[pending_rows]
+        if len(block_updates):
+            state.block_tables.view(-1)[table_indices] = blocks
+        tiles = AttentionTiles(tile_table, tile_tokens) if tile_tokens else None
+        prefills = self._prefills(inputs, num_decodes) if has_prefills and not tile_tokens else None
+        wanted = None if len(inputs.logits_indices) == len(inputs.tokens) else logits_indices
+        return Batch(tokens, positions, slots, num_decodes, rows, lengths, prefills, tiles, state.block_tables, wanted)
+
+    def _prefills(self, inputs: InputBatch, num_decodes: int) -> PrefillMetadata:
+        """Describe the prompts of a step on a CPU, whose first ``num_decodes`` sequences have one token each."""
+        rows, counts = inputs.rows[num_decodes:], inputs.num_scheduled[num_decodes:]
+        lengths = inputs.context_lengths[num_decodes:]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        slots = cache_slots(self._host_tables, np.repeat(rows, lengths), positions, self._state.block_size)
+        queries, keys = ((0, *np.cumsum(sizes).tolist()) for sizes in (counts, lengths))
+        return PrefillMetadata(queries, keys, torch.from_numpy(slots.astype(np.int64)))

@@ -1,0 +1,97 @@
+"""Turn the engine core's outputs into the output that the user reads: text, stop strings and times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shotcast.engine.detokenizer import IncrementalDetokenizer
+from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.stop_strings import StopStrings
+from shotcast.engine.tokenizer import Tokenizer
+
+
+class OutputProcessor:
+    """Build the output of one request while its tokens arrive.
+
+    Args:
+        request_id: the request.
+        prompt: token ids of the prompt.
+        params: its sampling parameters.
+        tokenizer: None for an output without text.
+        end_tokens: the model's own end tokens, which have no text.
+        detokenize_at_end: nobody reads the text before the output ends, so it is made then, unless there are stop
+            strings to look for.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        end_tokens: tuple[int, ...],
+        detokenize_at_end: bool = False,
+    ):
+        self._output = RequestOutput(request_id, prompt)
+        if params.logprobs is not None:
+            self._output.logprobs = []
+        self._tokenizer = tokenizer
+        self._at_end = detokenize_at_end and not params.stop
+        self._detokenizer = None if tokenizer is None or self._at_end else IncrementalDetokenizer(tokenizer)
+        self._stops = StopStrings(params.stop)
+        self._end_tokens = frozenset(end_tokens)
+        self._started = time.perf_counter()
+
+    def copy(self) -> RequestOutput:
+        """Return a copy of the output so far."""
+        output = self._output
+        logprobs = output.logprobs and list(output.logprobs)
+        return replace(output, tokens=list(output.tokens), times_s=list(output.times_s), logprobs=logprobs)
+
+    def update(self, step: EngineCoreOutput, arrived: float) -> RequestOutput:
+        """Add the output of a step, and return the request's output, which later updates change.
+
+        If a stop string ends the output, the engine core does not know that yet.
+
+        Args:
+            step: the output of a step.
+            arrived: when it arrived, by :func:`time.perf_counter`.
+        """
+        output = self._output
+        output.time_s = arrived - self._started
+        if step.tokens and not output.tokens:
+            output.cached_tokens = step.cached_tokens
+        output.tokens += step.tokens
+        output.times_s += [output.time_s] * len(step.tokens)
+        if output.logprobs is not None:
+            output.logprobs += step.logprobs or ()
+        output.delta = ""
+        stop_string = self._detokenize(step)
+        output.text += output.delta
+        if stop_string is not None:
+            output.finish_reason, output.stop_reason = "stop", stop_string
+        elif step.finish_reason is not None:
+            output.finish_reason, output.error = step.finish_reason, step.error
+            if step.stop_token not in self._end_tokens:
+                output.stop_reason = step.stop_token
+        return output
+
+    def _detokenize(self, step: EngineCoreOutput) -> str | None:
+        """Turn new tokens into text, and return the stop string that they complete."""
+        last = step.finish_reason is not None
+        if self._tokenizer is None or (self._at_end and not last):
+            return None
+        tokens: Sequence[int] = self._output.tokens if self._at_end else step.tokens
+        if step.stop_token is not None:  # it is the last one, and no part of the text
+            tokens = tokens[:-1]
+        if self._detokenizer is None:
+            text = self._tokenizer.decode_continuation(tokens)
+        else:
+            text = "".join(map(self._detokenizer.push, tokens))
+            if last:
+                text += self._detokenizer.flush()
+        self._output.delta, stop_string = self._stops.push(text, last)
+        return stop_string

@@ -1,0 +1,130 @@
+"""Outputs of the engine: per step from the engine core, and per request to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position of the output.
+
+    They belong to the model's own distribution, before temperature and the other sampling parameters.
+
+    Attributes:
+        token: the sampled token.
+        logprob: its log-probability.
+        rank: its rank among all tokens, 1 for the likeliest.
+        top: as many of the likeliest tokens as were requested, with their log-probabilities, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class EngineCoreOutput(NamedTuple):
+    """The output of one step for one request, sent by the engine core.
+
+    Attributes:
+        tokens: tokens sampled since the previous output, an end token included.
+        logprobs: one entry per token, if the request wants log-probabilities.
+        finish_reason: why the request has ended; None while it runs.
+        stop_token: with "stop", the token that ended the request.
+        cached_tokens: prompt tokens that were found in the prefix cache, known from the first token on.
+        error: with "error", what happened.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The output of a request so far.
+
+    Attributes:
+        prompt_tokens: token ids of the prompt.
+        text: the output without end tokens, up to a stop string.
+        delta: what the last update added to ``text``.
+        tokens: token ids of the output, an end token included.
+        logprobs: one entry per output token, if the request wants log-probabilities.
+        finish_reason: "stop" (an end token or a stop string), "length", "abort" or "error"; None while it runs.
+        stop_reason: the stop string or stop token that ended the output; None for the model's own end token.
+        error: with "error", what happened.
+        cached_tokens: prompt tokens that were found in the prefix cache.
+        times_s: for each output token, the seconds from the request to its arrival.
+        time_s: seconds from the request to its last update.
+    """
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    text: str = ""
+    delta: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+    cached_tokens: int = 0
+    times_s: list[float] = field(default_factory=list)
+    time_s: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete, or has failed."""
+        return self.finish_reason is not None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token in seconds; None before it."""
+        return self.times_s[0] if self.times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first, in seconds; None with fewer than two tokens."""
+        if len(self.times_s) < 2:
+            return None
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+
+OutputCallback = Callable[[RequestOutput | Exception], None]
+"""Called with the output each time it has grown, always the same object, or with the error that ended the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The state of the engine, and its counters since it started.
+
+    Attributes:
+        running, waiting: requests being computed, and requests in the queue.
+        kv_blocks, kv_blocks_used: blocks of the paged cache, and those that running requests hold.
+        prompt_tokens, cached_tokens, output_tokens: sums over all requests; ``cached_tokens`` are prompt tokens that
+            were found in the prefix cache.
+        preemptions: how often a request lost its blocks to others and was computed again.
+        steps: steps of the engine.
+        step_s, communication_s: time of steps on rank 0, and the part of it in collectives; on CUDA over stamped steps
+            only (``EngineConfig.stamp_every``).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    communication_s: float = 0.0

@@ -1,0 +1,127 @@
+"""Sampling parameters: how a request samples tokens, and when its output stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+
+from shotcast.errors import ConfigError
+
+MAX_LOGPROBS = 20
+"""The largest number of alternatives that a request may ask for at each token."""
+
+
+def checked_token_ids(tokens: Iterable[object], name: str) -> tuple[int, ...]:
+    """Return token ids of any integer type, such as those of NumPy and PyTorch, as a tuple of int.
+
+    Args:
+        tokens: the token ids.
+        name: how an error calls them.
+
+    Raises:
+        ConfigError: they are not whole numbers of at least 0.
+    """
+    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes):
+        raise ConfigError(f"{name} must hold token ids, not {tokens!r}")
+    ids = tuple(token if type(token) is int else _as_int(token, name) for token in tokens)
+    if ids and min(ids) < 0:
+        raise ConfigError(f"{name} holds {min(ids)}; token ids must be whole numbers of at least 0")
+    return ids
+
+
+def _as_int(token: object, name: str) -> int:
+    try:
+        if not isinstance(token, bool):
+            return index(token)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ConfigError(f"{name} holds {token!r}; token ids must be whole numbers of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Parameters of sampling, and conditions that end the output.
+
+    They apply in the usual order: penalties first, then temperature, then top_k, top_p and min_p on what is left.
+
+    Args:
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: keep this many of the likeliest tokens; 0 keeps all.
+        top_p: keep the likeliest tokens until their probabilities add up to this, in (0, 1].
+        min_p: drop tokens whose probability is less than this times that of the likeliest, in [0, 1].
+        presence_penalty: subtracted from the logit of each token that the output contains, in [-2, 2].
+        frequency_penalty: the same, multiplied by how often the output contains the token.
+        seed: makes sampling repeatable; None samples differently each time.
+        max_tokens: the largest number of output tokens.
+        stop: a string or several that end the output, which then ends before them; kept as a tuple.
+        stop_token_ids: tokens that end the output, besides the model's own end tokens.
+        ignore_eos: the model's own end tokens do not end the output.
+        logprobs: None, or how many of the likeliest tokens to report at each position, besides the sampled one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        def require_number(name: str, low: float, high: float, accepted: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{name} must be {accepted}, not {value!r}")
+
+        def require_int(name: str, low: int, high: float, accepted: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} must be {accepted}, not {value!r}")
+
+        require_number("temperature", 0.0, 1e6, "a number of at least 0")
+        require_int("top_k", 0, math.inf, "a whole number of at least 0 (all tokens)")
+        require_number("top_p", 0.0, 1.0, "a number above 0, at most 1")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be a number above 0, at most 1, not 0; for the likeliest token use top_k=1")
+        require_number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        require_number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
+        require_number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
+        if self.seed is not None:
+            require_int("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
+        require_int("max_tokens", 1, math.inf, "a whole number of at least 1")
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+            raise ConfigError(f"stop must be a string or several, none of them empty, not {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_token_ids", checked_token_ids(self.stop_token_ids, "stop_token_ids"))
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if self.logprobs is not None:
+            require_int("logprobs", 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a presence or frequency penalty applies."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def has_top_k_or_top_p(self) -> bool:
+        """Whether sampling needs the order of the tokens by probability."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def min_p_logit(self) -> float:
+        """The smallest logit that min_p keeps, relative to the largest logit of the row."""
+        return math.log(self.min_p) if self.min_p else -math.inf

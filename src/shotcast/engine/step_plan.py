@@ -1,0 +1,59 @@
+"""The scheduler's output: the work of every rank in one step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shotcast.engine.sampling_params import SamplingParams
+
+PENDING_TOKEN = -1
+"""Placeholder of an input token that an earlier step samples for the same sequence, and that is not known yet."""
+INVALID_TOKEN = -1
+"""Placeholder of a sampled token when the logits of its row are not numbers."""
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's part of a step.
+
+    Attributes:
+        slot: the sequence's row of the ranks' tables, which it keeps as long as it runs.
+        num_computed: tokens whose keys and values are in the cache already.
+        tokens: the tokens after these that the step computes; a single PENDING_TOKEN for one that is being sampled.
+        blocks: blocks of the paged cache to append to the slot's block table; with ``is_new`` they are its whole table.
+        is_new: the slot is new to this sequence, so its previous contents are forgotten.
+        do_sample: the last of ``tokens`` is the sequence's last known token, so the step samples the next one.
+        params, request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a
+            preempted sequence returns with the tokens that it had sampled). Otherwise None, "" and ().
+    """
+
+    slot: int
+    num_computed: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    is_new: bool
+    do_sample: bool
+    params: SamplingParams | None = None
+    request_id: str = ""
+    output: tuple[int, ...] = ()
+
+
+class StepPlan(NamedTuple):
+    """One step: first the sequences with one token to compute (decode), then those with more (prefill).
+
+    Attributes:
+        stamped: on CUDA, if all sequences decode, the step's time and that of its communication are measured.
+    """
+
+    number: int
+    sequences: tuple[ScheduledSequence, ...]
+    stamped: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the step computes."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether the step samples a token for any of its sequences."""
+        return any(sequence.do_sample for sequence in self.sequences)

@@ -1,0 +1,85 @@
+"""The main function of each rank of an engine, and the loop of the ranks that are not rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Client
+
+from shotcast import env
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.engine_core import STAGE_TIMEOUTS, ClientConnection, EngineCore
+from shotcast.engine.load import load
+from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
+from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
+
+_POLL_S = 5e-5
+"""How long a rank that reports waits for the next plan before it checks again whether the last step has finished."""
+
+
+def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
+    """Run one rank until the engine ends.
+
+    Rank 0 plans every step, and computes its own part of it; the other ranks compute what rank 0 plans.
+
+    Args:
+        config: the engine's configuration, with a resolved device.
+        address, key: the Unix socket at which rank 0 reaches the engine's client, and the key of that connection.
+    """
+    place = env.job()
+    assert place is not None
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        requests = stack.enter_context(Client(address, authkey=key)) if place.rank == 0 else None
+        runner, info, job, comm = load(config, stack)
+        gc.collect()
+        gc.freeze()  # these objects stay for good, and a collection that visits them takes longer than a step
+        pipelined = config.pipeline_parallel > 1
+        job.set_timeout(config.timeout_s * (STAGE_TIMEOUTS if pipelined else 1))
+        if pipelined:
+            comm.set_timeout(config.timeout_s)
+
+        def check() -> None:
+            """Raise if a failed collective may have corrupted the results."""
+            job.check()
+            comm.check()
+
+        if requests is not None:
+            channel = DriverChannel(job, config.output_rank)
+            stack.callback(channel.close)
+            client = ClientConnection(requests)
+            core = EngineCore(config, info, runner, channel, client, check)
+            client.send(replace(info, load_s=time.perf_counter() - started))
+            client.start_heartbeat()
+            stack.callback(client.stop_heartbeat)
+            core.run()
+        else:
+            worker_channel = WorkerChannel(job)
+            stack.callback(worker_channel.close)
+            worker_loop(runner, worker_channel, job.rank == config.output_rank, check)
+
+
+def worker_loop(runner: ModelRunner, channel: WorkerChannel, reports: bool, check: Callable[[], None]) -> None:
+    """Compute the plans of rank 0 until it ends the engine.
+
+    Enqueuing the next step on the device takes precedence over waiting for the output of an earlier one.
+    """
+    outstanding: deque[AsyncModelRunnerOutput] = deque()
+    while True:
+        while outstanding and (outstanding[0].ready or not channel.has_plan(_POLL_S)):
+            if not outstanding[0].ready:
+                continue
+            output = outstanding.popleft().result()
+            check()
+            channel.send_output(output)
+        if (plan := channel.recv_plan()) is None:
+            return
+        pending = runner.execute(plan)
+        check()
+        if reports:
+            assert pending is not None
+            outstanding.append(pending)

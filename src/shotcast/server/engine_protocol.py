@@ -1,0 +1,82 @@
+"""The interfaces of the engine and its tokenizer that the server uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shotcast.engine.outputs import EngineStats, OutputCallback
+from shotcast.engine.sampling_params import SamplingParams
+
+
+class Tokenizer(Protocol):
+    """Converts text to token ids and back. Two threads use it: the tokenizer thread and that of the event loop."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def decode_token(self, token: int, skip_special: bool = True) -> str:
+        """Return the text of one token that follows others; "" for a special token that is skipped."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
+
+        Raises:
+            ConfigError: the model has no chat template, or the template refuses the conversation.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """An engine that completes prompts. All of its methods are called from one event loop."""
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its output together."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        ...
+
+    @property
+    def dead(self) -> BaseException | None:
+        """Why the engine died; None while it is alive."""
+        ...
+
+    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
+        """Complete a prompt. ``on_output``, which must not raise, is called in this loop until the output ends.
+
+        Raises:
+            ConfigError: the prompt or its parameters cannot be served.
+            EngineDead: the engine has died.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request, whose callback is not called again. Nothing happens if it has ended."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the counters of the engine."""
+        ...
+
+    async def wait_dead(self) -> BaseException:
+        """Wait until the engine dies, and return why."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine."""
+        ...
