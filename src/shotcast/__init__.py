@@ -1,7 +1,8 @@
-"""shotcast: the GPUs (or processes) of one job exchange tensors, in two steps where a ring takes 2N-2."""
+"""shotcast: collectives for the GPUs or CPU processes of one job, and an LLM inference engine on top of them."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from shotcast.errors import (
@@ -16,32 +17,62 @@ from shotcast.errors import (
 
 if TYPE_CHECKING:
     from shotcast.collectives.communicator import Communicator
+    from shotcast.engine.async_llm import AsyncLLM
+    from shotcast.engine.llm import LLM
+    from shotcast.engine.sampling_params import SamplingParams
     from shotcast.launcher.spawn import spawn
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
+    "AsyncLLM",
     "ClosedError",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Communicator",
     "ConfigError",
     "RankFailed",
+    "SamplingParams",
     "ShotcastError",
     "UnsupportedError",
     "__version__",
     "spawn",
 ]
 
+_LAZY = {
+    "AsyncLLM": "shotcast.engine.async_llm",
+    "Communicator": "shotcast.collectives.communicator",
+    "LLM": "shotcast.engine.llm",
+    "SamplingParams": "shotcast.engine.sampling_params",
+    "spawn": "shotcast.launcher.spawn",
+}
+"""Public names and their modules, most of which import torch. They are imported on first use."""
+
+_NEEDS_ENGINE_EXTRA = ("AsyncLLM", "LLM")
+_ENGINE_EXTRA = ("gguf", "safetensors", "transformers")
+"""Packages of the optional dependency ``engine``."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when a communicator is asked for."""
-    if name == "Communicator":
-        from shotcast.collectives.communicator import Communicator
+    """Import a public name on first use.
 
-        return Communicator
-    if name == "spawn":
-        from shotcast.launcher.spawn import spawn
+    Raises:
+        ImportError: the name needs the optional dependency ``engine``, which is not installed.
+    """
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _NEEDS_ENGINE_EXTRA:
+        missing = [package for package in _ENGINE_EXTRA if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ImportError(
+                f"shotcast.{name} needs packages that are not installed ({', '.join(missing)}): "
+                "pip install 'shotcast[engine]'"
+            )
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
 
-        return spawn
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
