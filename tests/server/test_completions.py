@@ -19,7 +19,7 @@ from scripted_engine import END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
 from shotcast.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from shotcast.server.config import ServerConfig
 from shotcast.server.request_body import ChatBody, CompletionBody
-from shotcast.server.responses import Answer, ChatCompletionResponse, CompletionResponse
+from shotcast.server.responses import ApiResponse, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
 from shotcast.server.streaming import event
 
@@ -218,12 +218,12 @@ def test_tokens_of_logprobs_are_as_they_follow_others() -> None:
     entries = [TokenLogprob(token, -1.0, 1, ((END, -2.0),)) for token in (ord("a"), END, ord("b"))]
     output = RequestOutput("r", (1,), [97, END, 98], " a b", finish_reason="length", logprobs=entries)
     body = CompletionBody(model="m", prompt="x", logprobs=1)
-    said = CompletionResponse(body, "m", Named()).whole({0: output})["choices"][0]["logprobs"]
+    said = CompletionResponse(body, "m", Named()).complete({0: output})["choices"][0]["logprobs"]
     assert said["tokens"] == [" a", "<end>", " b"]
     assert said["text_offset"] == [0, 2, 2]
     assert said["top_logprobs"][0] == {"<end>": -2.0, " a": -1.0}
     chat = ChatBody(model="m", messages=HELLO, logprobs=True, top_logprobs=1)
-    content = ChatCompletionResponse(chat, "m", Named()).whole({0: output})["choices"][0]["logprobs"]["content"]
+    content = ChatCompletionResponse(chat, "m", Named()).complete({0: output})["choices"][0]["logprobs"]["content"]
     assert [(one["token"], bytes(one["bytes"])) for one in content] == [
         (" a", b" a"),
         ("<end>", b"<end>"),
@@ -350,7 +350,7 @@ def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
 def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReason, chat: bool) -> None:
     """Whatever piles up between two chunks of a stream: text, log-probabilities, ending and usage are the same."""
     options = {"model": "letters", "logprobs": True if chat else 1, "stream_options": {"include_usage": True}}
-    answer: Answer[Any]
+    answer: ApiResponse[Any]
     if chat:
         chat_body = ChatBody(**options, messages=HELLO, stream=True)
         answer = ChatCompletionResponse(chat_body, "letters", ScriptedTokenizer())
@@ -369,7 +369,7 @@ def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReaso
         if last:
             output.finish_reason = finish
         chunks += answer.chunks(0, output)
-    whole = answer.whole({0: output})
+    whole = answer.complete({0: output})
     choices = [chunk["choices"][0] for chunk in chunks]
     (expected,) = whole["choices"]
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]

@@ -16,7 +16,7 @@ from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.errors import ConfigError
 from shotcast.server.api_error import ApiError
-from shotcast.server.request_body import NOT_SERVED, Body, ChatBody, CompletionBody, parse
+from shotcast.server.request_body import UNSUPPORTED, Body, ChatBody, CompletionBody, parse
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -42,9 +42,9 @@ def refused(answer: httpx.Response, status: int, param: str | None = None, code:
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
-        ({"temperature": -1}, "temperature", "from 0 up"),
-        ({"temperature": "hot"}, "temperature", "a number from 0 up"),
-        ({"temperature": True}, "temperature", "a number from 0 up"),
+        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"temperature": "hot"}, "temperature", "a number of at least 0"),
+        ({"temperature": True}, "temperature", "a number of at least 0"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"top_p": 1.5}, "top_p", "at most 1"),
         ({"top_k": -2}, "top_k", "31 bits"),
@@ -57,7 +57,7 @@ def refused(answer: httpx.Response, status: int, param: str | None = None, code:
         ({"n": 0}, "n", "from 1 to 128"),
         ({"n": 129}, "n", "from 1 to 128"),
         ({"n": 9}, "n", "takes 8 at a time"),
-        ({"max_tokens": 0}, "max_tokens", "from 1 up"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"stop": ["a"] * 5}, "stop", "at most 4"),
         ({"stop": ""}, "stop", "none of them empty"),
         ({"stop": [1]}, "stop", "list of at most 4 strings"),
@@ -92,7 +92,7 @@ def test_bad_parameters_are_named(server: Live, kind: str, wrong: dict[str, obje
         ({"prompt": [3, -1]}, "prompt", "below 0"),
         ({"prompt": ["x"] * 9}, "prompt", "takes 8 at a time"),
         ({"prompt": "x" * 101}, "prompt", "101 tokens; this server takes 100"),
-        ({"best_of": 2}, "best_of", "what n is"),
+        ({"best_of": 2}, "best_of", "must equal n"),
         ({"echo": True, "logprobs": 0}, "echo", "logprobs"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"logprobs": True}, "logprobs", "from 0 to 20"),
@@ -109,9 +109,13 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
     [
         ({"messages": []}, "messages", "list of objects"),
         ({"messages": "hello"}, "messages", "list of objects"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages[0].role is system, user, assistant"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", "messages[0].role is"),
-        ({"messages": [*HELLO, {"role": "user"}]}, "messages", "messages[1].content is"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages",
+            "messages[0].role must be one of system, user, assistant",
+        ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", "messages[0].role must be"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages", "messages[1].content must be"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
@@ -123,7 +127,7 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be None or a whole number from 0 to 20"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is a whole number"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be a whole number"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differ"),
     ],
 )
@@ -132,7 +136,7 @@ def test_bad_chats(server: Live, wrong: dict[str, object], param: str, says: str
     assert says in refused(server.post("/v1/chat/completions", body), 400, param)
 
 
-@pytest.mark.parametrize("name", NOT_SERVED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_is_named(server: Live, name: str) -> None:
     body = {"model": "letters", "messages": HELLO, name: {"something": 1}}
     message = refused(server.post("/v1/chat/completions", body), 400, name, "unsupported_parameter")
@@ -282,7 +286,7 @@ def test_full_queue() -> None:
             next(stream)
             # One place is left: not enough for two, enough for one.
             answer = server.post("/v1/completions", {"model": "letters", "prompt": ["x", "y"]})
-            assert "2 of 3 places" in refused(answer, 429, code="queue_full")
+            assert "2 of 3 queue places" in refused(answer, 429, code="queue_full")
             assert answer.json()["error"]["type"] == "rate_limit_error"
             assert int(answer.headers["retry-after"]) >= 1
             with client.completions.create(model="letters", prompt="x", stream=True) as other:
@@ -328,7 +332,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *NOT_SERVED})
+NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORTED})
 
 
 def refusal(kind: type[Body], raw: bytes) -> ApiError | None:

@@ -14,13 +14,13 @@ from scripted_engine import ScriptedEngine
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
-from shotcast.server.restart import STEADY_S, TRIES, run_again
+from shotcast.server.restart import MAX_FAILURES, STABLE_S, run_with_restarts
 
 pytestmark = pytest.mark.timing
 
 
 class Starts:
-    """What ``run_again`` is given: engines and errors in turn, the last for ever, and what it made of them.
+    """What ``run_with_restarts`` is given: engines and errors in turn, the last for ever, and what it made of them.
 
     Each engine dies ``lives_s`` after the server listens; to the ``stopped``-th start a signal comes instead, or, with
     ``both``, just before.
@@ -50,13 +50,13 @@ class Starts:
             asyncio.get_running_loop().call_soon(self.engine.die)
 
     def run(self) -> int:
-        return run_again(self, ServerConfig(port=0), self.listening, self.pauses.append, lambda: self.now)
+        return run_with_restarts(self, ServerConfig(port=0), self.listening, self.pauses.append, lambda: self.now)
 
 
 def test_the_next_engine_serves_where_the_dead_one_did() -> None:
     first, second, third = (ScriptedEngine() for _ in range(3))
     turns = first, ConfigError("too little memory"), EngineDead("rank 0 was killed"), second, third
-    starts = Starts(*turns, lives_s=STEADY_S, stopped=5)
+    starts = Starts(*turns, lives_s=STABLE_S, stopped=5)
     assert starts.run() == 0
     assert starts.begun == 5
     assert len(starts.ports) == 3
@@ -87,26 +87,26 @@ def test_what_cannot_be_started_is_given_up() -> None:
     starts = Starts(ScriptedEngine(), ConfigError("too little memory"))
     with pytest.raises(ConfigError, match="too little memory"):
         starts.run()
-    assert starts.begun == TRIES
+    assert starts.begun == MAX_FAILURES
     assert starts.pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_engines_that_die_at_once_are_given_up() -> None:
-    starts = Starts(ScriptedEngine(), lives_s=STEADY_S / 2)
+    starts = Starts(ScriptedEngine(), lives_s=STABLE_S / 2)
     assert starts.run() == 1
-    assert starts.begun == TRIES
+    assert starts.begun == MAX_FAILURES
     assert starts.pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_nothing_is_loaded_for_a_port_that_is_taken() -> None:
     starts = Starts(ScriptedEngine())
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen on"):
-        run_again(starts, ServerConfig(port=taken.getsockname()[1]))
+        run_with_restarts(starts, ServerConfig(port=taken.getsockname()[1]))
     assert starts.begun == 0
 
 
 def test_nobody_is_let_in_before_the_engine_is_ready() -> None:
-    starts = Starts(ScriptedEngine(), ScriptedEngine(), lives_s=STEADY_S, stopped=2)
+    starts = Starts(ScriptedEngine(), ScriptedEngine(), lives_s=STABLE_S, stopped=2)
     refused: list[bool] = []
 
     def start() -> Engine:
@@ -116,5 +116,7 @@ def test_nobody_is_let_in_before_the_engine_is_ready() -> None:
             refused.append(True)
         return starts()
 
-    assert run_again(start, ServerConfig(port=0), starts.listening, starts.pauses.append, lambda: starts.now) == 0
+    assert (
+        run_with_restarts(start, ServerConfig(port=0), starts.listening, starts.pauses.append, lambda: starts.now) == 0
+    )
     assert refused == [True]

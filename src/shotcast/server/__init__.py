@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's interface to the engine."""
+"""An HTTP server with OpenAI's API for the engine."""

@@ -1,4 +1,4 @@
-"""What clients are told when it does not work out: a status, and a body in OpenAI's shape."""
+"""Errors of the HTTP API: a status, and a body in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An answer that is not the one that was asked for.
+    """An error response to a request.
 
     Attributes:
-        status: of HTTP.
-        param: the parameter at fault.
+        status: the HTTP status.
+        param: the parameter that caused the error.
         code: the cause in one word, for programs.
-        headers: that go with the answer.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The JSON object of the response."""
         if self.status == 429:
             kind = "rate_limit_error"
         else:

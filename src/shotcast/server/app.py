@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the HTTP API."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from shotcast.engine.outputs import RequestOutput
 from shotcast.server.api_error import ApiError
 from shotcast.server.metrics import CountResponses
 from shotcast.server.request_body import AnyBody, Body, ChatBody, CompletionBody, parse
-from shotcast.server.responses import Answer, ChatCompletionResponse, CompletionResponse
+from shotcast.server.responses import ApiResponse, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
-from shotcast.server.streaming import DONE, EventStream, event, unless_gone
+from shotcast.server.streaming import DONE, EventStream, event, unless_disconnected
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499
-"""For the counters: nobody is there to read the answer."""
+CLIENT_DISCONNECTED = 499
+"""The status of a request whose client has disconnected, for the counters."""
 
 
 def create_app(service: Service) -> ASGIApp:
+    """Create the application that serves ``service``."""
     config = service.config
 
     def check_key(http: Request) -> None:
         if config.api_key is None:
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(key.encode("latin-1"), config.api_key.encode())
-        if scheme.lower() != "bearer" or not right:
+        matches = hmac.compare_digest(key.encode("latin-1"), config.api_key.encode())
+        if scheme.lower() != "bearer" or not matches:
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send Authorization: Bearer <key>",
@@ -47,29 +48,31 @@ def create_app(service: Service) -> ASGIApp:
 
     async def read(http: Request, kind: type[AnyBody]) -> AnyBody:
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Another type would let any web page send requests to a server on its reader's machine, without being asked.
+        # Browsers let any web page send other media types to a server on its reader's machine without permission.
         if media_type != "application/json":
-            raise ApiError(415, f"Content-Type is application/json, not {media_type or 'left out'}")
-        body = parse(kind, await _read(http, config.max_body_bytes))
+            raise ApiError(415, f"Content-Type must be application/json, not {media_type or 'empty'}")
+        body = parse(kind, await _read_body(http, config.max_body_bytes))
         if body.model != service.model:
-            raise _no_model(body.model, service.model)
+            raise _model_not_found(body.model, service.model)
         return body
 
-    async def respond(http: Request, body: Body, answer: Answer[Any]) -> Response:
+    async def respond(http: Request, body: Body, response: ApiResponse[Any]) -> Response:
         if body.stream:
-            return EventStream(_events(service, body, answer))
-        outputs = await unless_gone(http.receive, _outputs(service, body, answer))
-        return Response(status_code=CLIENT_GONE) if outputs is None else JSONResponse(answer.whole(outputs))
+            return EventStream(_events(service, body, response))
+        outputs = await unless_disconnected(http.receive, _outputs(service, body, response))
+        return (
+            Response(status_code=CLIENT_DISCONNECTED) if outputs is None else JSONResponse(response.complete(outputs))
+        )
 
-    open_to_all = APIRouter()
+    public = APIRouter()
     keyed = APIRouter(dependencies=[Depends(check_key)])
 
-    @open_to_all.get("/health")
+    @public.get("/health")
     async def health() -> Response:
-        service.check(status_of_death=503)
+        service.check(dead_status=503)
         return JSONResponse({"status": "ok"})
 
-    @(open_to_all if config.public_metrics else keyed).get("/metrics")
+    @(public if config.public_metrics else keyed).get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -80,7 +83,7 @@ def create_app(service: Service) -> ASGIApp:
     @keyed.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != service.model:
-            raise _no_model(name, service.model)
+            raise _model_not_found(name, service.model)
         return JSONResponse(_model(service))
 
     @keyed.post("/v1/completions")
@@ -94,7 +97,7 @@ def create_app(service: Service) -> ASGIApp:
         return await respond(http, body, ChatCompletionResponse(body, service.model, service.engine.tokenizer))
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(open_to_all)
+    app.include_router(public)
     app.include_router(keyed)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -102,8 +105,8 @@ def create_app(service: Service) -> ASGIApp:
     return CountResponses(app, service.metrics)
 
 
-async def _read(http: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be too large."""
+async def _read_body(http: Request, limit: int) -> bytes:
+    """Read the body of a request. Reject it as soon as it is known to be too large."""
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     if int(http.headers.get("content-length", 0)) > limit:
         raise too_large
@@ -114,23 +117,24 @@ async def _read(http: Request, limit: int) -> bytes:
             if len(read) > limit:
                 raise too_large
     except ClientDisconnect as error:
-        raise ApiError(CLIENT_GONE, "the client left") from error
+        raise ApiError(CLIENT_DISCONNECTED, "the client disconnected") from error
     return bytes(read)
 
 
-async def _outputs(service: Service, body: Body, answer: Answer[Any]) -> dict[int, RequestOutput]:
-    async with aclosing(service.generate(body, answer.id)) as updates:
+async def _outputs(service: Service, body: Body, response: ApiResponse[Any]) -> dict[int, RequestOutput]:
+    """Return the final output of each choice."""
+    async with aclosing(service.generate(body, response.id)) as updates:
         return {number: output async for number, output in updates}
 
 
-async def _events(service: Service, body: Body, answer: Answer[Any]) -> AsyncGenerator[bytes, None]:
-    """The answer as it grows. What fails after the first event is told as an event, and ends the stream."""
+async def _events(service: Service, body: Body, response: ApiResponse[Any]) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. An error after the first event is sent as an event, and ends the stream."""
     outputs: dict[int, RequestOutput] = {}
     try:
-        async with aclosing(service.generate(body, answer.id)) as updates:
+        async with aclosing(service.generate(body, response.id)) as updates:
             async for number, output in updates:
                 outputs[number] = output
-                for chunk in answer.chunks(number, output):
+                for chunk in response.chunks(number, output):
                     yield event(chunk)
     except Exception as error:
         if not outputs:
@@ -141,7 +145,7 @@ async def _events(service: Service, body: Body, answer: Answer[Any]) -> AsyncGen
         yield event(error.body)
         return
     if body.include_usage:
-        yield event(answer.usage_chunk(outputs))
+        yield event(response.usage_chunk(outputs))
     yield DONE
 
 
@@ -158,7 +162,7 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def _no_model(name: str, served: str) -> ApiError:
+def _model_not_found(name: str, served: str) -> ApiError:
     return ApiError(
         404, f"there is no model {name!r}; this server has {served!r}", param="model", code="model_not_found"
     )
@@ -170,10 +174,10 @@ async def _api_error(http: Request, error: Exception) -> Response:
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
-    """No such path, or no such method there."""
+    """Respond to an unknown path, or to a method that the path does not have."""
     assert isinstance(error, HTTPException)
-    told = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}", headers=error.headers)
-    return await _api_error(http, told)
+    api_error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}", headers=error.headers)
+    return await _api_error(http, api_error)
 
 
 async def _unexpected(http: Request, error: Exception) -> Response:

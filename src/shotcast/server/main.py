@@ -1,4 +1,4 @@
-"""The server as a process: it listens, watches its engine, and stops in order."""
+"""The server as a process: it listens, watches its engine, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -20,53 +20,56 @@ from shotcast.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 5
-"""For answers on their way to slow clients, once nothing runs any more."""
+FLUSH_S = 5
+"""Seconds to send the last responses to slow clients, after all requests have ended."""
 
 
 def run(
     llm: Engine,
     config: ServerConfig,
-    listening: Callable[[int], None] | None = None,
+    on_listening: Callable[[int], None] | None = None,
     address: socket.socket | None = None,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, or until the engine dies; then close it.
+    """Serve until SIGINT or SIGTERM, or until the engine dies, and then close the engine.
 
-    The first signal lets running requests end, for up to ``config.drain_s``, and refuses others; the second ends them
-    at once.
+    After the first signal, running requests may finish within ``config.drain_s``, and new ones are rejected. The second
+    signal ends them at once.
 
     Args:
-        listening: told the port as soon as clients may connect.
-        address: what :func:`reserve` gave, to know before a model is loaded whether its port can be had.
+        llm: the engine.
+        config: the configuration of the server.
+        on_listening: called with the port as soon as clients may connect.
+        address: the socket of :func:`bind`, which finds out before the model is loaded whether the port is free.
 
     Returns:
-        the exit code of the process: 0 after a signal, 1 when the engine died without one.
+        The exit code of the process: 0 after a signal, 1 if the engine died without one.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen on the address.
     """
-    return asyncio.run(serve(llm, config, listening, address=address))
+    return asyncio.run(serve(llm, config, on_listening, address=address))
 
 
 async def serve(
     llm: Engine,
     config: ServerConfig,
-    listening: Callable[[int], None] | None = None,
+    on_listening: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
     address: socket.socket | None = None,
 ) -> int:
-    """:func:`run` in an event loop that runs already.
+    """Serve as :func:`run` does, in the running event loop.
 
     Args:
-        stop: setting it does what a signal does; outside the main thread, where none arrives, it is the way to stop.
+        llm, config, on_listening, address: as in :func:`run`.
+        stop: an event with the effect of a signal. Signals reach the main thread only; other threads need it to stop.
     """
     try:
-        with reserve(config) if address is None else address as listener:
+        with bind(config) if address is None else address as listener:
             _listen(listener, config)
             if not config.loopback and config.api_key is None:
-                logger.warning("%s can be reached from other machines, and there is no API key", config.host)
+                logger.warning("other machines can reach %s, and there is no API key", config.host)
             service = Service(llm, config)
-            server = _Server(create_app(service), service, listening, asyncio.Event() if stop is None else stop)
+            server = _Server(create_app(service), service, on_listening, asyncio.Event() if stop is None else stop)
             supervisor = asyncio.create_task(server.supervise())
             try:
                 await server.serve(sockets=[listener])
@@ -78,33 +81,33 @@ async def serve(
         await llm.close()
 
 
-def reserve(config: ServerConfig) -> socket.socket:
-    """A socket that has the address, to which nobody can connect yet.
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a socket that is bound to the address, to which clients cannot connect yet.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the address cannot be bound.
     """
     try:
         family, kind, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        reserved = socket.socket(family, kind)
+        bound = socket.socket(family, kind)
         try:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            reserved.bind(address)
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address)
         except BaseException:
-            reserved.close()
+            bound.close()
             raise
-        return reserved
+        return bound
     except OSError as error:
         raise _cannot_listen(config, error) from error
 
 
-def _listen(reserved: socket.socket, config: ServerConfig) -> None:
+def _listen(bound: socket.socket, config: ServerConfig) -> None:
     try:
-        reserved.listen(2048)
+        bound.listen(2048)
     except OSError as error:
         raise _cannot_listen(config, error) from error
 
@@ -114,57 +117,59 @@ def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, told to stop by :meth:`supervise` alone."""
+    """A uvicorn server that stops only when :meth:`supervise` tells it to."""
 
-    def __init__(self, app: ASGIApp, service: Service, listening: Callable[[int], None] | None, stop: asyncio.Event):
+    def __init__(self, app: ASGIApp, service: Service, on_listening: Callable[[int], None] | None, stop: asyncio.Event):
         super().__init__(
             uvicorn.Config(
-                cast(Any, app),  # starlette and uvicorn each have types of their own for the same
+                cast(Any, app),  # starlette and uvicorn have different types for applications
                 log_config=None,
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                timeout_graceful_shutdown=LAST_WORDS_S,
+                timeout_graceful_shutdown=FLUSH_S,
             )
         )
         self._service = service
-        self._listening = listening
-        self._told_to_stop = stop
+        self._on_listening = on_listening
+        self._stop_event = stop
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._listening is not None and sockets:
-            self._listening(sockets[0].getsockname()[1])
+        if self._on_listening is not None and sockets:
+            self._on_listening(sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own would close the door at once, and raise the signal again when all is done, which then ends the
-        # process as if nothing had been in order.
+        # uvicorn's own handler would reject clients at once, and raise the signal again at the end. That would kill the
+        # process instead of returning an exit code.
         self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
-        if self._told_to_stop.is_set():
+        if self._stop_event.is_set():
             self._service.abort()
-        self._told_to_stop.set()
+        self._stop_event.set()
 
     async def supervise(self) -> int:
-        """Wait for a signal or for the engine's death, see that requests come to an end, and stop.
+        """Wait for a signal or for the engine's death, let requests end, and stop the server.
 
         Returns:
-            the exit code.
+            The exit code.
         """
         engine = self._service.engine
         dead = asyncio.create_task(engine.wait_dead())
-        stopped = asyncio.create_task(self._told_to_stop.wait())
+        stopped = asyncio.create_task(self._stop_event.wait())
         try:
             await asyncio.wait((dead, stopped), return_when=asyncio.FIRST_COMPLETED)
             if dead.done():
                 logger.error("the engine died: %s", dead.result())
-                await self._service.drain(LAST_WORDS_S)  # they have all failed, and only have to say so
+                await self._service.drain(
+                    FLUSH_S
+                )  # all requests have failed, and only their responses are left to send
             else:
-                logger.info("stopping: requests that run have %g s to end", self._service.config.drain_s)
+                logger.info("stopping: running requests have %g s to finish", self._service.config.drain_s)
                 await self._service.drain(self._service.config.drain_s)
-            return 0 if self._told_to_stop.is_set() else 1
+            return 0 if self._stop_event.is_set() else 1
         finally:
             dead.cancel()
             stopped.cancel()

@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters of the engine, taken when it asks, and what the server itself measures."""
+"""Metrics for Prometheus: counters of the engine, read at each scrape, and measurements of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 
 
 class Metrics:
-    """The metrics of one server. What counts as a request here is one output of the engine."""
+    """The metrics of one server. Each output of the engine counts as a request."""
 
     def __init__(self, engine: Engine):
         registry = CollectorRegistry()
@@ -38,6 +38,7 @@ class Metrics:
         self._responses = Counter("shotcast_responses", "HTTP responses by status.", ["status"], registry=registry)
 
     def finished(self, output: RequestOutput) -> None:
+        """Count a request that ended with an output, and observe its times."""
         self.ended(str(output.finish_reason))
         self._time.observe(output.time_s)
         if output.ttft_s is not None:
@@ -46,17 +47,21 @@ class Metrics:
             self._tpot.observe(output.tpot_s)
 
     def ended(self, finish_reason: str) -> None:
-        """A request that ended, also without an output: "abort", "error"."""
+        """Count a request that ended, also one that ended without an output ("abort", "error")."""
         self._requests.labels(finish_reason).inc()
 
     def responded(self, status: int) -> None:
+        """Count an HTTP response."""
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector:
+    """Collects the counters of the engine at each scrape."""
+
     def __init__(self, engine: Engine):
         self._engine = engine
 
@@ -66,26 +71,26 @@ class _EngineCollector:
             return
         stats = self._engine.stats()
         used = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
-        for name, says, gauge in (
+        for name, documentation, gauge in (
             ("requests_running", "Requests that are being computed.", stats.running),
             ("requests_waiting", "Requests in the engine's queue.", stats.waiting),
-            ("kv_used_fraction", "Blocks of the paged cache that running requests hold, of all.", used),
+            ("kv_used_fraction", "Fraction of the cache blocks that running requests hold.", used),
         ):
-            yield GaugeMetricFamily(f"shotcast_{name}", says, gauge)
-        for name, says, count in (
+            yield GaugeMetricFamily(f"shotcast_{name}", documentation, gauge)
+        for name, documentation, count in (
             ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
-            ("cached_prompt_tokens", "Tokens of prompts that were found computed.", stats.cached_tokens),
-            ("output_tokens", "Tokens drawn.", stats.output_tokens),
-            ("preemptions", "Times that a request lost its blocks to others.", stats.preemptions),
+            ("cached_prompt_tokens", "Prompt tokens that were found in the prefix cache.", stats.cached_tokens),
+            ("output_tokens", "Tokens sampled.", stats.output_tokens),
+            ("preemptions", "How often a request lost its blocks to others.", stats.preemptions),
             ("steps", "Steps of the engine.", stats.steps),
-            ("step_seconds", "Time of all steps; on CUDA, of stamped ones.", stats.step_s),
-            ("communication_seconds", "Of it rank 0's in collectives.", stats.communication_s),
+            ("step_seconds", "Time of all steps; on CUDA, of stamped steps.", stats.step_s),
+            ("communication_seconds", "Part of the step time that rank 0 spent in collectives.", stats.communication_s),
         ):
-            yield CounterMetricFamily(f"shotcast_{name}", says, count)
+            yield CounterMetricFamily(f"shotcast_{name}", documentation, count)
 
 
 class CountResponses:
-    """Middleware around everything else, so that it also sees the answers to requests that failed."""
+    """Middleware that counts responses. It wraps everything else, so it also sees responses to requests that failed."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app

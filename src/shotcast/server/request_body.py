@@ -1,4 +1,4 @@
-"""The bodies of requests: what they may ask for, checked and brought into the engine's terms."""
+"""The bodies of requests: their parameters, which are validated and converted to the engine's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shotcast.server.api_error import ApiError
 from shotcast.server.engine_protocol import Tokenizer
 
 MAX_STOP = 4
-"""Stop strings of a request."""
+"""The largest number of stop strings of a request."""
 
 ROLES = ("system", "user", "assistant")
 
-NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -43,10 +43,12 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Parameters of OpenAI's that nothing here does, with the values that ask for nothing (besides null)."""
+"""Parameters of OpenAI's API that are not supported, with the values (besides null) that are accepted since they
+request nothing."""
 
 
-def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
+def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """Return an error for a request whose parameter ``param`` is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -64,16 +66,19 @@ class StreamOptions(_Strict):
 
 
 class Body(_Strict):
-    """What both kinds of request share. A description says what the parameter takes, and completes an error message;
-    the ranges of sampling parameters are those of :class:`SamplingParams`."""
+    """The parameters that both kinds of request share.
+
+    The description of a parameter says which values it accepts, and completes the error message "... must be". The
+    ranges of sampling parameters are those of :class:`SamplingParams`.
+    """
 
     PROMPT: ClassVar[str]
     """The parameter that holds the prompt."""
 
     model: str = Field(description="the name of a model")
-    max_tokens: int | None = _optional("a whole number from 1 up")
+    max_tokens: int | None = _optional("a whole number of at least 1")
     n: int | None = _optional("a whole number from 1 to 128", ge=1, le=128)
-    temperature: float | None = _optional("a number from 0 up")
+    temperature: float | None = _optional("a number of at least 0")
     top_p: float | None = _optional("a number above 0, at most 1")
     top_k: int | None = _optional("a whole number of at most 31 bits, 0 or -1 for all tokens", ge=-1, lt=1 << 31)
     min_p: float | None = _optional("a number from 0 to 1")
@@ -85,89 +90,95 @@ class Body(_Strict):
     ignore_eos: bool | None = _optional("true or false")
     stream: bool | None = _optional("true or false")
     stream_options: StreamOptions | None = _optional('an object that may hold "include_usage": true or false')
-    # Who asks, for whoever keeps records; nothing here depends on it.
+    # These identify the user for the client's records; nothing here depends on them.
     user: str | None = _optional("a string")
     safety_identifier: str | None = _optional("a string")
     prompt_cache_key: str | None = _optional("a string")
 
     @model_validator(mode="after")
-    def _related(self) -> Body:
+    def _check_combinations(self) -> Body:
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP:
-            raise bad("stop", f"stop is at most {MAX_STOP} strings, not {len(self.stop)}")
+            raise bad_request("stop", f"stop must be at most {MAX_STOP} strings, not {len(self.stop)}")
         if self.stream_options is not None and not self.stream:
-            raise bad("stream_options", "stream_options goes with stream=true")
+            raise bad_request("stream_options", "stream_options needs stream=true")
         return self
 
     @property
     def choices(self) -> int:
-        """Outputs for each prompt."""
+        """The number of outputs for each prompt."""
         return self.n or 1
 
     @property
     def prompts(self) -> int:
+        """The number of prompts."""
         return 1
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def output_limit(self) -> tuple[str, int | None]:
-        """The tokens that were asked for, after the parameter that says so."""
+        """The parameter that limits the output, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
     @abstractmethod
     def alternatives(self) -> tuple[str, int | None]:
-        """The log-probabilities that were asked for at each token, after the parameter that says so."""
+        """The parameter with the number of log-probabilities for each token, and its value."""
 
     def sampling(self) -> SamplingParams:
-        """How to draw tokens; how many to draw at most and the seed of each choice are the caller's to fill in.
+        """Return the sampling parameters of the request.
+
+        The caller fills in the largest number of tokens and the seed of each choice.
 
         Raises:
-            ApiError: 400 that names the parameter that is out of its range.
+            ApiError: status 400, with the parameter that is out of range.
         """
-        same = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
-        given = {name: (name, getattr(self, name)) for name in same - {"max_tokens", "logprobs"}}
-        given["top_k"] = ("top_k", max(self.top_k or 0, 0))
-        given["max_tokens"] = self.output_limit
-        given["logprobs"] = self.alternatives
-        values = {name: value for name, (_, value) in given.items() if value is not None}
+        shared = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
+        requested = {name: (name, getattr(self, name)) for name in shared - {"max_tokens", "logprobs"}}
+        requested["top_k"] = ("top_k", max(self.top_k or 0, 0))
+        requested["max_tokens"] = self.output_limit
+        requested["logprobs"] = self.alternatives
+        values = {name: value for name, (_, value) in requested.items() if value is not None}
         for name, value in values.items():
             try:
                 SamplingParams(**{name: value})
             except ConfigError as error:
-                asked = given[name][0]
-                raise bad(asked, str(error).replace(name, asked, 1)) from error
+                param = requested[name][0]
+                raise bad_request(param, str(error).replace(name, param, 1)) from error
         return SamplingParams(**values)
 
     @abstractmethod
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Return the token ids of each prompt."""
 
 
 class CompletionBody(Body):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     PROMPT = "prompt"
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="a string, a list of strings, a list of token ids or a list of such lists"
     )
-    best_of: int | None = _optional("what n is")
+    best_of: int | None = _optional("equal to n")
     echo: bool | None = _optional("true or false")
     logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @model_validator(mode="after")
-    def _related_to_the_prompt(self) -> CompletionBody:
+    def _check_prompt(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != self.choices:
-            raise bad("best_of", f"best_of is what n is ({self.choices}), not {self.best_of}: all outputs are returned")
+            raise bad_request(
+                "best_of", f"best_of must equal n ({self.choices}), not {self.best_of}: all outputs are returned"
+            )
         if self.echo and self.logprobs is not None:
-            raise bad("echo", "echo does not go with logprobs: there are none of the prompt")
+            raise bad_request("echo", "echo cannot be used with logprobs: the prompt has none")
         if not self._prompts or not all(self._prompts):
-            raise bad("prompt", "prompt is empty")
-        if not all(isinstance(one, str) or min(one) >= 0 for one in self._prompts):
-            raise bad("prompt", "prompt holds a token id below 0")
+            raise bad_request("prompt", "prompt must not be empty")
+        if not all(isinstance(prompt, str) or min(prompt) >= 0 for prompt in self._prompts):
+            raise bad_request("prompt", "prompt holds a token id below 0")
         return self
 
     @property
@@ -190,18 +201,18 @@ class CompletionBody(Body):
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts]
 
     def prompt_text(self, number: int, tokenizer: Tokenizer) -> str:
-        """A prompt as it was sent; token ids as text."""
+        """Return the text of a prompt: as it was sent, or decoded from token ids."""
         prompt = self._prompts[number]
         return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
 
 
 class ChatBody(Body):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     PROMPT = "messages"
 
     messages: list[dict[str, Any]] = Field(description="a list of objects with role and content", min_length=1)
-    max_completion_tokens: int | None = _optional("a whole number from 1 up")
+    max_completion_tokens: int | None = _optional("a whole number of at least 1")
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
@@ -211,11 +222,12 @@ class ChatBody(Body):
         return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
     @model_validator(mode="after")
-    def _related_to_the_chat(self) -> ChatBody:
+    def _check_chat(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise bad("top_logprobs", "top_logprobs goes with logprobs=true")
-        if None not in (old_new := (self.max_tokens, self.max_completion_tokens)) and old_new[0] != old_new[1]:
-            raise bad("max_tokens", "max_tokens and max_completion_tokens are the same limit, and differ")
+            raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise bad_request("max_tokens", "max_tokens and max_completion_tokens are the same limit, but differ")
         return self
 
     @property
@@ -232,27 +244,33 @@ class ChatBody(Body):
         return [tokenizer.apply_chat_template(self.messages)]
 
 
-def _message(place: str, message: dict[str, Any]) -> dict[str, str]:
-    """Role and content, the parts of the content put together.
+def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
+    """Return the role and the content of a message, with the parts of the content joined.
 
-    Clients send back the answers they got, with fields of no content: null and empty lists are passed over.
+    Clients send back the responses they got, with empty fields: null and empty lists are ignored.
+
+    Args:
+        name: the message, as error messages call it.
+        message: the JSON object.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise bad("messages", f"{place}.role is {', '.join(ROLES)}, not {reprlib.repr(role)}")
-    for name, value in message.items():
-        if name not in ("role", "content") and value not in (None, []):
-            raise bad("messages", f"{place}.{name} is not supported")
+        raise bad_request("messages", f"{name}.role must be one of {', '.join(ROLES)}, not {reprlib.repr(role)}")
+    for field, value in message.items():
+        if field not in ("role", "content") and value not in (None, []):
+            raise bad_request("messages", f"{name}.{field} is not supported")
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list):
-        raise bad("messages", f"{place}.content is a string or a list of text parts, not {reprlib.repr(content)}")
+        raise bad_request(
+            "messages", f"{name}.content must be a string or a list of text parts, not {reprlib.repr(content)}"
+        )
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             accepted = '{"type": "text", "text": ...}'
-            raise bad("messages", f"{place}.content[{number}] is {accepted}, not {reprlib.repr(part)}")
+            raise bad_request("messages", f"{name}.content[{number}] must be {accepted}, not {reprlib.repr(part)}")
         texts.append(text)
     return {"role": role, "content": "".join(texts)}
 
@@ -261,34 +279,35 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """The body of a request.
+    """Parse the body of a request.
 
     Raises:
-        ApiError: 400 that says what is wrong with it, and names the parameter.
+        ApiError: status 400, with the problem and the parameter.
     """
     try:
-        said = from_json(raw)
+        values = from_json(raw)
     except ValueError as error:
-        raise bad(None, f"the body is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise bad(None, f"the body is a JSON object, not {reprlib.repr(said)}")
-    for name in said.keys() & NOT_SERVED.keys():
-        value = said.pop(name)
-        if value is not None and value not in NOT_SERVED[name]:
-            raise bad(name, f"{name} is not supported", "unsupported_parameter")
+        raise bad_request(None, f"the body is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise bad_request(None, f"the body must be a JSON object, not {reprlib.repr(values)}")
+    for name in values.keys() & UNSUPPORTED.keys():
+        value = values.pop(name)
+        if value is not None and value not in UNSUPPORTED[name]:
+            raise bad_request(name, f"{name} is not supported", "unsupported_parameter")
     try:
-        return kind.model_validate(said)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise _explained(kind, error) from error
+        raise _api_error(kind, error) from error
 
 
-def _explained(kind: type[Body], error: ValidationError) -> ApiError:
+def _api_error(kind: type[Body], error: ValidationError) -> ApiError:
+    """Return an error for the first problem that pydantic found."""
     first = error.errors(include_url=False)[0]
     path = ".".join(map(str, first["loc"]))
     param = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return bad(path, f"there is no parameter {path}", "unknown_parameter")
+        return bad_request(path, f"there is no parameter {path}", "unknown_parameter")
     accepted = kind.model_fields[param].description
     if first["type"] == "missing":
-        return bad(param, f"{param} is missing: {accepted}", "missing_parameter")
-    return bad(param, f"{param} is {accepted} (at {path}: {reprlib.repr(first['input'])})")
+        return bad_request(param, f"{param} is missing; it must be {accepted}", "missing_parameter")
+    return bad_request(param, f"{param} must be {accepted} (at {path}: {reprlib.repr(first['input'])})")

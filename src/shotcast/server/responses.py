@@ -1,4 +1,4 @@
-"""Outputs in OpenAI's shapes: whole, and as the chunks of a stream."""
+"""Responses in OpenAI's format: complete, and as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shotcast.engine.outputs import RequestOutput, TokenLogprob
 from shotcast.server.engine_protocol import Tokenizer
 from shotcast.server.request_body import Body, ChatBody, CompletionBody
 
-LEAST_LOGPROB = -9999.0
-"""What OpenAI says of a token that cannot come: JSON has no minus infinity."""
+MIN_LOGPROB = -9999.0
+"""OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
 
 B = TypeVar("B", bound=Body)
 
 
 @dataclass(slots=True)
-class _Told:
-    """How much of a choice the chunks have said: characters of its text, tokens, and characters of those tokens."""
+class _Sent:
+    """The part of a choice that was sent: characters of its text, its tokens, and the characters of those tokens."""
 
     text: int = 0
     tokens: int = 0
     offset: int = 0
 
 
-class Answer(ABC, Generic[B]):
-    """The answer to one request. Choices come as updates, numbered ``prompt * n + i``."""
+class ApiResponse(ABC, Generic[B]):
+    """The response to one request. Its choices are numbered ``prompt * n + i``."""
 
     PREFIX: ClassVar[str]
     OBJECT: ClassVar[str]
@@ -41,36 +41,41 @@ class Answer(ABC, Generic[B]):
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._told: dict[int, _Told] = {}
+        self._sent: dict[int, _Sent] = {}
 
-    def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        choices = [self._whole_choice(number, output) for number, output in sorted(outputs.items())]
+    def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        """Return the response in one piece."""
+        choices = [self._complete_choice(number, output) for number, output in sorted(outputs.items())]
         return self._object(self.OBJECT, choices) | {"usage": self._usage(outputs)}
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """What to say about an update; nothing, if it has no text yet."""
+        """Return the chunks for an update of a choice; none if it has no new text."""
         choices = []
-        told = self._told.get(number)
-        if told is None:
-            told = self._told[number] = _Told()
+        sent = self._sent.get(number)
+        if sent is None:
+            sent = self._sent[number] = _Sent()
             choices += self._opening(number)
-        text = output.text[told.text :]
-        logprobs = _of_text(output)[told.tokens :]
+        text = output.text[sent.text :]
+        logprobs = _text_logprobs(output)[sent.tokens :]
         if text or logprobs or output.finished:
-            choices.append(self._chunk_choice(number, output, text, logprobs, told))
-            told.text += len(text)
-            told.tokens += len(logprobs)
+            choices.append(self._chunk_choice(number, output, text, logprobs, sent))
+            sent.text += len(text)
+            sent.tokens += len(logprobs)
         usage = {"usage": None} if self._body.include_usage else {}
         return [self._object(self.CHUNK, [choice]) | usage for choice in choices]
 
     def usage_chunk(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        """Return the last chunk of a stream, which holds the usage."""
         return self._object(self.CHUNK, []) | {"usage": self._usage(outputs)}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def _usage(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """Tokens. A prompt counts once, whatever the number of its choices; so do its cached tokens, of the first."""
+        """Return the numbers of tokens.
+
+        A prompt counts once for all of its choices, and so do its cached tokens, which are those of the first choice.
+        """
         first = [outputs[number] for number in range(0, len(outputs), self._body.choices)]
         prompt = sum(len(output.prompt_tokens) for output in first)
         completion = sum(len(output.tokens) for output in outputs.values())
@@ -83,20 +88,22 @@ class Answer(ABC, Generic[B]):
 
     @abstractmethod
     def _opening(self, number: int) -> list[dict[str, Any]]:
-        """Choices of chunks that go before the first text."""
+        """Return the choices of chunks before the first text."""
 
     @abstractmethod
-    def _whole_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        """A choice of an answer in one piece."""
+    def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
+        """Return a choice of a response in one piece."""
 
     @abstractmethod
     def _chunk_choice(
-        self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], told: _Told
+        self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent
     ) -> dict[str, Any]:
-        """A choice of a chunk, that says ``text``."""
+        """Return a choice of a chunk that adds ``text``."""
 
 
-class CompletionResponse(Answer[CompletionBody]):
+class CompletionResponse(ApiResponse[CompletionBody]):
+    """The response of ``/v1/completions``."""
+
     PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
@@ -104,86 +111,96 @@ class CompletionResponse(Answer[CompletionBody]):
             return []
         return [{"index": number, "text": self._prompt(number), "logprobs": None, "finish_reason": None}]
 
-    def _whole_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
+    def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
         text = self._prompt(number) + output.text if self._body.echo else output.text
-        return self._chunk_choice(number, output, text, _of_text(output), _Told())
+        return self._chunk_choice(number, output, text, _text_logprobs(output), _Sent())
 
     def _chunk_choice(
-        self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], told: _Told
+        self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent
     ) -> dict[str, Any]:
-        said = None if self._body.logprobs is None else self._logprobs(logprobs, told)
-        return {"index": number, "text": text, "logprobs": said} | _ending(output)
+        entries = None if self._body.logprobs is None else self._logprobs(logprobs, sent)
+        return {"index": number, "text": text, "logprobs": entries} | _finish_fields(output)
 
     def _prompt(self, number: int) -> str:
         return self._body.prompt_text(number // self._body.choices, self._tokenizer)
 
-    def _logprobs(self, entries: Sequence[TokenLogprob], told: _Told) -> dict[str, Any]:
-        """Four lists side by side; offsets count the characters of the tokens before, each decoded alone.
+    def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
+        """Return OpenAI's four parallel lists. Offsets count the characters of the tokens before, each decoded alone.
 
-        Special tokens have names, and no characters.
+        Special tokens are shown by name, and have no characters.
         """
         tokens, offsets, alternatives = [], [], []
         for entry in entries:
             token = self._tokenizer.decode_token(entry.token, skip_special=False)
             top: dict[str, float] = {}
-            # Tokens that look alike (parts of characters) share a key: the likeliest keeps it.
+            # Tokens with the same text (parts of characters) share a key, which the likeliest gets.
             for other, logprob in (*entry.top, (entry.token, entry.logprob)):
-                top.setdefault(self._tokenizer.decode_token(other, skip_special=False), _finite(logprob))
+                top.setdefault(self._tokenizer.decode_token(other, skip_special=False), _json_logprob(logprob))
             tokens.append(token)
-            offsets.append(told.offset)
+            offsets.append(sent.offset)
             alternatives.append(top)
-            told.offset += len(self._tokenizer.decode_token(entry.token))
+            sent.offset += len(self._tokenizer.decode_token(entry.token))
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [_json_logprob(entry.logprob) for entry in entries],
             "top_logprobs": alternatives,
             "text_offset": offsets,
         }
 
 
-class ChatCompletionResponse(Answer[ChatBody]):
+class ChatCompletionResponse(ApiResponse[ChatBody]):
+    """The response of ``/v1/chat/completions``."""
+
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def _whole_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
+    def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"index": number, "message": message, "logprobs": self._logprobs(_of_text(output))} | _ending(output)
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": self._logprobs(_text_logprobs(output)),
+        } | _finish_fields(output)
 
     def _chunk_choice(
-        self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], told: _Told
+        self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent
     ) -> dict[str, Any]:
         delta = {"content": text} if text else {}
-        return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | _ending(output)
+        return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | _finish_fields(output)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         content = [
-            self._one(entry.token, entry.logprob)
-            | {"top_logprobs": [self._one(token, logprob) for token, logprob in entry.top]}
+            self._token_logprob(entry.token, entry.logprob)
+            | {"top_logprobs": [self._token_logprob(token, logprob) for token, logprob in entry.top]}
             for entry in entries
         ]
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.decode_token(token, skip_special=False)
-        # A part of a character decodes to the sign for what is none, whose bytes are not the token's.
-        return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+        # A part of a character decodes to the replacement character, whose bytes are not the token's.
+        return {
+            "token": text,
+            "logprob": _json_logprob(logprob),
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
 
 
-def _of_text(output: RequestOutput) -> Sequence[TokenLogprob]:
-    """Log-probabilities of the tokens that make up the text: without the token that ended it."""
+def _text_logprobs(output: RequestOutput) -> Sequence[TokenLogprob]:
+    """Return the log-probabilities of the tokens of the text, without the token that ended it."""
     entries = output.logprobs or []
     ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
     return entries[:-1] if ended_by_token else entries
 
 
-def _ending(output: RequestOutput) -> dict[str, Any]:
+def _finish_fields(output: RequestOutput) -> dict[str, Any]:
     return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+def _json_logprob(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

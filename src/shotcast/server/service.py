@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: who is let in, what they get, and how it ends."""
+"""The service between HTTP and the engine: it admits requests, runs them in the engine, and ends them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
 from shotcast.server.metrics import Metrics
-from shotcast.server.request_body import Body, bad
+from shotcast.server.request_body import Body, bad_request
 
 Update = tuple[int, RequestOutput]
 """The number of a choice, and its output so far."""
 
 Job = tuple[list[int], SamplingParams]
-"""What the engine is asked: the tokens of a prompt, and how to go on."""
+"""One choice for the engine: the tokens of a prompt, and the sampling parameters."""
 
 RETRY_AFTER_S = 1
+"""The retry time of rejected requests."""
 
 
 class Service:
-    """Everything a server holds while it runs; belongs to one event loop."""
+    """The state of a running server. It belongs to one event loop."""
 
     def __init__(self, engine: Engine, config: ServerConfig):
         self.engine = engine
@@ -43,31 +44,32 @@ class Service:
         self._running: set[_Sequences] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        # A thread, since tokenising a long prompt would hold up everybody's tokens; only one, since not every
-        # tokenizer may be used from several.
+        # A thread, since tokenizing a long prompt would delay the tokens of all requests; a single one, since some
+        # tokenizers are not thread-safe.
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
 
-    def check(self, status_of_death: int = 500) -> None:
-        """
+    def check(self, dead_status: int = 500) -> None:
+        """Raise if the server cannot serve requests.
+
         Raises:
-            ApiError: 500 (or as said) when the engine died, 503 when the server is about to stop.
+            ApiError: ``dead_status`` if the engine died, 503 if the server is about to stop.
         """
         if self.engine.dead is not None:
-            raise _dead(self.engine.dead, status_of_death)
+            raise _dead_error(self.engine.dead, dead_status)
         if self._draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     async def generate(self, body: Body, request_id: str) -> AsyncGenerator[Update, None]:
-        """All prompts of a request, each as often as it asks: choice number ``prompt * n + i``.
+        """Complete all prompts of a request, ``n`` times each, and yield updates of choices ``prompt * n + i``.
 
-        An update stands for all that happened to its choice since the update before, so whoever reads slowly gets
-        fewer. Closing the generator aborts what still runs.
+        An update contains everything that happened to its choice since the one before, so slow readers get fewer.
+        Closing the generator aborts the choices that still run.
 
         Raises:
-            ApiError: whatever is in the way.
+            ApiError: the request cannot be served, or failed.
         """
         params = body.sampling()
-        with self._admitted(body) as sequences:
+        with self._admit(body) as sequences:
             try:
                 loop = asyncio.get_running_loop()
                 tokenizer = self.engine.tokenizer
@@ -77,45 +79,47 @@ class Service:
                     async for update in updates:
                         yield update
             except EngineDead as error:
-                raise _dead(error) from error
+                raise _dead_error(error) from error
             except ConfigError as error:
-                raise bad(body.PROMPT, str(error)) from error
+                raise bad_request(body.PROMPT, str(error)) from error
 
     def _jobs(self, body: Body, prompt: list[int], params: SamplingParams) -> Iterator[Job]:
-        """The prompt with parameters for each of its choices."""
-        where, most = body.PROMPT, self.config.max_prompt_tokens
+        """Yield the jobs of all choices of a prompt."""
+        prompt_limit, output_limit = self.config.max_prompt_tokens, self.config.max_output_tokens
         too_long = "context_length_exceeded"
-        if most is not None and len(prompt) > most:
-            raise bad(where, f"the prompt has {len(prompt)} tokens; this server takes {most}", too_long)
+        if prompt_limit is not None and len(prompt) > prompt_limit:
+            message = f"the prompt has {len(prompt)} tokens; this server takes {prompt_limit}"
+            raise bad_request(body.PROMPT, message, too_long)
         try:
             room = max_output_tokens(len(prompt), self.engine.max_model_len)
         except ConfigError as error:
-            raise bad(where, str(error), too_long if prompt else None) from error
-        limit = self.config.max_output_tokens
-        param, asked = body.output_limit
-        length = room if asked is None else asked
-        if limit is not None:
-            length = min(length, limit)
+            raise bad_request(body.PROMPT, str(error), too_long if prompt else None) from error
+        param, requested = body.output_limit
+        length = room if requested is None else requested
+        if output_limit is not None:
+            length = min(length, output_limit)
         if length > room:
-            asked_for = f"the prompt has {len(prompt)} tokens, and {param} is {asked}"
-            raise bad(param, f"{asked_for}; together they are at most {self.engine.max_model_len}", too_long)
+            message = f"the prompt has {len(prompt)} tokens, and {param} is {requested}"
+            raise bad_request(param, f"{message}; together they are at most {self.engine.max_model_len}", too_long)
         for number in range(body.choices):
-            # Choices differ from each other and repeat from one request to the next; the sum stays within 64 bits.
+            # Choices differ from each other, but repeat when the request is repeated; the sum stays within 64 bits.
             seed = None if params.seed is None else (params.seed + number + 2**63) % 2**64 - 2**63
             yield prompt, replace(params, max_tokens=length, seed=seed)
 
     @contextmanager
-    def _admitted(self, body: Body) -> Iterator[_Sequences]:
-        """Room for all of its sequences in the queue."""
+    def _admit(self, body: Body) -> Iterator[_Sequences]:
+        """Reserve room in the queue for all sequences of a request."""
         self.check()
         count, limit = body.prompts * body.choices, self.config.max_queue
         if count > limit:
             param = "n" if body.choices > 1 else body.PROMPT
-            raise bad(param, f"the {body.PROMPT} times n make {count} outputs; this server takes {limit} at a time")
+            raise bad_request(
+                param, f"the {body.PROMPT} times n make {count} outputs; this server takes {limit} at a time"
+            )
         if self._sequences + count > limit:
             raise ApiError(
                 429,
-                f"{self._sequences} of {limit} places in the queue are taken, and this takes {count}; try again later",
+                f"{self._sequences} of {limit} queue places are taken, and this request needs {count}; try again later",
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
@@ -132,7 +136,7 @@ class Service:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> None:
-        """Let nobody in any more, and wait until all are done; after ``seconds``, end what still runs."""
+        """Reject new requests and wait until all others are done; after ``seconds``, end those that still run."""
         self._draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -141,51 +145,53 @@ class Service:
             self.abort()
 
     def abort(self) -> None:
-        """End all that runs."""
+        """End all running requests."""
         for sequences in self._running:
             sequences.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def close(self) -> None:
+        """Stop the tokenizer thread."""
         self._tokenizing.shutdown(wait=False)
 
 
 _FAILED = "abort", "error"
-"""Reasons to finish that are no answer."""
+"""Finish reasons of outputs that failed."""
 
 
 class _Sequences:
-    """The sequences of one request, side by side in the engine."""
+    """The sequences of one request, which run together in the engine."""
 
     def __init__(self, engine: Engine, metrics: Metrics):
         self._engine = engine
         self._metrics = metrics
-        self._names: dict[int, str] = {}  # of choices that run
-        self._fresh: dict[int, RequestOutput] = {}
+        self._request_ids: dict[int, str] = {}  # of the choices that run
+        self._updated: dict[int, RequestOutput] = {}
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this wherever the updates are read."""
+        """Raise ``error`` in the reader of the updates."""
         self._failure = error
         self._changed.set()
 
     async def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[Update, None]:
+        """Run the jobs, and yield updates of their choices. Abort those that still run at the end."""
         unfinished = set(range(len(jobs)))
         try:
             for number, (prompt, params) in enumerate(jobs):
-                name = self._names[number] = f"{request_id}-{number}"
+                engine_id = self._request_ids[number] = f"{request_id}-{number}"
                 try:
-                    self._engine.start(prompt, params, name, partial(self._take, number))
+                    self._engine.start(prompt, params, engine_id, partial(self._on_output, number))
                 except (ConfigError, EngineDead) as error:
-                    self._take(number, error)
+                    self._on_output(number, error)
                     break
             while unfinished:
                 await self._changed.wait()
                 self._changed.clear()
-                fresh, self._fresh = self._fresh, {}
-                for number, output in fresh.items():
+                updated, self._updated = self._updated, {}
+                for number, output in updated.items():
                     if output.finish_reason in _FAILED:
-                        continue  # it has grown since it was told; what it ended with is the failure
+                        continue  # it has failed since the update; the failure is raised below
                     if number in unfinished:
                         if output.finished:
                             unfinished.remove(number)
@@ -193,28 +199,28 @@ class _Sequences:
                 if unfinished and self._failure is not None:
                     raise self._failure
         finally:
-            for name in self._names.values():
-                self._engine.abort(name)
+            for engine_id in self._request_ids.values():
+                self._engine.abort(engine_id)
                 self._metrics.ended("abort")
 
-    def _take(self, number: int, told: RequestOutput | Exception) -> None:
-        """Of a choice: its output as it grows, or why there is no more of it."""
-        if isinstance(told, RequestOutput):
-            if told.finish_reason == "abort":
-                told = ApiError(503, "the engine aborted the request", code="aborted")
-            elif told.finish_reason == "error":
-                told = ApiError(500, told.error, code="generation_failed")
-        if isinstance(told, Exception):
-            del self._names[number]
+    def _on_output(self, number: int, result: RequestOutput | Exception) -> None:
+        """Process an update of a choice: its output so far, or the error that ended it."""
+        if isinstance(result, RequestOutput):
+            if result.finish_reason == "abort":
+                result = ApiError(503, "the engine aborted the request", code="aborted")
+            elif result.finish_reason == "error":
+                result = ApiError(500, result.error, code="generation_failed")
+        if isinstance(result, Exception):
+            del self._request_ids[number]
             self._metrics.ended("error")
-            self.fail(told)
+            self.fail(result)
             return
-        self._fresh[number] = told
+        self._updated[number] = result
         self._changed.set()
-        if told.finished:
-            del self._names[number]
-            self._metrics.finished(told)
+        if result.finished:
+            del self._request_ids[number]
+            self._metrics.finished(result)
 
 
-def _dead(error: BaseException, status: int = 500) -> ApiError:
+def _dead_error(error: BaseException, status: int = 500) -> ApiError:
     return ApiError(status, str(error), code="engine_dead")

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a client left."""
+"""Server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-
+"""The last event of a stream."""
 
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
-"""Beside those that JSON escapes: where ``str.splitlines``, and clients that go by it, would end a line."""
+"""Escapes of the characters that JSON leaves as they are, but at which ``str.splitlines``, and so some clients, end a
+line."""
 
 
 def event(data: dict[str, Any]) -> bytes:
+    """Format a JSON object as a server-sent event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
     return b"data: " + text.encode() + b"\n\n"
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do the work, or cancel it and return None once the client is gone. The request's body was read before."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do the work, or cancel it and return None when the client disconnects. The request's body was read before."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 class EventStream(Response):
-    """A response of server-sent events, closed as soon as the client leaves.
+    """A response of server-sent events, which ends as soon as the client disconnects.
 
-    The status goes out with the first event, so that whatever is raised before is answered with its own.
+    The status is sent with the first event, so an error before that has a response of its own.
     """
 
     media_type = "text/event-stream"
@@ -54,11 +56,11 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._events = events
-        # X-Accel-Buffering: nginx would collect events to larger pieces.
+        # Without X-Accel-Buffering, nginx would collect events into larger pieces.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send(send))
+        await unless_disconnected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         started = False
