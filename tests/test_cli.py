@@ -430,7 +430,7 @@ class TestEngine:
             (["generate", "x", "-m", "nothing-here"], "there is no model 'nothing-here'"),
             (["generate", "x", "-m", "random:llama-9"], "llama-9"),
             (["generate", "x", "--temperature", "-1"], "temperature must be a number of at least 0"),
-            (["generate", "x", "-d", "int8"], "dtype is float32, bfloat16, float16"),
+            (["generate", "x", "-d", "int8"], "dtype must be one of float32, bfloat16, float16"),
             (["generate", "x", "--device", "cuda"], "no usable GPU"),
             (["serve", "--kv-cache", "lots"], "lots"),
             (["serve", "-m", "random:smollm2-135m"], "random:smollm2-135m has no tokenizer"),
