@@ -148,9 +148,18 @@ def test_parts_are_joined_after_the_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "item", "head_dim"), [("bf16", 2, 128), ("bf16", 2, 256), ("fp32", 4, 128), ("fp32", 4, 256)]
+    ("capability", "kib", "kind", "item", "head_dim"),
+    [
+        (89, 99, "bf16", 2, 128),
+        (89, 99, "fp32", 4, 256),
+        (90, 227, "bf16", 2, 256),
+        (90, 227, "fp32", 4, 128),
+        pytest.param(89, 99, "bf16", 2, 256, marks=pytest.mark.full),
+        pytest.param(89, 99, "fp32", 4, 128, marks=pytest.mark.full),
+        pytest.param(90, 227, "bf16", 2, 128, marks=pytest.mark.full),
+        pytest.param(90, 227, "fp32", 4, 256, marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize(("capability", "kib"), [(89, 99), (90, 227)])
 def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item: int, head_dim: int) -> None:
     tile, stages = tile_and_stages(head_dim, item, kib << 10)
     kernel = tiles_compiled(kind, head_dim, tile, stages, capability)

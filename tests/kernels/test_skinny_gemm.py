@@ -147,8 +147,15 @@ def compiled(
 SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624, 16384, True)]
 
 
-@pytest.mark.parametrize("rows", [3, 32, 64])
-@pytest.mark.parametrize(("outputs", "inputs", "fp8"), SHAPES)
+PAIRS = [(SHAPES[0], 3), (SHAPES[0], 64), (SHAPES[1], 32), (SHAPES[2], 64), (SHAPES[2], 32), (SHAPES[3], 3)]
+OTHERS = [pair for pair in itertools.product(SHAPES, (3, 32, 64)) if pair not in PAIRS]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "fp8", "rows"),
+    [(*shape, rows) for shape, rows in PAIRS]
+    + [pytest.param(*shape, rows, marks=pytest.mark.full) for shape, rows in OTHERS],
+)
 def test_tensor_cores_take_tiles_of_shared_memory(
     outputs: int, inputs: int, fp8: bool, rows: int, tmp_path: Path
 ) -> None:
@@ -169,7 +176,16 @@ def test_tensor_cores_take_tiles_of_shared_memory(
 
 
 @pytest.mark.parametrize(
-    ("capability", "fp8"), [(80, False), (89, True), (90, False), (90, True), (100, False), (100, True), (120, True)]
+    ("capability", "fp8"),
+    [
+        (80, False),
+        (89, True),
+        (90, True),
+        (100, False),
+        (120, True),
+        pytest.param(90, False, marks=pytest.mark.full),
+        pytest.param(100, True, marks=pytest.mark.full),
+    ],
 )
 def test_compiles_for(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows, gated, whole in ((3, True, False), (64, True, True), (32, False, True)):

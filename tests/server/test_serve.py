@@ -38,7 +38,7 @@ class Served:
         self._found = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-        assert self._found.wait(60), "".join(self.log)
+        assert self._found.wait(200), "".join(self.log)
         assert self.port, "".join(self.log)
 
     def _read(self) -> None:
