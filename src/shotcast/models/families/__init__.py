@@ -1,1 +1,1 @@
-"""Model families: one file each, whose description is listed in :mod:`shotcast.models.registry`."""
+"""Descriptions of model families, which :mod:`shotcast.models.registry` lists."""
