@@ -107,7 +107,9 @@ class Product:
 
     def by_library(self, x: torch.Tensor, turn: int) -> torch.Tensor:
         if self.scale is not None:
-            both = float8.product(Float8Rows(*activations.quantize(x)), Float8Rows(self.weights[turn], self.scale))
+            both = float8.scaled_matmul(
+                Float8Rows(*activations.quantize(x)), Float8Rows(self.weights[turn], self.scale)
+            )
         else:
             both = F.linear(x, self.weights[turn])
         return activations.gate(both) if self.gated else both

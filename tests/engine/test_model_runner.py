@@ -91,7 +91,7 @@ class FixedModel:
     config = SimpleNamespace(vocab=5)
     parallel = SimpleNamespace(timer=HostStepTimer(), last=True)
 
-    def caches(self, blocks: int, block_size: int) -> list[Any]:
+    def allocate_caches(self, blocks: int, block_size: int) -> list[Any]:
         return [SimpleNamespace(keys=torch.empty(blocks, block_size), block_size=block_size)]
 
     def __call__(self, batch: Any, caches: Any) -> Logits:
@@ -290,7 +290,7 @@ def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
     """Smaller sizes may have smaller tiles, of which there is more to say than of the largest size's tokens."""
     tables, drawn = torch.zeros(65, 2, dtype=torch.int32), torch.zeros(65, dtype=torch.int64)
     model: Any = SimpleNamespace(
-        tile=lambda size: 32 if size > 512 else 8,
+        max_tile_tokens=lambda size: 32 if size > 512 else 8,
         config=SimpleNamespace(hidden=8),
         dtype=torch.float32,
         parallel=SimpleNamespace(last=True),

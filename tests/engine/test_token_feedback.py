@@ -168,7 +168,7 @@ def test_a_step_waits_for_what_it_needs_alone() -> None:
 def test_a_mailbox_must_hold_a_message_more_than_there_are_stages(stages: int, room: int, ahead: bool) -> None:
     comm: Any = SimpleNamespace(rank=0, world_size=1)
     job: Any = SimpleNamespace(rank=0, waiting_messages=lambda x: room)
-    assert Parallel(comm, job, stages).comes_back(torch.zeros(3)) == ahead
+    assert Parallel(comm, job, stages).can_send_back(torch.zeros(3)) == ahead
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -100,10 +100,10 @@ def test_rows_between_products(rows: int) -> None:
 def test_fp8_layer(rows: int, biased: bool) -> None:
     """Check both paths, also given rows in FP8: the errors stay within the rounding of weights and rows."""
     generator = torch.Generator("cuda").manual_seed(rows)
-    split_k = [
+    parts = [
         float8.quantize(torch.randn(size, 4096, generator=generator, device="cuda").bfloat16()) for size in (512, 48)
     ]
-    weight = Float8Rows(*(torch.cat(tensors) for tensors in zip(*split_k, strict=True)))
+    weight = Float8Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
     bias = torch.randn(560, generator=generator, device="cuda").bfloat16() if biased else None
     layer = Linear(weight, bias)
     x = torch.randn(rows, 4096, generator=generator, device="cuda").bfloat16()

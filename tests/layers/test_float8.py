@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.layers.float8 import Float8Rows, product, quantize
-from shotcast.layers.linear import Linear, Rows, column_parallel
+from shotcast.layers.float8 import Float8Rows, quantize, scaled_matmul
+from shotcast.layers.linear import Linear, RowShard, column_parallel
 from shotcast.layers.weights import Weights
 
 SIDES = st.sampled_from([16, 32, 48, 256])
@@ -34,7 +34,7 @@ def test_error_is_that_of_rounding(rows: int, inputs: int, outputs: int, seed: i
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
     bound += (sizes + bound) * 2**-12 + exact.abs() * 2**-8
-    found = product(x8, weight8, bias)
+    found = scaled_matmul(x8, weight8, bias)
     assert found.dtype == torch.bfloat16
     assert bool(((found.double() - exact).abs() <= bound).all())
 
@@ -70,7 +70,7 @@ class Matrices:
 def test_joined_matrices_are_quantised_each_by_its_rows() -> None:
     read: list[int] = []
     weights = Weights(Matrices(), torch.bfloat16, torch.device("cpu"), read.append, "fp8")
-    layer = column_parallel(weights, [Rows("a", range(16)), Rows("bc", range(16, 48))])
+    layer = column_parallel(weights, [RowShard("a", range(16)), RowShard("bc", range(16, 48))])
     assert layer.weight.dtype == torch.float8_e4m3fn
     assert read == [16 * 32 + 4 * 16, 32 * 32 + 4 * 32]
     wanted = [
@@ -78,7 +78,7 @@ def test_joined_matrices_are_quantised_each_by_its_rows() -> None:
         for name, cut in (("a", slice(16)), ("bc", slice(16, 48)))
     ]
     x = quantize(torch.randn(3, 32).bfloat16())
-    assert torch.equal(layer(x), torch.cat([product(x, part) for part in wanted], dim=1))
+    assert torch.equal(layer(x), torch.cat([scaled_matmul(x, part) for part in wanted], dim=1))
 
 
 def test_sides_must_fit() -> None:

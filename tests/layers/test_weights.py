@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shotcast.layers import embedding
-from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
+from shotcast.layers.linear import Linear, RowShard, column_parallel, row_parallel
 from shotcast.layers.weights import Weights
 
 
@@ -34,7 +34,7 @@ def weights_of(source: Memory, dtype: torch.dtype = torch.float32, read: list[in
 def test_part_is_converted_and_counted() -> None:
     source = Memory(a=torch.randn(6, 8, dtype=torch.float64))
     read: list[int] = []
-    part = weights_of(source, torch.bfloat16, read).take("a", slice(1, 4), slice(2, 8))
+    part = weights_of(source, torch.bfloat16, read).load("a", slice(1, 4), slice(2, 8))
     assert torch.equal(part, source.tensors["a"][1:4, 2:8].bfloat16())
     assert source.read_shapes == [(3, 6)]
     assert read == [3 * 6 * 2]
@@ -55,7 +55,7 @@ def test_columns_then_rows_add_up_to_the_whole(ranks: int) -> None:
     for rank in range(ranks):
         mine = range(bounds[rank], bounds[rank + 1])
         weights = weights_of(source)
-        up = column_parallel(weights, [Rows("up", mine)], bias=True)
+        up = column_parallel(weights, [RowShard("up", mine)], bias=True)
         down = row_parallel(weights, "down", mine, bias=True, rank=rank)
         assert up.weight.shape == (len(mine), 5)
         assert down.weight.shape == (4, len(mine))
@@ -65,7 +65,7 @@ def test_columns_then_rows_add_up_to_the_whole(ranks: int) -> None:
 
 def test_several_matrices_become_one() -> None:
     source = Memory(**{"a.weight": torch.randn(4, 3), "b.weight": torch.randn(6, 3)})
-    joined = column_parallel(weights_of(source), [Rows("a", range(1, 3)), Rows("b", range(2, 6))])
+    joined = column_parallel(weights_of(source), [RowShard("a", range(1, 3)), RowShard("b", range(2, 6))])
     assert torch.equal(joined.weight, torch.cat((source.tensors["a.weight"][1:3], source.tensors["b.weight"][2:6])))
     assert joined.bias is None
 
@@ -80,8 +80,8 @@ def test_the_head_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(embedding, "Linear", linear)
     source = Memory(head=torch.randn(6, 4))
-    alone = SimpleNamespace(size=1, rank=0, gather_parts=lambda part, widths: part.flatten())
-    head = embedding.Vocabulary(weights_of(source), "head", 6, alone)  # type: ignore[arg-type]
+    alone = SimpleNamespace(size=1, rank=0, gather_columns=lambda part, widths: part.flatten())
+    head = embedding.VocabParallelEmbedding(weights_of(source), "head", 6, alone)  # type: ignore[arg-type]
     x = torch.randn(2, 4)
     for _ in range(2):
         torch.testing.assert_close(head.logits(x).values, x @ source.tensors["head"].T)

@@ -75,7 +75,7 @@ def logits(
             checkpoint.config, Weights(checkpoint, torch.float32, torch.device("cpu")), parallel, 128, len(prompts)
         )
         tables = Tables(len(prompts), -(-max(map(len, prompts)) // BLOCK))
-        caches = model.caches(tables.blocks.numel(), BLOCK)
+        caches = model.allocate_caches(tables.blocks.numel(), BLOCK)
         found: list[list[torch.Tensor]] = [[] for _ in prompts]
         waiting = {}
         for number, prompt in enumerate(prompts):

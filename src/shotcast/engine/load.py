@@ -214,7 +214,7 @@ def _num_cache_blocks(
     Raises:
         ConfigError: there is too little room for one sequence.
     """
-    one_block = part.caches(1, config.block_size)
+    one_block = part.allocate_caches(1, config.block_size)
     bytes_per_block = sum(
         tensor.numel() * tensor.element_size() for cache in one_block for tensor in (cache.keys, cache.values)
     )

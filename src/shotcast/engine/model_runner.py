@@ -98,7 +98,7 @@ class ModelRunner:
     ) -> None:
         self._reports = reports
         static = bool(decode_sizes)
-        caches = model.caches(num_blocks + static, block_size)
+        caches = model.allocate_caches(num_blocks + static, block_size)
         device, last_stage = caches[0].keys.device, model.parallel.last
         # The block tables as the host knows them. The last row belongs to no sequence.
         self._host_tables = np.zeros((max_sequences + 1, -(-max_model_len // block_size)), np.int32)
@@ -115,7 +115,7 @@ class ModelRunner:
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
         self._decode_graphs = self._prefill_graphs = self._feedback = None
-        if static and model.parallel.comes_back(last_tokens):
+        if static and model.parallel.can_send_back(last_tokens):
             self._feedback = TokenFeedback(model.parallel, last_tokens)
         if static:
             self._graphs = CudaGraphs(device, model.parallel.timer)
@@ -244,7 +244,9 @@ class ModelRunner:
         state = self._state
         pending = np.flatnonzero(inputs.tokens < 0)
         has_prefills = int(inputs.num_scheduled.max()) > 1
-        tile_tokens = state.model.tile(len(inputs.tokens)) if has_prefills and state.device.type == "cuda" else 0
+        tile_tokens = (
+            state.model.max_tile_tokens(len(inputs.tokens)) if has_prefills and state.device.type == "cuda" else 0
+        )
         num_decodes = 0 if tile_tokens else int((inputs.num_scheduled == 1).sum())
         int64_arrays = (
             inputs.tokens,

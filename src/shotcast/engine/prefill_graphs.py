@@ -35,7 +35,7 @@ class PrefillGraphs:
     def __init__(self, state: DeviceState, sizes: tuple[int, ...], head_sizes: tuple[int, ...], graphs: CudaGraphs):
         self._state, self._sizes, self._head_sizes, self._graphs = state, sizes, head_sizes, graphs
         model, device, sequences = state.model, state.device, head_sizes[-1]
-        self._tile_tokens = {size: model.tile(size) for size in sizes}
+        self._tile_tokens = {size: model.max_tile_tokens(size) for size in sizes}
         self._layouts = {
             size: prefill_layout(size, sequences, max_tiles(size, sequences, tile_tokens))
             for size, tile_tokens in self._tile_tokens.items()

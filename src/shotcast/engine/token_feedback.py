@@ -4,7 +4,7 @@ So a step can be enqueued before the host knows the tokens that it starts from. 
 stage sends its table of tokens. The first stage receives it before the first step that needs it, and at the latest
 before a step that was planned when the host knew the tokens. So the mailbox never holds more messages than steps may be
 outstanding, which is one more than there are stages. The mailbox must have room for that many
-(:meth:`Parallel.comes_back`): the last stage must not wait for the first one, which may be waiting for the last, or
+(:meth:`Parallel.can_send_back`): the last stage must not wait for the first one, which may be waiting for the last, or
 have nothing more to do.
 """
 

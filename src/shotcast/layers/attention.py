@@ -43,7 +43,7 @@ class Attention:
         heads, head_dim: the number and the size of this rank's query heads.
         kv_head_of: for each query head the index of its key-value head.
         cosines, sines: float32 [positions, head_dim / 2].
-        sequences: the largest number of sequences that decode together.
+        max_sequences: the largest number of sequences that decode together.
         window: the number of tokens that a query sees, its own included; 0 for all.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
         eps: the epsilon of these norms.
@@ -57,7 +57,7 @@ class Attention:
         kv_head_of: tuple[int, ...],
         cosines: torch.Tensor,
         sines: torch.Tensor,
-        sequences: int,
+        max_sequences: int,
         window: int = 0,
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
@@ -76,7 +76,7 @@ class Attention:
             from shotcast.kernels.triton.paged_attention import PagedDecoding
 
             num_sms = torch.cuda.get_device_properties(cosines.device).multi_processor_count
-            self._paged_decoding = PagedDecoding(heads, head_dim, kv_head_of, sequences, num_sms, cosines.device)
+            self._paged_decoding = PagedDecoding(heads, head_dim, kv_head_of, max_sequences, num_sms, cosines.device)
         self._even_groups = self._group * self.kv_heads == heads
 
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Attention:
             self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefill, out[rest])
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 
-    def tile(self, tokens: int, dtype: torch.dtype) -> int:
+    def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
         """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`.
 
         Args:

@@ -12,7 +12,7 @@ from shotcast.layers.partition import VOCAB_UNIT, partition
 from shotcast.layers.weights import Weights
 
 
-class Vocabulary:
+class VocabParallelEmbedding:
     """This rank's rows of an embedding matrix [vocab, hidden], for looking tokens up or computing logits.
 
     Args:
@@ -25,7 +25,7 @@ class Vocabulary:
         parts = partition(vocab, parallel.size, VOCAB_UNIT)
         self._own_rows = parts[parallel.rank]
         self._widths = [len(part) for part in parts]
-        self.weight = weights.take(name, slice(self._own_rows.start, self._own_rows.stop))
+        self.weight = weights.load(name, slice(self._own_rows.start, self._own_rows.stop))
         self._product = Linear(self.weight)
         bounds = [part.start for part in parts] + [vocab]
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
@@ -46,7 +46,7 @@ class Vocabulary:
     def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
         """Compute the logits of [rows, hidden], the same on every rank. On CUDA they are written to ``out``, if
         given."""
-        parts = self._parallel.gather_parts(self._product(x), self._widths)
+        parts = self._parallel.gather_columns(self._product(x), self._widths)
         rows = x.shape[0]
         if self.weight.is_cuda:
             from shotcast.kernels.triton.logits import concat_columns

@@ -48,7 +48,7 @@ def quantize(matrix: torch.Tensor) -> Float8Rows:
     return Float8Rows(values, scale)
 
 
-def product(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+def scaled_matmul(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` in bfloat16, summed in float32.
 
     Args:

@@ -17,7 +17,7 @@ _TRANSPOSED_FROM = 16
 """The number of rows of x from which ``weight @ x.T`` is faster than ``x @ weight.T``, on a CPU in float32 (MKL)."""
 
 
-class Rows(NamedTuple):
+class RowShard(NamedTuple):
     """A rank's rows of one of the matrices that a layer joins. ``name`` is without ".weight"."""
 
     name: str
@@ -106,7 +106,7 @@ class Linear:
         if self._scale is not None:
             if not isinstance(x, Float8Rows):
                 x = self._quantized(x)
-            return float8.product(x, Float8Rows(self.weight, self._scale), self.bias)
+            return float8.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias)
         assert not isinstance(x, Float8Rows)
         return F.linear(x, self.weight, self.bias)
 
@@ -122,18 +122,18 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-def column_parallel(weights: Weights, parts: Sequence[Rows], bias: bool = False) -> Linear:
+def column_parallel(weights: Weights, parts: Sequence[RowShard], bias: bool = False) -> Linear:
     """Join several matrices, of which this rank has some rows each: every rank computes other outputs."""
     slices = [slice(part.rows.start, part.rows.stop) for part in parts]
-    matrices = [weights.take_matrix(f"{part.name}.weight", rows) for part, rows in zip(parts, slices, strict=True)]
-    biases = [weights.take(f"{part.name}.bias", rows) for part, rows in zip(parts, slices, strict=True)] if bias else []
+    matrices = [weights.load_matrix(f"{part.name}.weight", rows) for part, rows in zip(parts, slices, strict=True)]
+    biases = [weights.load(f"{part.name}.bias", rows) for part, rows in zip(parts, slices, strict=True)] if bias else []
     return Linear(_joined(matrices), torch.cat(biases) if bias else None)
 
 
 def row_parallel(weights: Weights, name: str, columns: range, bias: bool = False, rank: int = 0) -> Linear:
     """Take this rank's columns: every rank computes a part of each output's sum. Rank 0 adds the bias."""
-    matrix = weights.take_matrix(f"{name}.weight", None, slice(columns.start, columns.stop))
-    return Linear(matrix, weights.take(f"{name}.bias") if bias and rank == 0 else None)
+    matrix = weights.load_matrix(f"{name}.weight", None, slice(columns.start, columns.stop))
+    return Linear(matrix, weights.load(f"{name}.bias") if bias and rank == 0 else None)
 
 
 def _joined(matrices: list[torch.Tensor | Float8Rows]) -> torch.Tensor | Float8Rows:

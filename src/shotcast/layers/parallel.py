@@ -129,7 +129,7 @@ class Parallel:
             self.comm.all_reduce(x, out=x, algorithm=self._algorithm("all_reduce", x))
         return x
 
-    def gather_parts(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+    def gather_columns(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """Gather ``[rows, widths[rank]]`` of every rank of the stage, concatenated: [rows * sum(widths)]."""
         if self.size == 1:
             return x.reshape(-1)
@@ -142,7 +142,7 @@ class Parallel:
             x = self.comm.all_gather(x)
         return x
 
-    def comes_back(self, x: torch.Tensor) -> bool:
+    def can_send_back(self, x: torch.Tensor) -> bool:
         """Return whether the last stage can send such an ``x`` to the first one after each step (:meth:`send_back`)
         without waiting for its receipt, with one step more under way than there are stages."""
         return self.stages == 1 or (self.job is not None and self.job.waiting_messages(x) > self.stages)

@@ -37,19 +37,19 @@ class Weights:
         self._source, self.dtype, self.device, self._on_read = source, dtype, device, on_read
         self._quantization = quantization
 
-    def take(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """Return the tensor ``name``, or a part of it."""
+    def load(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """Load the tensor ``name``, or a part of it."""
         part = self._read(name, rows, columns)
         self._on_read(part.nbytes)
         return part
 
-    def take_matrix(
+    def load_matrix(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> torch.Tensor | Float8Rows:
-        """Return a linear layer's matrix, or a part of it, quantised if that was asked for; no other one is held in
-        full meanwhile."""
+        """Load a linear layer's matrix, or a part of it, quantised if that was asked for; no other one is held in full
+        meanwhile."""
         if not self._quantization:
-            return self.take(name, rows, columns)
+            return self.load(name, rows, columns)
         quantized = quantize(self._read(name, rows, columns))
         self._on_read(quantized.values.nbytes + quantized.scale.nbytes)
         return quantized

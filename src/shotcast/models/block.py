@@ -7,7 +7,7 @@ import torch
 from shotcast.layers.attention import Attention, KVCache
 from shotcast.layers.batch import Batch
 from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.linear import Linear, Rows, column_parallel, row_parallel
+from shotcast.layers.linear import Linear, RowShard, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import FFN_UNIT, partition, partition_heads
 from shotcast.layers.weights import Weights
@@ -26,7 +26,7 @@ class Block:
         weights: the source of the parameters.
         parallel: the ranks.
         cosines, sines: float32 [positions, head_dim / 2].
-        sequences: the largest number of sequences that decode together.
+        max_sequences: the largest number of sequences that decode together.
         share_scratch_with: another block whose scratch memory this one uses too; None for memory of its own.
     """
 
@@ -38,7 +38,7 @@ class Block:
         parallel: Parallel,
         cosines: torch.Tensor,
         sines: torch.Tensor,
-        sequences: int,
+        max_sequences: int,
         share_scratch_with: Block | None,
     ):
         names, head_dim = config.names, config.head_dim
@@ -49,11 +49,11 @@ class Block:
         def weight_name(name: str) -> str:
             return names.of_layer(number, name)
 
-        def head_rows(name: str, heads: range) -> Rows:
-            return Rows(weight_name(name), range(heads.start * head_dim, heads.stop * head_dim))
+        def head_rows(name: str, heads: range) -> RowShard:
+            return RowShard(weight_name(name), range(heads.start * head_dim, heads.stop * head_dim))
 
         self._parallel, self._eps = parallel, config.norm_eps
-        self.attention_norm = weights.take(f"{weight_name(names.attention_norm)}.weight")
+        self.attention_norm = weights.load(f"{weight_name(names.attention_norm)}.weight")
         self.qkv = column_parallel(
             weights,
             (head_rows(names.query, heads), head_rows(names.key, kv_heads), head_rows(names.value, kv_heads)),
@@ -61,7 +61,7 @@ class Block:
         )
         head_norms = None
         if config.qk_norm:
-            norms = [weights.take(f"{weight_name(name)}.weight") for name in (names.query_norm, names.key_norm)]
+            norms = [weights.load(f"{weight_name(name)}.weight") for name in (names.query_norm, names.key_norm)]
             head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
         window = config.sliding_window or 0
         self.attention: Attention = Attention(
@@ -70,7 +70,7 @@ class Block:
             kv_head_of,
             cosines,
             sines,
-            sequences,
+            max_sequences,
             window,
             head_norms,
             config.norm_eps,
@@ -83,10 +83,10 @@ class Block:
             config.output_bias,
             rank,
         )
-        self.mlp_norm = weights.take(f"{weight_name(names.mlp_norm)}.weight")
+        self.mlp_norm = weights.load(f"{weight_name(names.mlp_norm)}.weight")
         self.gate_up = column_parallel(
             weights,
-            [Rows(weight_name(name), columns) for name in (names.gate, names.up)],
+            [RowShard(weight_name(name), columns) for name in (names.gate, names.up)],
             config.mlp_bias,
         )
         self.down = row_parallel(weights, weight_name(names.down), columns, config.mlp_bias, rank)
@@ -103,7 +103,9 @@ class Block:
         normed, residual = self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
         return self.down(self.gate_up.gated(normed)), residual
 
-    def enter(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+    def normed_input(
+        self, partial: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """Sum the partial results of the operation before, and return this block's normed input and the new
         residual."""
         return self._reduce_norm(partial, residual, self.attention_norm, self.qkv)

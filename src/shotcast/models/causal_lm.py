@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.attention import KVCache
 from shotcast.layers.batch import Batch, Logits
-from shotcast.layers.embedding import Vocabulary
+from shotcast.layers.embedding import VocabParallelEmbedding
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import partition
@@ -24,29 +24,33 @@ class CausalLM:
         config: the model.
         weights: the source of the parameters.
         parallel: the ranks.
-        positions: the largest number of tokens of a sequence.
-        sequences: the largest number of sequences that decode together.
+        max_positions: the largest number of tokens of a sequence.
+        max_sequences: the largest number of sequences that decode together.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, parallel: Parallel, positions: int, sequences: int):
+    def __init__(
+        self, config: ModelConfig, weights: Weights, parallel: Parallel, max_positions: int, max_sequences: int
+    ):
         self.config, self.parallel, self._eps = config, parallel, config.norm_eps
-        cosines, sines = config.rope.tables(config.head_dim, positions, weights.device)
+        cosines, sines = config.rope.tables(config.head_dim, max_positions, weights.device)
         self.layers = partition(config.layers, parallel.stages)[parallel.stage]
         self.embeddings = self.head = None
         if parallel.first:
-            self.embeddings = Vocabulary(weights, f"{config.names.embeddings}.weight", config.vocab, parallel)
+            self.embeddings = VocabParallelEmbedding(
+                weights, f"{config.names.embeddings}.weight", config.vocab, parallel
+            )
         block = find_family(config.family).block
         self.blocks: list[Block] = []
         for number in self.layers:
             first = self.blocks[0] if self.blocks else None
-            self.blocks.append(block(config, number, weights, parallel, cosines, sines, sequences, first))
+            self.blocks.append(block(config, number, weights, parallel, cosines, sines, max_sequences, first))
         if parallel.last:
-            self.final_norm = weights.take(f"{config.names.final_norm}.weight")
+            self.final_norm = weights.load(f"{config.names.final_norm}.weight")
             if config.tied and self.embeddings is not None:
                 self.head = self.embeddings
             else:
                 name = config.names.embeddings if config.tied else config.names.head
-                self.head = Vocabulary(weights, f"{name}.weight", config.vocab, parallel)
+                self.head = VocabParallelEmbedding(weights, f"{name}.weight", config.vocab, parallel)
         self.dtype = weights.dtype
 
     @property
@@ -54,12 +58,12 @@ class CausalLM:
         """The type of cached keys and values."""
         return torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self.dtype
 
-    def tile(self, tokens: int) -> int:
+    def max_tile_tokens(self, tokens: int) -> int:
         """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
         ``tokens``."""
-        return self.blocks[0].attention.tile(tokens, self.cache_dtype)
+        return self.blocks[0].attention.max_tile_tokens(tokens, self.cache_dtype)
 
-    def caches(self, blocks: int, block_size: int) -> list[KVCache]:
+    def allocate_caches(self, blocks: int, block_size: int) -> list[KVCache]:
         """Allocate caches for this rank's layers and heads: ``blocks`` blocks of ``block_size`` tokens each."""
         return [
             KVCache(
@@ -97,7 +101,7 @@ class CausalLM:
         if self.embeddings is not None:
             partial = self.embeddings.embed(batch.tokens)
             residual = torch.zeros_like(partial[parallel.part(tokens)])
-            normed, residual = self.blocks[0].enter(partial, residual)
+            normed, residual = self.blocks[0].normed_input(partial, residual)
         else:
             hidden = torch.empty(tokens, self.config.hidden, dtype=self.dtype, device=batch.tokens.device)
             parallel.receive(hidden)
@@ -107,7 +111,7 @@ class CausalLM:
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             partial, residual = block(normed, residual, cache, batch)
             if index + 1 < len(self.blocks):
-                normed, residual = self.blocks[index + 1].enter(partial, residual)
+                normed, residual = self.blocks[index + 1].normed_input(partial, residual)
         if self.head is None:
             hidden = parallel.all_reduce(partial)
             if parallel.divides_residual(tokens):
