@@ -49,8 +49,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = without_fences(page)
     sources = re.findall(r"`([\w/]+/[\w.]+\.(?:py|sh))`", text)
     results = re.findall(r"`([\w/]+\.(?:json|txt|xml))`", text)
-    roots = (ROOT, ROOT / "src" / "shotcast", ROOT / "src" / "shotcast" / "collectives")
+    roots = (ROOT, ROOT / "tests", ROOT / "src" / "shotcast", ROOT / "src" / "shotcast" / "collectives")
     absent = [name for name in sources if not any((root / name).exists() for root in roots)]
+    known = {file.name for folder in ("src", "tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")}
+    absent += [name for name in re.findall(r"`(\w+\.py)`", text) if name not in known]
     kept = (ROOT, ROOT / "benchmarks", RAW, RAW / "exploration")
     absent += [
         name for name in results if name not in NAMED_ELSEWHERE and not any((root / name).exists() for root in kept)
