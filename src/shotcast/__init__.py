@@ -16,7 +16,10 @@ from shotcast.errors import (
 )
 
 if TYPE_CHECKING:
+    from shotcast.collectives.algorithm import Algorithm, Algorithms, CollectiveProblem, Form, Workspace
     from shotcast.collectives.communicator import Communicator
+    from shotcast.collectives.registry import register_algorithm, registered
+    from shotcast.cost.collective import Work
     from shotcast.engine.async_llm import AsyncLLM
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
@@ -26,25 +29,41 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Algorithm",
+    "Algorithms",
     "AsyncLLM",
     "ClosedError",
     "CollectiveMismatch",
+    "CollectiveProblem",
     "CollectiveTimeout",
     "Communicator",
     "ConfigError",
+    "Form",
     "RankFailed",
     "SamplingParams",
     "ShotcastError",
     "UnsupportedError",
+    "Work",
+    "Workspace",
     "__version__",
+    "register_algorithm",
+    "registered",
     "spawn",
 ]
 
 _LAZY = {
+    "Algorithm": "shotcast.collectives.algorithm",
+    "Algorithms": "shotcast.collectives.algorithm",
     "AsyncLLM": "shotcast.engine.async_llm",
+    "CollectiveProblem": "shotcast.collectives.algorithm",
     "Communicator": "shotcast.collectives.communicator",
+    "Form": "shotcast.collectives.algorithm",
     "LLM": "shotcast.engine.llm",
     "SamplingParams": "shotcast.engine.sampling_params",
+    "Work": "shotcast.cost.collective",
+    "Workspace": "shotcast.collectives.algorithm",
+    "register_algorithm": "shotcast.collectives.registry",
+    "registered": "shotcast.collectives.registry",
     "spawn": "shotcast.launcher.spawn",
 }
 """Public names and their modules, most of which import torch. They are imported on first use."""
