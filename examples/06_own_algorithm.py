@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 3 examples/06_own_algorithm.py
 
 The algorithm is a star: every rank sends its message to rank 0, which adds up in rank order and sends the sum to all.
-Its sums have the bits of the numerics contract, so ``auto`` may choose it; the cost model predicts that it loses. Command
-lines find it by SHOTCAST_ALGORITHMS:
+Its sums have the bits of the numerics contract, so ``auto`` may choose it, and the cost model predicts that it loses.
+Command lines find it by SHOTCAST_ALGORITHMS:
 
     SHOTCAST_ALGORITHMS=examples/06_own_algorithm.py shotcast bench all-reduce --device cpu --algorithms star,ring
 """

@@ -23,20 +23,21 @@ _ELEMENTS = (1, 259)
 def wrong_result(algorithm: Algorithm, topology: Topology, rank: int, device: torch.device, run: Run) -> str:
     """Return what is wrong with the first result that is wrong, on this rank; empty if none is.
 
-    Every rank can compute the inputs of all others, so the check needs no communication that could be wrong.
+    Every rank can compute the inputs of all others, so the check needs no communication that could be wrong. All ranks
+    make all calls, whatever they find: a result may be wrong on some ranks only.
     """
+    wrong = ""
     for problem, elements in _problems(algorithm, topology):
         dtype = getattr(torch, problem.dtype)
         inputs = [_input(problem, elements, peer, dtype) for peer in range(topology.world_size)]
         x = inputs[rank].to(device)
         out = torch.full_like(_expected(problem.op, inputs, rank).to(dtype), 77).to(device)
         run(problem.op, x, out, algorithm.name)
-        if why := _difference(algorithm, problem, inputs, rank, out.cpu()):
-            size = format_size(problem.nbytes)
-            return (
-                f"algorithm {algorithm.name} is wrong in its first check, {problem.op.label} of {dtype}, {size}: {why}"
-            )
-    return ""
+        why = _difference(algorithm, problem, inputs, rank, out.cpu())
+        if why and not wrong:
+            call = f"{problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}"
+            wrong = f"algorithm {algorithm.name} is wrong in its first check, {call}: {why}"
+    return wrong
 
 
 def _problems(algorithm: Algorithm, topology: Topology) -> Iterator[tuple[CollectiveProblem, int]]:

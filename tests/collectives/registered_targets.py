@@ -1,0 +1,132 @@
+"""Algorithms that tests register, and what ranks do with them.
+
+SHOTCAST_ALGORITHMS names this file in tests of command lines: importing it registers ``copycat``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+import shotcast
+from shotcast.collectives import registry
+from shotcast.collectives.algorithm import Algorithm, Form, slice_of_message
+from shotcast.cost.collective import Work
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+
+def work(nbytes: int, world_size: int, itemsize: int) -> Work:
+    return Work(1, 0.0, nbytes)
+
+
+COPYCAT = Algorithm(
+    name="copycat",
+    label="copy cat",
+    summary="two-shot's own kernels by another name",
+    color="#123456",
+    forms={
+        Op.ALL_REDUCE: Form(
+            work=work,
+            triton="shotcast.transport.triton.two_shot:bind",
+            cpu="shotcast.transport.cpu.two_shot:ALL_REDUCE",
+            share=slice_of_message,
+            divides=True,
+        ),
+        Op.ALL_GATHER: Form(work=work, cpu="shotcast.transport.cpu.copies:ALL_GATHER"),
+    },
+)
+"""Right, and by the cost model the fastest of all."""
+
+
+def with_kernel(name: str, op: Op, cpu: str, **changes: object) -> Algorithm:
+    form = dataclasses.replace(COPYCAT.forms[Op.ALL_REDUCE], triton="", cpu=cpu)
+    return dataclasses.replace(COPYCAT, name=name, forms={op: form}, **changes)  # type: ignore[arg-type]
+
+
+WRONG = {
+    "loses precision": with_kernel("hasty", Op.ALL_REDUCE, "shotcast.transport.cpu.two_shot_fp8:ALL_REDUCE"),
+    "gathers": with_kernel("gatherer", Op.ALL_TO_ALL, "shotcast.transport.cpu.copies:ALL_GATHER"),
+    "rounds at each hop": with_kernel("ring_too", Op.ALL_REDUCE, "shotcast.transport.cpu.ring:ALL_REDUCE"),
+}
+"""Algorithms that are not what their descriptions say."""
+
+
+def served() -> tuple[list[float], str, list[str], str, bool]:
+    """What a registered algorithm computes, and where it is seen."""
+    shotcast.register_algorithm(COPYCAT)
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        x = torch.full([5], 10.0**comm.rank)
+        total = comm.all_reduce(x, algorithm="copycat").tolist()
+        chosen = comm.explain(x)
+        same = torch.equal(comm.all_reduce(x, algorithm="two_shot"), comm.all_reduce(x))
+        gathered = comm.all_gather(torch.ones(2, dtype=torch.int64), algorithm="copycat").tolist()
+        assert gathered == [1] * 2 * comm.world_size
+        return total, chosen.algorithm, comm.candidates(x), chosen.reason, same
+
+
+def registered_later() -> str:
+    """A communicator does not know what was registered after it was made."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        shotcast.register_algorithm(COPYCAT)
+        x = torch.ones(3)
+        assert "copycat" not in comm.candidates(x)
+        try:
+            comm.all_reduce(x, algorithm="copycat")
+        except ConfigError as error:
+            later = str(error)
+        with shotcast.Communicator(device="cpu", timeout_s=30) as other:
+            assert other.all_reduce(x, algorithm="copycat").tolist() == [other.world_size] * 3
+        return later
+
+
+def wrong(what: str) -> str:
+    """The error of a communicator whose registered algorithm is wrong; the ranks can go on without it."""
+    shotcast.register_algorithm(WRONG[what])
+    try:
+        shotcast.Communicator(device="cpu", timeout_s=30)
+    except ConfigError as error:
+        said = str(error)
+    registry._added.clear()
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        assert comm.all_reduce(torch.ones(3)).tolist() == [comm.world_size] * 3
+    return said
+
+
+def lossy() -> str:
+    """An algorithm that says that it loses precision passes the check, and is taken where that is allowed."""
+    bound = "shotcast.collectives.reference:fp8_error_bound"
+    shotcast.register_algorithm(dataclasses.replace(WRONG["loses precision"], lossy=True, error_bound=bound))
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        assert comm.explain(torch.ones(8)).algorithm != "hasty"
+    with shotcast.Communicator(device="cpu", timeout_s=30, allow_fp8=True) as comm:
+        return comm.explain(torch.ones(8)).algorithm
+
+
+def differing(names: tuple[str, str]) -> str:
+    """The error where ranks have registered other algorithms."""
+    name = names[int(os.environ["RANK"])]
+    shotcast.register_algorithm(dataclasses.replace(COPYCAT, name=name))
+    try:
+        shotcast.Communicator(device="cpu", timeout_s=30)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def differing_descriptions() -> str:
+    """The error where descriptions of one name differ."""
+    divides = os.environ["RANK"] == "0"
+    form = dataclasses.replace(COPYCAT.forms[Op.ALL_REDUCE], divides=divides)
+    shotcast.register_algorithm(dataclasses.replace(COPYCAT, forms={Op.ALL_REDUCE: form}))
+    try:
+        shotcast.Communicator(device="cpu", timeout_s=30)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+if __name__.startswith("shotcast_algorithms_"):
+    shotcast.register_algorithm(COPYCAT)

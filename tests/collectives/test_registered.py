@@ -1,0 +1,195 @@
+"""Algorithms that users register: refused, checked, compared, chosen, measured and tuned like the built-in ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import registered_targets as targets
+from registered_targets import COPYCAT
+
+import shotcast
+from shotcast import wire
+from shotcast.bench import implementations, plot
+from shotcast.collectives import registry
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Topology
+from shotcast.collectives.choice.candidates import obstacle
+from shotcast.collectives.choice.select import choose
+from shotcast.collectives.choice.table import parse
+from shotcast.collectives.registry import from_environment, import_named, register_algorithm, registered
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is forgotten when it ends."""
+    monkeypatch.setattr(registry, "_added", [])
+    registry._import_once.cache_clear()
+    yield
+    registry._import_once.cache_clear()
+
+
+pytestmark = pytest.mark.usefixtures("own_registry")
+
+
+def named(name: str, **changes: object) -> Algorithm:
+    return dataclasses.replace(COPYCAT, name=name, **changes)  # type: ignore[arg-type]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("name", ["ring", "vendor", "copycat"])
+    def test_a_name_that_is_taken(self, name: str) -> None:
+        register_algorithm(COPYCAT)
+        with pytest.raises(ConfigError, match=rf"there is an algorithm '{name}' already; .*two_shot.*copycat"):
+            register_algorithm(named(name))
+
+    @pytest.mark.parametrize("name", ["auto", "", "Two", "2_shot", "my-own", "a b"])
+    def test_a_name_that_cannot_be_one(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="cannot name an algorithm"):
+            register_algorithm(named(name))
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"library": True}, "it is no library"),
+            ({"forms": {}}, "at least one operation"),
+            ({"forms": {Op.BARRIER: COPYCAT.forms[Op.ALL_REDUCE]}}, "forms are Form objects of Op.ALL_REDUCE"),
+            ({"forms": {Op.ALL_REDUCE: "kernel"}}, "forms are Form objects"),
+            ({"forms": {Op.ALL_REDUCE: Form(work=targets.work)}}, "neither a Triton nor a CPU kernel"),
+            ({"lossy": True}, "error_bound must say how far off"),
+        ],
+    )
+    def test_an_incomplete_description(self, changes: dict[str, object], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            register_algorithm(named("other", **changes))
+        assert "other" not in registered()
+
+    def test_what_is_no_description(self) -> None:
+        with pytest.raises(ConfigError, match=r"takes a shotcast\.Algorithm, not str"):
+            register_algorithm("two_shot")  # type: ignore[arg-type]
+
+    def test_more_than_headers_tell_apart(self) -> None:
+        for number in range(wire.MAX_ALGORITHMS - len(registered())):
+            register_algorithm(named(f"number_{number}"))
+        plan = wire.CallPlan(Op.ALL_REDUCE, registered().names[-1], "float32", 64)
+        assert wire.Header.decode(registered().header(plan), registered().names).algorithm == plan.algorithm
+        with pytest.raises(ConfigError, match=f"headers tell {wire.MAX_ALGORITHMS} algorithms apart"):
+            register_algorithm(named("one_more"))
+
+    @pytest.mark.parametrize(
+        ("name", "said"), [("no.such.module", "ModuleNotFoundError"), ("no_such_file.py", "FileNotFoundError")]
+    )
+    def test_a_module_that_cannot_be_imported(self, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+        monkeypatch.setenv("SHOTCAST_ALGORITHMS", name)
+        with pytest.raises(ConfigError, match=f"SHOTCAST_ALGORITHMS: cannot import {name}: {said}"):
+            import_named()
+
+
+def topology(kernels: str = "compiled") -> Topology:
+    return Topology(4, "cpu", "cpu", kernels, "", False, 1 << 20, registered())
+
+
+def test_everything_that_knows_algorithms_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Legality, choice, environment, tables, bench, labels and colors: all from the description."""
+    register_algorithm(COPYCAT)
+    problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
+    assert obstacle(problem, "copycat") == ""
+    assert "there is no copycat broadcast" in obstacle(dataclasses.replace(problem, op=Op.BROADCAST), "copycat")
+    gather = CollectiveProblem(Op.ALL_GATHER, 4096, "float32", topology("interpreter"))
+    assert obstacle(gather, "copycat") == "copycat has no Triton kernel"
+    assert choose(problem, "auto", "auto", ()).candidate.algorithm == "copycat", "it is predicted to be fastest"
+    text = json.dumps(
+        {
+            "format": 2,
+            "kernels": 5,
+            "part": "cpu",
+            "world_size": 4,
+            "entries": {"eager": {"all_reduce": {"float32": [[None, "copycat", None]]}}},
+        }
+    )
+    row = parse(text, "t", registered()).lookup("all_reduce", "float32", 1)
+    assert row is not None
+    assert row.algorithm == "copycat"
+    monkeypatch.setenv("SHOTCAST_ALGORITHM", "copycat")
+    assert from_environment() == "copycat"
+    assert "copycat" in implementations.default("all_reduce", "cpu")
+    assert implementations.label("copycat") == "copy cat"
+    assert plot.color_of("copycat") == "#123456"
+
+
+def test_a_kernel_without_a_compiled_form_says_what_runs_it() -> None:
+    form = Form(work=targets.work, triton="shotcast.transport.triton.two_shot:bind")
+    register_algorithm(named("gpu_only", forms={Op.ALL_REDUCE: form}))
+    problem = CollectiveProblem(Op.ALL_REDUCE, 64, "float32", topology())
+    assert "SHOTCAST_CPU_KERNELS=interpreter" in obstacle(problem, "gpu_only")
+
+
+def test_built_in_algorithms_are_found_by_themselves() -> None:
+    assert set(registered()) == {"one_shot", "two_shot", "two_shot_fp8", "multimem", "ring", "vendor"}
+    assert list(registered())[-1] == "vendor"
+
+
+class TestRanks:
+    def test_serves_calls_and_is_explained(self) -> None:
+        for total, chosen, candidates, reason, same in shotcast.spawn(targets.served, 3, timeout_s=60):
+            assert total == [111.0] * 5
+            assert chosen == "copycat"
+            assert "copycat" in candidates
+            assert "copycat" in reason
+            assert same
+
+    def test_a_communicator_keeps_what_was_registered_when_it_was_made(self) -> None:
+        for said in shotcast.spawn(targets.registered_later, 2, timeout_s=60):
+            assert said.startswith("unknown algorithm 'copycat'; there are auto, one_shot")
+
+    @pytest.mark.parametrize(
+        ("what", "said"),
+        [
+            ("loses precision", r"algorithm hasty is wrong in its first check, all_reduce of \w+, .*, and should be"),
+            ("gathers", r"algorithm gatherer is wrong in its first check, all_to_all of "),
+            ("rounds at each hop", r"algorithm ring_too is wrong .*element \d+ has other bits than its reference"),
+        ],
+    )
+    def test_wrong_results_are_refused_on_all_ranks(self, what: str, said: str) -> None:
+        errors = shotcast.spawn(targets.wrong, 3, what, timeout_s=60)
+        assert len(set(errors)) == 1
+        assert re.search(said, errors[0]), errors[0]
+
+    def test_what_says_that_it_loses_precision_is_taken_where_that_is_allowed(self) -> None:
+        assert set(shotcast.spawn(targets.lossy, 2, timeout_s=60)) == {"hasty"}
+
+    def test_registrations_that_differ_between_ranks(self) -> None:
+        for said in shotcast.spawn(targets.differing, 2, ("mine", "yours"), timeout_s=60):
+            assert "the ranks do not agree on registered algorithms: rank 0: mine #" in said
+            assert "rank 1: yours #" in said
+        for said in shotcast.spawn(targets.differing_descriptions, 2, timeout_s=60):
+            assert "the ranks do not agree on registered algorithms: rank 0: copycat #" in said
+
+
+def test_command_lines_measure_and_tune_it(tmp_path: Path) -> None:
+    file = str(Path(targets.__file__))
+    environment = os.environ | {"SHOTCAST_ALGORITHMS": file}
+
+    def shotcast_command(*arguments: str) -> None:
+        command = [sys.executable, "-m", "shotcast", *arguments]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    size = ["-b", "4K", "-e", "4K", "--device", "cpu", "--world-size", "2"]
+    rows = tmp_path / "rows.json"
+    names = ["--algorithms", "copycat,two_shot"]
+    shotcast_command("bench", "all-reduce", *size, *names, "-n", "5", "-w", "1", "--json", str(rows))
+    timed = {row["algorithm"]: row["time_us"] for row in json.loads(rows.read_text())["rows"]}
+    assert timed.keys() == {"copycat", "two_shot"}
+    assert all(timed.values())
+    table = tmp_path / "table.json"
+    shotcast_command("tune", "--op", "all_reduce", *size, "-d", "float32", "--seconds", "0.3", "-o", str(table))
+    assert '"copycat"' in table.read_text()
