@@ -136,6 +136,7 @@ def refused() -> None:
 
 def mixed(backend: str) -> int:
     """Run PyTorch's functions and ours on each other's results in one graph; return the number of compiled graphs."""
+    counters.clear()
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         group = dist.group.WORLD
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 import functional_targets as targets
-import shotcast
+import shared_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_results_are_those_of_pytorch(world_size: int) -> None:
-    done = shotcast.spawn(targets.like_those_of_pytorch, world_size, timeout_s=500)
+    done = shared_ranks.run(targets.like_those_of_pytorch, world_size)
     assert done == [3 * 2 * (4 + 12 + 2 + world_size)] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_averages_and_derivatives(world_size: int) -> None:
-    shotcast.spawn(targets.averages, world_size, timeout_s=500)
+    shared_ranks.run(targets.averages, world_size)
 
 
 def test_what_is_refused() -> None:
-    shotcast.spawn(targets.refused, 2, timeout_s=500)
+    shared_ranks.run(targets.refused, 2)
 
 
 def test_mixed_with_those_of_pytorch_in_one_graph() -> None:
-    assert shotcast.spawn(targets.mixed, 2, "aot_eager", timeout_s=500) == [1, 1]
+    assert shared_ranks.run(targets.mixed, 2, "aot_eager") == [1, 1]
