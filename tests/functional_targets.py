@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as theirs
+import torch.distributed._functional_collectives as pytorch
 from torch._dynamo.utils import counters
 
 import shotcast
@@ -23,7 +23,7 @@ def numbers(shape: tuple[int, ...], rank: int, dtype: torch.dtype = torch.float3
 
 
 def plain(x: Any) -> torch.Tensor:
-    return theirs.wait_tensor(x)
+    return pytorch.wait_tensor(x)
 
 
 def like_those_of_pytorch() -> int:
@@ -33,14 +33,18 @@ def like_those_of_pytorch() -> int:
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, group = comm.world_size, dist.group.WORLD
 
-        def same(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+        def same(result: torch.Tensor, expected: torch.Tensor, what: object) -> None:
             nonlocal done
-            wanted = plain(wanted)
-            assert type(got) is torch.Tensor, what
-            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), (what, got.shape, wanted.shape)
-            assert torch.equal(got, wanted), (what, got, wanted)
-            assert torch.equal(plain(got), got), "PyTorch's wait_tensor takes our results"
-            assert ours.wait_tensor(got) is got
+            expected = plain(expected)
+            assert type(result) is torch.Tensor, what
+            assert (result.shape, result.dtype) == (expected.shape, expected.dtype), (
+                what,
+                result.shape,
+                expected.shape,
+            )
+            assert torch.equal(result, expected), (what, result, expected)
+            assert torch.equal(plain(result), result), "PyTorch's wait_tensor takes our results"
+            assert ours.wait_tensor(result) is result
             done += 1
 
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -48,27 +52,27 @@ def like_those_of_pytorch() -> int:
             for turned in (x, x.transpose(0, 1)):
                 for reduction in GLOO_REDUCES:
                     what = (dtype, reduction)
-                    same(ours.all_reduce(turned, reduction, comm), theirs.all_reduce(turned, reduction, group), what)
+                    same(ours.all_reduce(turned, reduction, comm), pytorch.all_reduce(turned, reduction, group), what)
                 for dim in range(3):
-                    gathered = theirs.all_gather_tensor(turned, dim, group)
+                    gathered = pytorch.all_gather_tensor(turned, dim, group)
                     same(ours.all_gather_tensor(turned, dim, comm), gathered, (dtype, dim))
                     same(ours.all_gather_single_autograd(turned, dim - 3, comm, "tag"), gathered, (dtype, dim - 3))
-                    scattered = theirs.reduce_scatter_tensor(turned, "sum", dim, group)
+                    scattered = pytorch.reduce_scatter_tensor(turned, "sum", dim, group)
                     same(ours.reduce_scatter_tensor(turned, "SUM", dim, comm), scattered, (dtype, dim))
                     same(ours.reduce_scatter_single(turned, "sum", dim - 3, comm), scattered, (dtype, dim - 3))
                 equal = [turned.shape[0] // n] * n
                 for sizes in (None, equal):
-                    exchanged = theirs.all_to_all_single(turned, sizes, sizes, group)
+                    exchanged = pytorch.all_to_all_single(turned, sizes, sizes, group)
                     same(ours.all_to_all_single(turned, sizes, sizes, comm), exchanged, (dtype, sizes))
                 for src in range(n):
                     before = turned.clone()
-                    same(ours.broadcast(turned, src, comm), theirs.broadcast(turned, src, group), (dtype, src))
+                    same(ours.broadcast(turned, src, comm), pytorch.broadcast(turned, src, group), (dtype, src))
                     assert torch.equal(turned, before)
         # what PyTorch has on its way is waited for, and a number is gathered like a list of one
-        late = theirs.all_reduce(torch.ones(4), "sum", group)
-        assert type(late) is theirs.AsyncCollectiveTensor
+        late = pytorch.all_reduce(torch.ones(4), "sum", group)
+        assert type(late) is pytorch.AsyncCollectiveTensor
         assert ours.all_reduce(late, "sum", comm).tolist() == [float(n * n)] * 4
-        assert type(ours.wait_tensor(theirs.all_reduce(torch.ones(4), "sum", group))) is torch.Tensor
+        assert type(ours.wait_tensor(pytorch.all_reduce(torch.ones(4), "sum", group))) is torch.Tensor
         assert ours.all_gather_tensor(torch.tensor(2.5), 0, comm).tolist() == [2.5] * n
     return done
 
@@ -85,15 +89,15 @@ def averages() -> None:
         total = torch.zeros(n, 5)
         for part in parts:
             total = total + part.detach().float()
-        wanted = (total.to(torch.bfloat16).float() / n).to(torch.bfloat16)
-        got = ours.all_reduce(x, "avg", comm)
-        assert torch.equal(got, wanted)
-        got.sum().backward()
+        expected = (total.to(torch.bfloat16).float() / n).to(torch.bfloat16)
+        result = ours.all_reduce(x, "avg", comm)
+        assert torch.equal(result, expected)
+        result.sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
         x.grad = None
-        got = ours.reduce_scatter_tensor(x, "AVG", 0, comm)
-        assert torch.equal(got, wanted[comm.rank][None])
-        got.sum().backward()
+        result = ours.reduce_scatter_tensor(x, "AVG", 0, comm)
+        assert torch.equal(result, expected[comm.rank][None])
+        result.sum().backward()
         torch.testing.assert_close(x.grad, torch.full_like(x, 1 / n))
         x.grad = None
         ours.reduce_scatter_tensor(x.t(), "sum", 1, comm).sum().backward()
@@ -128,7 +132,7 @@ def refused() -> None:
                 lambda: ours.all_to_all_single(x, [1] * n, [2 * n] + [0] * (n - 1), comm),
             ),
             (shotcast.ConfigError, "divided among", lambda: ours.all_to_all_single(x[1:], None, None, comm)),
-            (shotcast.ConfigError, "AsyncCollectiveTensor", lambda: comm.all_reduce(theirs.broadcast(x, 0, [0, 1]))),
+            (shotcast.ConfigError, "AsyncCollectiveTensor", lambda: comm.all_reduce(pytorch.broadcast(x, 0, [0, 1]))),
         ]:
             with pytest.raises(error, match=text):
                 call()
@@ -141,12 +145,12 @@ def mixed(backend: str) -> int:
         group = dist.group.WORLD
 
         def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            one = theirs.all_reduce(x, "sum", group)
+            one = pytorch.all_reduce(x, "sum", group)
             two = ours.all_reduce(one, "max", comm)
-            three = theirs.reduce_scatter_tensor(ours.all_gather_tensor(two, 1, comm), "sum", 0, group)
-            four = theirs.wait_tensor(ours.all_reduce(three, "avg", comm))
+            three = pytorch.reduce_scatter_tensor(ours.all_gather_tensor(two, 1, comm), "sum", 0, group)
+            four = pytorch.wait_tensor(ours.all_reduce(three, "avg", comm))
             five = ours.reduce_scatter_tensor(
-                ours.wait_tensor(theirs.all_gather_tensor(four, 0, group)), "sum", 1, comm
+                ours.wait_tensor(pytorch.all_gather_tensor(four, 0, group)), "sum", 1, comm
             )
             return one, two, three, four, five, ours.all_to_all_single(ours.broadcast(five, 1, comm), None, None, comm)
 

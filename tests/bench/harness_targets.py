@@ -83,18 +83,18 @@ def one_rank_sleeps(config: BenchConfig, seconds: float) -> list[Row]:
 
 
 def counts_calls(config: BenchConfig) -> list[int]:
-    made = 0
+    count = 0
 
     def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         def run() -> None:
-            nonlocal made
-            made += 1
+            nonlocal count
+            count += 1
             call.run()
 
         return dataclasses.replace(call, run=run)
 
     _with(implementation, config)
-    return [made]
+    return [count]
 
 
 class SlowWork:
@@ -164,7 +164,7 @@ def wrong_in_one_value(config: BenchConfig, name: str, value: str) -> list[Row]:
     calls = FusedCase.calls
 
     def spoiled(case: FusedCase, names: object) -> list[baselines.BenchCall]:
-        made = []
+        calls_made = []
         for call in calls(case, names):  # type: ignore[arg-type]
 
             def values(call: baselines.BenchCall = call) -> dict[str, torch.Tensor]:
@@ -173,8 +173,8 @@ def wrong_in_one_value(config: BenchConfig, name: str, value: str) -> list[Row]:
                     output[value].view(-1)[3] += 1.0
                 return output
 
-            made.append(dataclasses.replace(call, values=values))
-        return made
+            calls_made.append(dataclasses.replace(call, values=values))
+        return calls_made
 
     FusedCase.calls = spoiled  # type: ignore[assignment, method-assign]
     return harness.measure(config, (name,))

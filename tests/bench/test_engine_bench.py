@@ -28,14 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
-    kept, picture = tmp_path / "deep" / "a.json", tmp_path / "deep" / "a.png"
+    stored, picture = tmp_path / "deep" / "a.json", tmp_path / "deep" / "a.png"
     options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "33", "--rounds", "1"]
-    outputs = ["--json", str(kept), "--plot", str(picture)]
+    outputs = ["--json", str(stored), "--plot", str(picture)]
     arguments = ["bench", "engine", "-m", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    said = json.loads(kept.read_text())
-    rows = [engine_report.EngineRow(**row) for row in said["rows"]]
+    document = json.loads(stored.read_text())
+    rows = [engine_report.EngineRow(**row) for row in document["rows"]]
     assert [(row.layout, row.algorithm, row.batch) for row in rows] == [
         *[("1x1", "transformers", batch) for batch in (1, 3)],
         *[("1x1", "auto", batch) for batch in (1, 3)],
@@ -51,12 +51,12 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
         assert 0 < row.itl_ms <= 2.05 * row.tpot_ms
         assert 0 < row.roofline < 1
         assert (row.communication > 0) == (row.layout == "2x1")
-    assert said["environment"]["cpu_model"]
+    assert document["environment"]["cpu_model"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "transformers" in result.output
     assert "2x1" in result.output
-    assert engine_report.read(kept) == tuple(rows)
-    shown = CliRunner().invoke(app, ["bench", "table", "--kind", "engine", "--json", str(kept)])
+    assert engine_report.read(stored) == tuple(rows)
+    shown = CliRunner().invoke(app, ["bench", "table", "--kind", "engine", "--json", str(stored)])
     assert shown.exit_code == 0, shown.output
     lines = shown.output.strip().splitlines()
     assert len(lines) == 2 + len(rows)
@@ -71,14 +71,14 @@ def test_layouts_that_are_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         ({"algorithms": ("fast",)}, "'fast'"),
         ({"output": 1}, "output at least 2"),
         ({"batches": (0,)}, "must be at least 1"),
     ],
 )
-def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> None:
+def test_plans_that_measure_nothing(change: dict[str, object], text: str) -> None:
     good = {
         "model": "smollm2",
         "layouts": (engine_bench.Layout(1, 1),),
@@ -90,7 +90,7 @@ def test_plans_that_measure_nothing(change: dict[str, object], said: str) -> Non
         "device": "cpu",
     }
     engine_bench.EngineBenchConfig(**good)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=text):
         engine_bench.EngineBenchConfig(**{**good, **change})  # type: ignore[arg-type]
 
 
@@ -100,9 +100,9 @@ DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 @pytest.mark.parametrize("path", sorted(DATA.rglob("engine_*.json")), ids=lambda path: path.stem)
 def test_kept_results_are_read(path: Path) -> None:
     assert engine_report.read(path)
-    said = json.loads(path.read_text())
-    assert said["command"].startswith("shotcast bench engine ")
-    assert said["environment"]["versions"]["torch"]
+    document = json.loads(path.read_text())
+    assert document["command"].startswith("shotcast bench engine ")
+    assert document["environment"]["versions"]["torch"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": [{"op": "all_reduce"}]}'])
@@ -125,12 +125,12 @@ def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = drawn(picture, "engine_8b_x2.json")
     assert result.exit_code == 0, result.output
     text = picture.read_text()
-    for said in ("TP2 x PP1, auto", "TP2 x PP1, nccl", "TP1 x PP2<", "random:llama-3.1-8b", "prompt 512, output 128"):
-        assert said in text
+    for label in ("TP2 x PP1, auto", "TP2 x PP1, nccl", "TP1 x PP2<", "random:llama-3.1-8b", "prompt 512, output 128"):
+        assert label in text
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "more", "said"),
+    ("name", "kept", "more", "text"),
     [
         ("a.png", ("engine_8b_x2.json", "engine_70b_x2.json"), (), "llama-3.1-70b"),
         ("a.png", ("engine_8b_x2.json",), ("--world-size", "2"), "--world-size"),
@@ -138,11 +138,11 @@ def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_pictures_that_cannot_be_drawn(
-    name: str, kept: tuple[str, ...], more: tuple[str, ...], said: str, tmp_path: Path
+    name: str, kept: tuple[str, ...], more: tuple[str, ...], text: str, tmp_path: Path
 ) -> None:
     result = drawn(tmp_path / name, *kept, more=more)
     assert result.exit_code == 2
-    assert said in result.output
+    assert text in result.output
     assert not (tmp_path / name).exists()
 
 

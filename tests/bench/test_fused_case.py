@@ -64,66 +64,68 @@ def test_a_wrong_element_of_any_result_is_found(name: str, value: str) -> None:
 # --- what is right ----------------------------------------------------------------------------------------------------
 
 
-def made(dtype: torch.dtype, rank: int = 0) -> FusedCase:
+def build(dtype: torch.dtype, rank: int = 0) -> FusedCase:
     group: Any = None
     return FusedCase(RankContext(torch.device("cpu"), dtype, rank, 4, group), 64 * 256 * dtype.itemsize, 256, seed=5)
 
 
-def right(value: torch.Tensor, name: str, reference: Reference) -> torch.Tensor:
+def within_bound(value: torch.Tensor, name: str, reference: Reference) -> torch.Tensor:
     expected, bound = reference[name]
     return (value.double() - expected).abs() <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_plain_computation_is_right(dtype: torch.dtype) -> None:
-    cases = [made(dtype, rank) for rank in range(4)]
+    cases = [build(dtype, rank) for rank in range(4)]
     case, reference = cases[0], cases[0].reference()
     total = case.x
     for other in cases[1:]:
         total = total + other.x  # rounded at each step
-    kept = total + case._residual
-    normed = torch.nn.functional.rms_norm(kept.float(), (256,), case._weight.float(), EPS).to(dtype)
-    assert right(total, "sum", reference).all()
-    assert right(kept, "new_residual", reference).all()
-    assert right(normed - case.norm(kept), "normed", reference).all()
+    new_residual = total + case._residual
+    normed = torch.nn.functional.rms_norm(new_residual.float(), (256,), case._weight.float(), EPS).to(dtype)
+    assert within_bound(total, "sum", reference).all()
+    assert within_bound(new_residual, "new_residual", reference).all()
+    assert within_bound(normed - case.norm(new_residual), "normed", reference).all()
     dynamic = normed.float().abs().amax(-1, keepdim=True) / E4M3_MAX
     for name, scale in (("fp8_static", case.static_scale), ("fp8_dynamic", dynamic)):
         back = (normed.float() / scale).to(torch.float8_e4m3fn).float() * scale
-        assert right(back - case.norm(kept), name, reference).all(), name
-        assert not right(back - case.norm(kept), "normed", reference).all(), "the bound of the norm itself would do"
+        assert within_bound(back - case.norm(new_residual), name, reference).all(), name
+        assert not within_bound(back - case.norm(new_residual), "normed", reference).all(), (
+            "the bound of the norm itself would do"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_off_is_not_right(dtype: torch.dtype) -> None:
-    case = made(dtype)
+    case = build(dtype)
     reference = case.reference()
-    kept, _ = reference["new_residual"]
-    normed = case.norm(kept)
-    assert right(kept - case._residual.double(), "new_residual", reference).float().mean() < 0.1
-    without_mean = kept / kept.square().sum(-1, keepdim=True).sqrt() * case._weight.double()
-    for wrong in (without_mean, normed / case._weight.double(), normed * 1.05, case.norm(kept + 0.05)):
-        assert right(wrong - normed, "normed", reference).float().mean() < 0.2
+    new_residual, _ = reference["new_residual"]
+    normed = case.norm(new_residual)
+    assert within_bound(new_residual - case._residual.double(), "new_residual", reference).float().mean() < 0.1
+    without_mean = new_residual / new_residual.square().sum(-1, keepdim=True).sqrt() * case._weight.double()
+    for wrong in (without_mean, normed / case._weight.double(), normed * 1.05, case.norm(new_residual + 0.05)):
+        assert within_bound(wrong - normed, "normed", reference).float().mean() < 0.2
     for name in ("fp8_static", "fp8_dynamic"):
-        assert right(normed * 0.1, name, reference).float().mean() < 0.3
-        assert right(normed * 0.03, name, reference).all()
+        assert within_bound(normed * 0.1, name, reference).float().mean() < 0.3
+        assert within_bound(normed * 0.03, name, reference).all()
 
 
 def test_the_norm_is_that_of_rms_norm() -> None:
-    case = made(torch.float32)
+    case = build(torch.float32)
     expected = torch.nn.functional.rms_norm(case.x.double(), (256,), case._weight.double(), EPS)
     assert torch.allclose(case.norm(case.x), expected)
 
 
 def test_all_ranks_share_residual_weight_and_scale() -> None:
-    one, other = made(torch.float32, 0), made(torch.float32, 3)
-    assert torch.equal(one._residual, other._residual)
-    assert torch.equal(one._weight, other._weight)
-    assert torch.equal(one.static_scale, other.static_scale)
-    assert not torch.equal(one.x, other.x)
+    first, second = build(torch.float32, 0), build(torch.float32, 3)
+    assert torch.equal(first._residual, second._residual)
+    assert torch.equal(first._weight, second._weight)
+    assert torch.equal(first.static_scale, second.static_scale)
+    assert not torch.equal(first.x, second.x)
 
 
 def test_nothing_is_clamped_by_the_static_scale() -> None:
-    case = made(torch.float32)
+    case = build(torch.float32)
     largest = case.norm(case.reference()["new_residual"][0]).abs().max() / case.static_scale.double()
     assert 0.95 * E4M3_MAX < largest <= E4M3_MAX
 

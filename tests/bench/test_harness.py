@@ -88,8 +88,8 @@ def test_the_slowest_rank_counts() -> None:
 @pytest.mark.parametrize(("iters", "budget_s", "timed"), [(30, 100.0, 30), (1000, 0.0, 6)])
 def test_calls_are_bounded_by_iterations_and_budget(iters: int, budget_s: float, timed: int) -> None:
     config = dataclasses.replace(CONFIG, sizes=(64,), iters=iters, budget_s=budget_s, warmup_iters=3)
-    made = shotcast.spawn(targets.counts_calls, 2, config, timeout_s=60)[0]
-    assert made == [1 + 1 + 3 + timed + 1]
+    counts = shotcast.spawn(targets.counts_calls, 2, config, timeout_s=60)[0]
+    assert counts == [1 + 1 + 3 + timed + 1]
 
 
 BETWEEN = dataclasses.replace(CONFIG, between="gemm", hidden=16, inner=4, sizes=(64, 1000))

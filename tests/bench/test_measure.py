@@ -41,11 +41,11 @@ def test_every_part_is_understood(tmp_path: Path) -> None:
     assert parts is not None
     done = run(tmp_path, *parts[1].split())
     assert done.returncode == 0, done.stderr
-    asked = [text.splitlines() for text in (tmp_path / "asked").read_text().split("---\n") if text]
-    assert len(asked) == len(done.stdout.splitlines()) > 20
+    commands = [text.splitlines() for text in (tmp_path / "asked").read_text().split("---\n") if text]
+    assert len(commands) == len(done.stdout.splitlines()) > 20
     assert all(ENDED in line for line in done.stdout.splitlines())
     modules = {"shotcast": 0, "pytest": 0}
-    for arguments in asked:
+    for arguments in commands:
         assert arguments[0] == "-m"
         modules[arguments[1]] += 1
         if arguments[1] == "shotcast":

@@ -132,8 +132,8 @@ def test_machine_is_hardware_versions_and_date() -> None:
     gpus = [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]
     versions = {"python": "3.12", "torch": "2.11.0+cu130", "nccl": "2.28.9"}
     environment = {"cpu_model": "some processor", "gpus": gpus, "versions": versions}
-    made = report.Result(environment, "", "2026-11-21T07:00:00+00:00", ())
-    assert made.machine == "NVIDIA H200, PyTorch 2.11.0, NCCL 2.28.9, 2026-11-21"
+    result = report.Result(environment, "", "2026-11-21T07:00:00+00:00", ())
+    assert result.machine == "NVIDIA H200, PyTorch 2.11.0, NCCL 2.28.9, 2026-11-21"
     without = report.Result({**environment, "gpus": []}, "", "", ())
     assert without.machine == "some processor, PyTorch 2.11.0"
     assert report.Result({}, "", "", ()).machine == ""

@@ -33,9 +33,9 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
-    monkeypatch.setattr(timers, "time", made)
-    return made
+    fake = Machine()
+    monkeypatch.setattr(timers, "time", fake)
+    return fake
 
 
 def test_host_time_is_that_of_enqueueing(machine: Machine) -> None:

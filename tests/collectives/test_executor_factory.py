@@ -45,7 +45,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
 
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", buffer)
     monkeypatch.setattr("shotcast.transport.triton.executor.TritonExecutor", executor)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return calls
 

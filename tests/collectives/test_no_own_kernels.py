@@ -14,7 +14,7 @@ from shotcast.wire import Op
 
 
 def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: {mine, other} != {0, 2})
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: {device, peer} != {0, 2})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
     obstacle = peer_obstacle(torch.device("cuda", 0), [0, 1, 2])

@@ -38,11 +38,11 @@ def test_ranks_take_gpus_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nccl_is_not_asked_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    backends = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(rendezvous.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda backend, **_: backends.append(backend))
     monkeypatch.setattr(rendezvous.dist, "get_rank", lambda group: -1)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
@@ -51,4 +51,4 @@ def test_nccl_is_not_asked_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SHOTCAST_SHARE_GPUS", shared)
         with pytest.raises(ConfigError, match="not a member"):
             rendezvous.process_group_of(None, GPU)
-    assert asked == ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", "gloo"]
+    assert backends == ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", "gloo"]

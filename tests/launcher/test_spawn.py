@@ -24,7 +24,7 @@ from shotcast.launcher import rank_process
 pytestmark = [pytest.mark.timeout(60), pytest.mark.timing]
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Return whether a process has ended; one that nobody has waited for yet counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -35,7 +35,7 @@ def gone(pid: int) -> bool:
 def wait_until_gone(pid: int, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        if gone(pid):
+        if has_ended(pid):
             return True
         time.sleep(0.02)
     return False
@@ -277,7 +277,7 @@ class TestParent:
     @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
     def test_ranks_die_with_a_killed_parent(self, running, signum: signal.Signals) -> None:
         parent, rank = running
-        assert not gone(rank)
+        assert not has_ended(rank)
         parent.send_signal(signum)
         parent.wait(10)
         assert wait_until_gone(rank, 5)

@@ -38,13 +38,13 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return offered
 
 
-def made(shared: bool = False) -> CudaBuffer:
+def build(shared: bool = False) -> CudaBuffer:
     group: Any = GROUP
     return CudaBuffer(group, 64, torch.device("cuda", 0), (1, 0), shared)
 
 
 def test_the_address_is_what_the_allocator_offers(pytorch: SimpleNamespace) -> None:
-    buffer = made()
+    buffer = build()
     assert buffer.multicast_address == 0xABC000
     assert buffer.addresses == (0x2000, 0x1000)
     assert pytorch.disabled == ""
@@ -53,7 +53,7 @@ def test_the_address_is_what_the_allocator_offers(pytorch: SimpleNamespace) -> N
 @pytest.mark.parametrize("nothing", [0, None])
 def test_no_address_where_it_offers_none(pytorch: SimpleNamespace, nothing: int | None) -> None:
     pytorch.multicast_ptr = nothing
-    assert made().multicast_address == 0
+    assert build().multicast_address == 0
 
 
 def test_switched_off_before_the_allocation_and_after(
@@ -61,7 +61,7 @@ def test_switched_off_before_the_allocation_and_after(
 ) -> None:
     """The allocator is told not to set up multicast, and an address that it still offers is not used."""
     monkeypatch.setenv("SHOTCAST_MULTICAST", "0")
-    assert made().multicast_address == 0
+    assert build().multicast_address == 0
     assert pytorch.disabled == "1"
 
 
@@ -70,9 +70,9 @@ def test_pytorch_is_told_of_ranks_that_share_a_gpu_and_only_then(
 ) -> None:
     """The allocator would not set up multicast in that mode either."""
     monkeypatch.setenv(OVERLAPPING, "")
-    made()
+    build()
     assert os.environ[OVERLAPPING] == ""
-    made(shared=True)
+    build(shared=True)
     assert os.environ[OVERLAPPING] == "1"
 
 

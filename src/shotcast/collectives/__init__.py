@@ -1,1 +1,1 @@
-"""The Communicator: the only thing that layers above know of communication."""
+"""The Communicator, which is all that the layers above know of communication."""

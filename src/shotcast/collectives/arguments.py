@@ -1,4 +1,4 @@
-"""Checks of what callers pass, with errors that say what was wrong and what is accepted."""
+"""Checks of arguments; the errors say what is wrong and what is accepted."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
     """Raise ConfigError unless ``x`` is a contiguous tensor on ``device``."""
     plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
     if plain and (is_compiling() or not (x.is_conj() or x.is_neg())):
-        return  # as nearly all are, and an eager call has little time for questions
+        return  # the common case, which must not cost an eager call more checks
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{name} is a torch.Tensor, not {type(x).__name__}")
     if x.device != device:
         raise ConfigError(f"{name} lies on {x.device}; this communicator serves {device}")
     if x.layout != torch.strided or not x.is_contiguous():
-        how = f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
-        instead = "contiguous" if x.layout == torch.strided else "to_dense"
-        raise ConfigError(f"{name} is not contiguous ({how}); pass {name}.{instead}()")
-    if is_compiling():  # a traced call comes here again when it is made
+        description = (
+            f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
+        )
+        method = "contiguous" if x.layout == torch.strided else "to_dense"
+        raise ConfigError(f"{name} is not contiguous ({description}); pass {name}.{method}()")
+    if is_compiling():  # a traced call is checked again when it is made
         return
     if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        # DTensor, a result of PyTorch's functional collectives, and others have no memory of their own
+        # a DTensor, a result of PyTorch's functional collectives and the like have no memory of their own
         raise ConfigError(f"{name} is a {type(x).__name__}, not a plain tensor; pass the tensor inside ({_INSIDE})")
     if x.is_conj() or x.is_neg():
         # the memory holds other values than the tensor shows
@@ -37,7 +39,7 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
 
 
 def output(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-    """``out``, checked against ``shape`` and ``x``; a new tensor for None."""
+    """Return ``out`` after checking it against ``shape`` and ``x``; for None, a new tensor."""
     if out is None:
         return x.new_empty(shape)
     valid(out, "out", x.device)
@@ -49,7 +51,7 @@ def output(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> t
 
 
 def rows_per_rank(x: torch.Tensor, world_size: int, name: str) -> int:
-    """The first dimension of ``x`` over the ranks."""
+    """Return the first dimension of ``x`` divided by the number of ranks. Raises ConfigError if it is not divisible."""
     if x.dim() == 0 or x.shape[0] % world_size:
         raise ConfigError(
             f"{name}: the first dimension of x is divided among {world_size} ranks; its shape is {list(x.shape)}"
@@ -58,14 +60,14 @@ def rows_per_rank(x: torch.Tensor, world_size: int, name: str) -> int:
 
 
 def rank_in(rank: int, world_size: int, name: str) -> int:
-    """``rank``, if it is one."""
+    """Return ``rank``. Raises ConfigError unless it is a rank."""
     if not isinstance(rank, int) or not 0 <= rank < world_size:
         raise ConfigError(f"{name} is a rank in 0..{world_size - 1}, not {rank!r}")
     return rank
 
 
 def operation(op: str) -> Op:
-    """The operation called ``op``."""
+    """Return the operation of that name. Raises ConfigError if there is none."""
     try:
         return Op[op.upper()]
     except (KeyError, AttributeError):

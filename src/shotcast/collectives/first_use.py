@@ -1,4 +1,4 @@
-"""Compilation before first use, outside every deadline."""
+"""Compilation before first use, which no deadline limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ COMPILE_LIMIT_S = 300.0
 
 
 class Form(NamedTuple):
-    """What a call needs compiled. For a message also who has the other end (``partner``), and what that rank needs."""
+    """The kernels that a call needs compiled.
+
+    For a message, ``partner`` is the rank at the other end and ``partner_name`` names the form that it needs.
+    """
 
     name: str
     partner: int = -1
@@ -20,11 +23,11 @@ class Form(NamedTuple):
 
 
 class FirstUse:
-    """Brings ranks together after each has compiled what a call needs: all of them, or the two ends of a message.
+    """Make ranks meet after each has compiled what a call needs: all ranks, or the two ends of a message.
 
-    A rank says through the job's store that it compiles, and then that it is ready. Whoever is ready waits for those
-    who compile. A rank that says nothing for ``patience_s`` is about something else, or late: then the call begins,
-    and its own header exchange finds out which.
+    A rank reports through the job's store that it compiles, and later that it is ready. Ranks that are ready wait for
+    those that compile. A rank that reports nothing for ``patience_s`` is busy with something else, or late: then the
+    call begins, and its own header exchange finds out which.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
@@ -32,7 +35,7 @@ class FirstUse:
         self.known: set[Form] = set()
 
     def __call__(self, form: Form, compile_it: Callable[[], object], patience_s: float) -> None:
-        """Once per ``form``: run ``compile_it``, then wait as described."""
+        """Run ``compile_it`` once for each ``form``, then wait as described above."""
         if form in self.known:
             return
         self.known.add(form)

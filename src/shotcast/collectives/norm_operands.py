@@ -1,4 +1,4 @@
-"""Tensors of the fused operations: checked, made where the caller gives none, and put where kernels take them."""
+"""Operands of the fused operations: checked, allocated if the caller gives none, and aligned for kernels."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Fp8Normed(NamedTuple):
     """A normed tensor in FP8: about ``quantized * scale``.
 
     Attributes:
-        quantized: float8_e4m3fn, shaped like what was normed.
-        scale: float32; the value that the caller gave, or [..., 1], one a row.
+        quantized: float8_e4m3fn, shaped like the normed tensor.
+        scale: float32; the value that the caller gave, or [..., 1], one for each row.
         new_residual: sum + residual, in the dtype of the call.
-        normed: what was quantised, in the dtype of the call; None unless asked for.
+        normed: the tensor before quantization, in the dtype of the call; None unless requested.
     """
 
     quantized: torch.Tensor
@@ -45,9 +45,10 @@ def norm_operands(
     gather: bool,
     out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[Norm, NormTensors]:
-    """What a call without FP8 reads and writes. ``shards`` is the number of ranks that the rows are divided among.
+    """Return the tensors that a call without FP8 reads and writes.
 
-    Raises ConfigError or UnsupportedError, saying what was wrong and what is accepted.
+    ``shards`` is the number of ranks that the rows are divided among. Raises ConfigError or UnsupportedError, saying
+    what is wrong and what is accepted.
     """
     rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards)
     shape = all_rows if gather else rows
@@ -75,7 +76,10 @@ def fp8_operands(
     with_normed: bool,
     out: Fp8Normed | None,
 ) -> tuple[Norm, NormTensors]:
-    """As :func:`norm_operands`, with FP8: by ``scale``, or by one a row that the call finds."""
+    """Return the tensors of a call with FP8, by ``scale`` or by a scale for each row that the call finds.
+
+    Everything else is as in :func:`norm_operands`.
+    """
     rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards)
     shape = all_rows if gather else rows
     scales = torch.Size((*shape[:-1], 1))
@@ -119,7 +123,10 @@ def norm_rows(
     eps: float,
     shards: int,
 ) -> tuple[torch.Size, torch.Size]:
-    """Shapes of this rank's rows, and of all rows. Raises ConfigError or UnsupportedError for other inputs."""
+    """Return the shapes of this rank's rows and of all rows.
+
+    Raises ConfigError or UnsupportedError for other inputs.
+    """
     valid(x, "x", device)
     valid(residual, "residual", device)
     valid(weight, "weight", device)
@@ -154,7 +161,7 @@ def _members(name: str, out: object, count: int, text: str) -> Sequence[torch.Te
 def _written(
     name: str, member: str, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ConfigError unless ``tensor`` can take a result of that shape."""
+    """Raise ConfigError unless ``tensor`` can hold a result of that shape."""
     text = f"{name}: {member} of out"
     if tensor is None:
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is None")
@@ -171,7 +178,7 @@ def _apart(name: str, new_residual: torch.Tensor, normed: torch.Tensor) -> None:
 
 
 def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
-    """Whether kernels can take the tensors where they are: each begins at a multiple of 16 bytes."""
+    """Return whether every tensor begins at a multiple of 16 bytes, as kernels need."""
     bits = x.data_ptr() | tensors.residual.data_ptr() | tensors.weight.data_ptr() | tensors.new_residual.data_ptr()
     for tensor in (tensors.normed, tensors.quantized):
         if tensor is not None:
@@ -180,7 +187,7 @@ def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
 
 
 def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTensors]:
-    """Copies of all that do not begin at a multiple of 16 bytes; :func:`copy_back` returns what was written."""
+    """Copy the tensors that do not begin at a multiple of 16 bytes; :func:`copy_back` copies results back."""
     inside = tensors._replace(
         residual=_moved(tensors.residual),
         weight=_moved(tensors.weight),
@@ -196,7 +203,7 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(aligned: NormTensors, tensors: NormTensors) -> None:
-    """Write results to where the caller wants them."""
+    """Copy results to the tensors of the caller."""
     for name in ("new_residual", "normed", "quantized"):
         source, target = getattr(aligned, name), getattr(tensors, name)
         if source is not target:

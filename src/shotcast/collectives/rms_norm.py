@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm after a sum that was a call of its own: what the fused operations are compared with."""
+"""Residual add and RMSNorm after a separate sum: the reference that the fused operations match."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shotcast.wire import Norm
 
 
 def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
-    """Norm ``total`` [rows, hidden] into the tensors of as many rows.
+    """Norm ``total`` [rows, hidden] into ``tensors``, which have as many rows.
 
-    By a kernel (``kernels/triton/norm.py``; the tensors begin at multiples of 16 bytes), or without ``by_kernel`` by
-    compiled host code (``transport/cpu/norm_rows.py``): the bits of the fused operations. By plain torch if rows are
-    too long for a kernel.
+    ``by_kernel`` uses a kernel (``kernels/triton/norm.py``; the tensors begin at multiples of 16 bytes); otherwise
+    compiled host code is used (``transport/cpu/norm_rows.py``). Both give the bits of the fused operations. Rows that
+    are too long for a kernel use plain torch.
     """
     if total.numel() == 0:
         return
@@ -46,13 +46,13 @@ def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kerne
 
 
 def share(tensors: NormTensors, norm: Norm, rank: int, world_size: int) -> NormTensors:
-    """The tensors of this rank's rows, where all rows are gathered into ``tensors``."""
-    mine = {name: getattr(tensors, name).chunk(world_size)[rank] for name in _gathered(norm)}
-    return tensors._replace(**mine)
+    """Return the tensors of this rank's rows, where all rows are gathered into ``tensors``."""
+    own_rows = {name: getattr(tensors, name).chunk(world_size)[rank] for name in _gathered(norm)}
+    return tensors._replace(**own_rows)
 
 
 def gathered(tensors: NormTensors, norm: Norm) -> list[torch.Tensor]:
-    """Those of ``tensors`` that hold all ranks' rows."""
+    """Return those of ``tensors`` that hold the rows of all ranks."""
     return [getattr(tensors, name) for name in _gathered(norm)]
 
 

@@ -1,4 +1,4 @@
-"""Calls of one communicator in the order they were made, whatever CUDA streams they are made on."""
+"""Order the calls of one communicator as they are made, whatever CUDA streams they are made on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.memory.streams import capturing, raw_stream
 
 
 def _capture_id(stream: torch.cuda.Stream) -> int:
-    """Number of the graph capture that ``stream`` takes part in; 0 for none. PyTorch has no public way to ask."""
+    """Return the number of the graph capture of ``stream``, 0 for none. PyTorch has no public function for it."""
     status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
     none = ctypes.c_void_p(None)
     error = driver.library().cuStreamGetCaptureInfo_v2(
@@ -22,10 +22,10 @@ def _capture_id(stream: torch.cuda.Stream) -> int:
 
 
 class StreamChain:
-    """Makes each call's stream wait for the call before it, if that was on another stream.
+    """Make the stream of each call wait for the call before it, if that was on another stream.
 
-    Eager calls are chained to eager calls; calls inside a graph capture, to those of the same capture only: a capture
-    cannot depend on work outside it. Replays are ordered by whoever launches them.
+    Eager calls are chained to eager calls. Calls inside a graph capture are chained only to those of the same capture,
+    as a capture cannot depend on work outside it. Whoever launches replays orders them.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class StreamChain:
 
     @staticmethod
     def capturing() -> bool:
-        """Whether a call made now, on the current stream, would be captured in a graph."""
+        """Return whether a call on the current stream would now be captured in a graph."""
         return capturing()
 
     def enter(self, device: torch.device) -> bool:
-        """Order a call about to be made on the current stream; True while that stream is being captured."""
+        """Order a call that is about to be made on the current stream; return whether that stream is being captured."""
         captured = capturing()
         handle = raw_stream(device.index)
         if self._last is not None and handle == self._handle and not captured and not self._capture:

@@ -1,4 +1,4 @@
-"""What no own kernel serves goes to PyTorch's library for the device: NCCL, or Gloo."""
+"""The vendor library, which serves what no own kernel serves: PyTorch's NCCL for GPUs, Gloo for CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTIONS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
-# How Gloo words that a peer is gone; there is no error class of its own for it.
+# The texts by which Gloo reports a lost peer; it has no error class for that.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
 
 
@@ -27,7 +27,7 @@ class Vendor:
 
     Args:
         group: the process group.
-        order: rank in the group by rank in the communicator.
+        order: for each rank of the communicator, its rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: Sequence[int]):
@@ -36,10 +36,14 @@ class Vendor:
         self._reordered = self._order != sorted(self._order)
 
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
-        """Make the call; as :meth:`TritonExecutor.run`. Raises UnsupportedError if the library cannot,
-        and ShotcastError if it lost a rank on the way."""
+        """Make the call; the arguments are those of :meth:`TritonExecutor.run`.
+
+        Raises:
+            UnsupportedError: the library cannot serve the call.
+            ShotcastError: the library lost a rank during the call.
+        """
         try:
-            with torch.no_grad():  # or out would carry the gradient of a copy
+            with torch.no_grad():  # otherwise out would carry the gradient of a copy
                 self._run(plan, x, out, reduction)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
@@ -52,13 +56,13 @@ class Vendor:
     def _run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
         group, world_size = self._group, len(self._order)
         if plan.dtype == "bool" and reduction == "sum":
-            reduction = "max"  # Gloo adds the bytes, and two of True are no bool; NCCL does the same as here
+            reduction = "max"  # Gloo adds the bytes, and True + True is not a bool; NCCL takes the maximum as well
         if plan.op is Op.BARRIER:
             dist.barrier(group)
             return
         scale = 1
         if plan.op not in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            # what is only moved goes as bytes: the libraries know fewer dtypes than there are
+            # data that is only moved is sent as bytes, as the libraries know few dtypes
             scale = wire.DTYPES[plan.dtype]
             x = None if x is None else x.view(-1).view(torch.uint8)
             out = None if out is None else out.view(-1).view(torch.uint8)
@@ -86,11 +90,11 @@ class Vendor:
             sizes = [size * scale for size in plan.sizes] or [out.numel() // world_size] * world_size
             ends = [sum(sizes[: r + 1]) for r in range(world_size)]
             flat, widest = out.view(-1), max(sizes)
-            mine = x.view(-1)
-            if mine.numel() < widest:
-                mine = torch.cat([mine, mine.new_zeros(widest - mine.numel())])
+            padded = x.view(-1)
+            if padded.numel() < widest:
+                padded = torch.cat([padded, padded.new_zeros(widest - padded.numel())])
             parts = [flat.new_empty(widest) for _ in range(world_size)]
-            dist.all_gather(parts, mine, group)
+            dist.all_gather(parts, padded, group)
             for r, end in enumerate(ends):
                 flat[end - sizes[r] : end].copy_(parts[self._order[r]][: sizes[r]])
         else:
@@ -101,5 +105,5 @@ class Vendor:
             out.view(world_size, -1).copy_(received[self._order] if self._reordered else received)
 
     def _by_group_rank(self) -> list[int]:
-        """Communicator rank by group rank."""
+        """Return the communicator rank of each group rank."""
         return [self._order.index(r) for r in range(len(self._order))]

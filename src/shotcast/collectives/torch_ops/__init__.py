@@ -1,1 +1,1 @@
-"""The calls as PyTorch knows them: operators, derivatives, and their order in compiled graphs."""
+"""The calls as PyTorch operators: their derivatives, and their order in compiled graphs."""

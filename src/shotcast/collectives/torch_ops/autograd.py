@@ -1,7 +1,7 @@
-"""Derivatives of the collectives: each is the transpose of the linear map that the call is.
+"""Derivatives of the collectives: each is the transpose of the linear map that the call computes.
 
-Each stands here twice: for calls of a communicator, and for operators in a graph (``ops.py``), where a communicator is
-a name. The operators' would serve eager calls as well, at three times the cost to the host.
+Each derivative exists twice: for calls of a communicator, and for operators in a graph (``operators.py``), where a
+communicator is a name. The latter could serve eager calls too, at three times the host cost.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReduceScatter(torch.autograd.Function):
 class AllGather(torch.autograd.Function):
     """y = (x_0, ..., x_{N-1}) on all ranks, so dx_i = sum_r dy_r[i].
 
-    Uneven parts have no reduce_scatter: sum all, keep mine.
+    Uneven parts have no reduce_scatter: all of dy is summed, and this rank's part is taken.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class AllGather(torch.autograd.Function):
         if ctx.sizes is None:
             algorithm = where_legal(ctx.comm, grad, ctx.algorithm)
             return ctx.comm.reduce_scatter(grad, algorithm=algorithm), None, None, None
-        return _mine(ctx.comm.all_reduce(grad), ctx.sizes, ctx.comm.rank), None, None, None
+        return _own_part(ctx.comm.all_reduce(grad), ctx.sizes, ctx.comm.rank), None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def traced_uneven(ctx: Any, grad: torch.Tensor) -> Gradients:
         total = torch.ops.shotcast.all_reduce(_plain(grad), ctx.comm, "auto", "sum")
-        return _mine(total, ctx.sizes, ctx.rank), None, None, None, None
+        return _own_part(total, ctx.sizes, ctx.rank), None, None, None, None
 
 
 class AllToAll(torch.autograd.Function):
@@ -126,7 +126,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as calls take it; autograd conjugates lazily."""
+    """Return a gradient in the form that calls accept; autograd conjugates and negates lazily."""
     return grad.resolve_conj().resolve_neg().contiguous()
 
 
@@ -135,13 +135,16 @@ def _only_sums(op: str, reduction: str) -> None:
         raise UnsupportedError(f"{op} has a derivative for the reduction sum, not for {reduction}")
 
 
-def _mine(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.Tensor:
+def _own_part(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.Tensor:
     start = sum(sizes[:rank])
     return total[start : start + sizes[rank]].clone()
 
 
 def where_legal(comm: Collectives, x: torch.Tensor, algorithm: str) -> str:
-    """``algorithm`` for a reduce_scatter, or ``auto``: what gathers a dtype need not add it up."""
+    """Return ``algorithm`` if it can serve this reduce_scatter, else ``auto``.
+
+    An algorithm that gathers a dtype need not be able to add it.
+    """
     return algorithm if algorithm in comm.candidates(x, "reduce_scatter") else "auto"
 
 
@@ -152,4 +155,4 @@ OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {
     "all_gather_uneven": (AllGather.keep_uneven, AllGather.traced_uneven),
     "all_to_all": (AllToAll.keep, AllToAll.traced),
 }
-"""By operator: what a backward keeps of its call, and the backward."""
+"""For each operator: the function that saves the context of a backward, and the backward."""

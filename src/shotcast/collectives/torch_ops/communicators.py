@@ -1,4 +1,4 @@
-"""Communicators by name: an operator in a graph holds a string, not an object."""
+"""Communicators by name, as an operator in a graph holds a string and not an object."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _communicators: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValu
 
 
 def register(comm: Collectives) -> None:
-    """Make ``comm`` known by its name, as long as it lives."""
+    """Register ``comm`` by its name for as long as it lives."""
     _communicators[comm.name] = comm
 
 
 def named(name: str) -> Collectives:
-    """The communicator called ``name``. Raises ConfigError if this process has none."""
+    """Return the communicator called ``name``. Raises ConfigError if this process has none."""
     comm = _communicators.get(name)
     if comm is None:
         known = ", ".join(sorted(_communicators)) or "none"

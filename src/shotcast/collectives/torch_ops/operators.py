@@ -1,13 +1,13 @@
-"""The collectives as PyTorch operators, ``torch.ops.shotcast.*``: what torch.compile puts in its graphs.
+"""The collectives as PyTorch operators, ``torch.ops.shotcast.*``, which torch.compile puts in its graphs.
 
-:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced; eager calls go past them, as an
-operator costs the host as much again as the call. It takes numbers, strings and tensors only, so a communicator goes by
-its name, and what shapes depend on, ``world_size`` and for uneven parts ``rank``, comes with it: compiled code is
-cached by what a graph says, and ranks share the cache.
+:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced. Eager calls bypass them, as an
+operator costs the host as much again as the call. An operator takes only numbers, strings and tensors, so a
+communicator is given by its name, together with the numbers that shapes depend on: ``world_size`` and, for uneven
+parts, ``rank``. Compiled code is cached by the contents of a graph, and ranks share the cache.
 
-Operators write to new tensors. They take any strides, as a compiler may lay out a tensor in its own way. They are
-ordered: a compiler runs all calls of a graph, used or not, in the order of the program. Left alone it drops calls and
-swaps them as sizes suggest, and sizes may differ between ranks.
+Operators write to new tensors. They take any strides, as a compiler may choose the layout of a tensor. They are
+ordered: a compiler runs all calls of a graph, used or not, in the order of the program. Otherwise it would drop unused
+calls and reorder others depending on sizes, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shotcast.collectives.torch_ops.communicators import named
 from shotcast.errors import ConfigError, UnsupportedError
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""As Fp8Normed. An operator gives all four: empty ones for a scale that was given and for a norm not asked for."""
+"""The tensors of an Fp8Normed, all four: those that the caller gave or did not request are empty."""
 
 _library = torch.library.Library("shotcast", "DEF")
 
 OPERATORS: list[str] = []
-"""Their names in ``torch.ops.shotcast``."""
+"""The names of the operators in ``torch.ops.shotcast``."""
 
 
 def _operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``shotcast::schema``, run by the decorated function; ``shaped`` gives results of the right shapes."""
+    """Define ``shotcast::schema``, run by the decorated function; ``shaped`` returns results of the right shapes."""
     name = schema[: schema.index("(")]
     _library.define(schema)
     try:
@@ -129,7 +129,7 @@ def _all_reduce(x: torch.Tensor, comm: str, algorithm: str, reduction: str) -> t
 def _reduce_scatter(
     x: torch.Tensor, comm: str, world_size: int, algorithm: str, reduction: str, strict: bool = True
 ) -> torch.Tensor:
-    """Not ``strict``: another algorithm is taken where this one cannot serve."""
+    """Run a reduce_scatter; unless ``strict``, take another algorithm if this one cannot serve."""
     x, by = x.contiguous(), named(comm)
     algorithm = algorithm if strict else autograd.where_legal(by, x, algorithm)
     return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction)
@@ -169,7 +169,7 @@ def _send(x: torch.Tensor, comm: str, dst: int) -> None:
 
 @_operator("recv(Tensor x, str comm, int src) -> Tensor", _like)
 def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
-    """A new tensor like ``x``, received."""
+    """Receive into a new tensor like ``x``."""
     return named(comm).recv(x.new_empty(x.shape), src)
 
 
@@ -257,14 +257,17 @@ for _name, (_keep, _backward) in autograd.OPERATORS.items():
 
 
 def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """``result`` in ``out``, which has been checked. A compiler leaves the copy out where nobody else sees ``out``."""
+    """Copy ``result`` to ``out``, which has been checked, and return it.
+
+    A compiler removes the copy if nothing else uses ``out``.
+    """
     return out.copy_(result)
 
 
 def all_reduce(
     comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
 ) -> torch.Tensor:
-    """:meth:`Communicator.all_reduce` by its operator."""
+    """Run :meth:`Communicator.all_reduce` as an operator."""
     if out is None and reduction == "sum":
         return torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction)
     if out is not None:
@@ -276,7 +279,7 @@ def all_reduce(
 def reduce_scatter(
     comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
 ) -> torch.Tensor:
-    """:meth:`Communicator.reduce_scatter` by its operator."""
+    """Run :meth:`Communicator.reduce_scatter` as an operator."""
     rows = rows_per_rank(x, comm.world_size, "reduce_scatter")
     if out is None and reduction == "sum":
         return torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction)
@@ -289,7 +292,7 @@ def reduce_scatter(
 def all_gather(
     comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, sizes: Sequence[int] | None, algorithm: str
 ) -> torch.Tensor:
-    """:meth:`Communicator.all_gather` by its operators; ``x`` has a dimension, and ``sizes`` were checked."""
+    """Run :meth:`Communicator.all_gather` as operators; ``x`` has a dimension, and ``sizes`` have been checked."""
     source = x
     if out is not None:
         output(x, out, (x.shape[0] * comm.world_size if sizes is None else sum(sizes), *x.shape[1:]))
@@ -302,7 +305,7 @@ def all_gather(
 
 
 def all_to_all(comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
-    """:meth:`Communicator.all_to_all` by its operator."""
+    """Run :meth:`Communicator.all_to_all` as an operator."""
     if out is None:
         return torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
     output(x, out, x.shape)
@@ -310,24 +313,24 @@ def all_to_all(comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, alg
 
 
 def broadcast(comm: Collectives, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
-    """:meth:`Communicator.broadcast` by its operator."""
+    """Run :meth:`Communicator.broadcast` as an operator."""
     with torch.no_grad():
         return _written(x, torch.ops.shotcast.broadcast(x.detach(), comm.name, root, algorithm))
 
 
 def send(comm: Collectives, x: torch.Tensor, dst: int) -> None:
-    """:meth:`Communicator.send` by its operator."""
+    """Run :meth:`Communicator.send` as an operator."""
     torch.ops.shotcast.send(x.detach(), comm.name, dst)
 
 
 def recv(comm: Collectives, x: torch.Tensor, src: int) -> torch.Tensor:
-    """:meth:`Communicator.recv` by its operator."""
+    """Run :meth:`Communicator.recv` as an operator."""
     with torch.no_grad():
         return _written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
 
 
 def barrier(comm: Collectives) -> None:
-    """:meth:`Communicator.barrier` by its operator."""
+    """Run :meth:`Communicator.barrier` as an operator."""
     torch.ops.shotcast.barrier(comm.name)
 
 
@@ -340,7 +343,7 @@ def all_reduce_rms_norm(
     algorithm: str,
     out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:meth:`Communicator.all_reduce_rms_norm` by its operator."""
+    """Run :meth:`Communicator.all_reduce_rms_norm` as an operator."""
     norm_rows("all_reduce_rms_norm", comm.device, x, residual, weight, eps, 1)
     operands = x.detach(), residual.detach(), weight.detach()
     normed, new_residual = torch.ops.shotcast.all_reduce_rms_norm(*operands, comm.name, eps, algorithm)
@@ -358,7 +361,7 @@ def all_reduce_rms_norm_fp8(
     algorithm: str,
     out: Fp8Normed | None,
 ) -> Fp8Normed:
-    """:meth:`Communicator.all_reduce_rms_norm_fp8` by its operator."""
+    """Run :meth:`Communicator.all_reduce_rms_norm_fp8` as an operator."""
     norm_rows("all_reduce_rms_norm_fp8", comm.device, x, residual, weight, eps, 1)
     operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
     made = torch.ops.shotcast.all_reduce_rms_norm_fp8(*operands, comm.name, eps, with_normed, algorithm)
@@ -375,7 +378,7 @@ def reduce_scatter_rms_norm(
     algorithm: str,
     out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:meth:`Communicator.reduce_scatter_rms_norm` by its operator."""
+    """Run :meth:`Communicator.reduce_scatter_rms_norm` as an operator."""
     name = "reduce_scatter_rms_norm"
     norm_rows(name, comm.device, x, residual, weight, eps, comm.world_size)
     operands = x.detach(), residual.detach(), weight.detach()
@@ -395,7 +398,7 @@ def reduce_scatter_rms_norm_fp8(
     algorithm: str,
     out: Fp8Normed | None,
 ) -> Fp8Normed:
-    """:meth:`Communicator.reduce_scatter_rms_norm_fp8` by its operator."""
+    """Run :meth:`Communicator.reduce_scatter_rms_norm_fp8` as an operator."""
     norm_rows("reduce_scatter_rms_norm_fp8", comm.device, x, residual, weight, eps, comm.world_size)
     operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
     made = torch.ops.shotcast.reduce_scatter_rms_norm_fp8(*operands, comm.name, eps, with_normed, gather, algorithm)
