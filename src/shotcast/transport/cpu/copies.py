@@ -1,6 +1,6 @@
-"""One-shot collectives that move bytes and add nothing: every rank publishes, every rank copies what it needs.
+"""One-shot collectives that move bytes and add nothing: every rank publishes, and every rank copies what it needs.
 
-Any dtype, exact to the bit.
+They serve any dtype, exact to the bit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
-from shotcast.transport.cpu.slices import around
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet, meet_all, publish, region
+from shotcast.transport.cpu.slices import wrap_rank
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, publish, region
 
 
 def all_gather(context: int, plan: int, x: int, out: int) -> int:
-    """out = the ranks' parts in order. x: this rank's part; parts as the plan's extents, any may be empty."""
+    """out = the parts of all ranks in order. x: this rank's part. Any part of the plan's EXTENTS may be empty."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
         return ABORTED
@@ -43,8 +43,8 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
         step = publish(context, step)
         copy(out + load(plan + OFFSETS + 8 * rank) + done, x + done, size)
         for distance in range(1, world_size):
-            peer = around(rank + distance, world_size)
-            status = meet(context, peer, step, word)
+            peer = wrap_rank(rank + distance, world_size)
+            status = await_peer(context, peer, step, word)
             if status != DONE:
                 return status
             size = max(0, min(chunk, load(plan + EXTENTS + 8 * peer) - done))
@@ -72,8 +72,8 @@ def all_to_all(context: int, plan: int, x: int, out: int) -> int:
         step = publish(context, step)
         copy(out + rank * block + done, x + rank * block + done, size)
         for distance in range(1, world_size):
-            peer = around(rank + distance, world_size)
-            status = meet(context, peer, step, word)
+            peer = wrap_rank(rank + distance, world_size)
+            status = await_peer(context, peer, step, word)
             if status != DONE:
                 return status
             copy(out + peer * block + done, region(context, peer) + staging + rank * chunk, size)
@@ -95,9 +95,9 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
         size = min(chunk, nbytes - done)
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
         if rank == root:
-            # Everybody must have read step - 2; before the first step they have, since the last call is over.
+            # Every rank must have read step - 2. Before the first step they all have, since the last call is over.
             if step > first:
-                status = meet_all(context, step, word)
+                status = await_all(context, step, word)
                 if status != DONE:
                     return status
             copy(region(context, rank) + staging, x + done, size)
@@ -105,27 +105,27 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
             copy(out + done, x + done, size)
         else:
             step = publish(context, step)
-            status = meet(context, root, step, word)
+            status = await_peer(context, root, step, word)
             if status != DONE:
                 return status
             copy(out + done, region(context, root) + staging, size)
         done += size
         if done >= nbytes:
             break
-    # The root's next call writes what the last step but one left; the others only make sure that all have started.
-    status = meet_all(context, step if rank == root else first + 1, word)
+    # The root's next call overwrites the staging of the step before last. The others only wait until all have started.
+    status = await_all(context, step if rank == root else first + 1, word)
     if status != DONE:
         return status
     return finish(context, step)
 
 
 def barrier(context: int, plan: int, x: int, out: int) -> int:
-    """Returns once every rank has called. Also what goes before a vendor's collective, to compare headers."""
+    """Return once every rank has called. It also precedes a vendor's collective, to compare headers."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
         return ABORTED
     step = publish(context, load(context + STEP))
-    status = meet_all(context, step, word)
+    status = await_all(context, step, word)
     if status != DONE:
         return status
     return finish(context, step)

@@ -1,11 +1,13 @@
-"""Blocks of FP8 values, each with a scale: how messages travel with ``two_shot_fp8``.
+"""Blocks of FP8 values, each with a scale: the form in which the messages of ``two_shot_fp8`` travel.
 
     a = max |x|, at least 2^-100,   scale = a / 448,   q = e4m3(x * (448 / a)),   and x is about q * scale
 
-for each 128 consecutive elements, the last block being what is left; in float32, with exact divisions: the formats and
-the bits of ``transport/triton/two_shot_fp8.py``. An infinity or a NaN makes the scale NaN, and so all of its block.
+for each 128 consecutive elements, the last block being the rest; in float32, with exact divisions. These are the
+formats and the bits of ``transport/triton/two_shot_fp8.py``. An infinity or a NaN makes the scale NaN, and with it the
+whole block.
 
-A block is its scale, float32, and then its bytes. LLVM vectors, as in :mod:`shotcast.device.cpu.floats`.
+A block consists of its scale, float32, and then its bytes. The code is LLVM vectors, as in
+:mod:`shotcast.device.cpu.floats`.
 """
 
 from __future__ import annotations
@@ -33,53 +35,53 @@ _NAN = 0x7FC00000
 
 @njit(error_model="numpy")
 def encoded_bytes(count: int) -> int:
-    """Room for ``count`` elements."""
+    """Return the bytes that ``count`` elements take in blocks."""
     return (count + FP8_BLOCK - 1) // FP8_BLOCK * BLOCK_BYTES
 
 
 def _for_blocks(builder: Any, count: Any, body: Callable[[Any, Any], None]) -> None:
-    """``body(index, length)`` for every block of ``count`` elements."""
+    """Call ``body(index, length)`` for every block of ``count`` elements."""
     blocks = builder.udiv(builder.add(count, number(FP8_BLOCK - 1)), number(FP8_BLOCK))
     with cgutils.for_range(builder, blocks) as block:
-        left = builder.sub(count, builder.mul(block.index, number(FP8_BLOCK)))
-        short = builder.icmp_unsigned("<", left, number(FP8_BLOCK))
-        body(block.index, builder.select(short, left, number(FP8_BLOCK)))
+        remaining = builder.sub(count, builder.mul(block.index, number(FP8_BLOCK)))
+        is_last = builder.icmp_unsigned("<", remaining, number(FP8_BLOCK))
+        body(block.index, builder.select(is_last, remaining, number(FP8_BLOCK)))
 
 
-def _put_block(builder: Any, place: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
-    """Writes to ``place`` the block of ``length`` values ``value_at(index, lanes)``, float32, read twice."""
-    largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
-    for lanes, start in largest.items():
+def _store_block(builder: Any, address: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
+    """Write the block of ``length`` float32 values ``value_at(index, lanes)`` to ``address``; read the values twice."""
+    maxima = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
+    for lanes, start in maxima.items():
         builder.store(splat(I32, lanes, FP8_FLOOR), start)
 
     def larger(left: Any, right: Any) -> Any:
         return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
-    def look(index: Any, lanes: int) -> None:
+    def scan_magnitudes(index: Any, lanes: int) -> None:
         bits = builder.bitcast(value_at(index, lanes), vector(I32, lanes))
         bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
-        builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
+        builder.store(larger(builder.load(maxima[lanes]), bits), maxima[lanes])
 
-    for_each_vector(builder, length, look)
+    for_each_vector(builder, length, scan_magnitudes)
     # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
-    bits = larger(reduce_lanes(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+    bits = larger(reduce_lanes(builder, builder.load(maxima[LANES]), larger), builder.load(maxima[1]))
     finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, _INFINITY))
-    maximum, most = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
-    scale = builder.select(finite, builder.fdiv(maximum, most), builder.bitcast(ir.Constant(I32, _NAN), F32))
-    store_at(builder, scale, place)
-    inverse = builder.fdiv(most, maximum)
+    amax, fp8_max = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
+    scale = builder.select(finite, builder.fdiv(amax, fp8_max), builder.bitcast(ir.Constant(I32, _NAN), F32))
+    store_at(builder, scale, address)
+    inverse = builder.fdiv(fp8_max, amax)
 
     def quantize(index: Any, lanes: int) -> None:
         byte = to_e4m3(builder, builder.fmul(value_at(index, lanes), broadcast_lanes(builder, inverse, lanes)), lanes)
-        store_at(builder, byte, builder.add(place, builder.add(number(SCALE_BYTES), index)))
+        store_at(builder, byte, builder.add(address, builder.add(number(SCALE_BYTES), index)))
 
     for_each_vector(builder, length, quantize)
 
 
-def _get(builder: Any, place: Any, index: Any, lanes: int) -> Any:
-    """Elements of the block at ``place``, as float32."""
-    scale = broadcast_lanes(builder, load_at(builder, F32, place), lanes)
-    byte = load_at(builder, vector(BYTE, lanes), builder.add(place, builder.add(number(SCALE_BYTES), index)))
+def _load_block(builder: Any, address: Any, index: Any, lanes: int) -> Any:
+    """Load elements of the block at ``address``, as float32."""
+    scale = broadcast_lanes(builder, load_at(builder, F32, address), lanes)
+    byte = load_at(builder, vector(BYTE, lanes), builder.add(address, builder.add(number(SCALE_BYTES), index)))
     return builder.fmul(from_e4m3(builder, byte, lanes), scale)
 
 
@@ -95,16 +97,16 @@ def _encode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         _, destination, source, count = arguments
 
-        def put(block: Any, length: Any) -> None:
+        def encode(block: Any, length: Any) -> None:
             first = builder.add(source, builder.mul(block, number(FP8_BLOCK * itemsize)))
 
             def value_at(index: Any, lanes: int) -> Any:
                 item = builder.add(first, builder.mul(index, number(itemsize)))
                 return form.widen(builder, load_at(builder, vector(form.stored, lanes), item), lanes)
 
-            _put_block(builder, _block_at(builder, destination, block), length, value_at)
+            _store_block(builder, _block_at(builder, destination, block), length, value_at)
 
-        _for_blocks(builder, count, put)
+        _for_blocks(builder, count, encode)
         return target.get_dummy_value()
 
     return signature(types.void, dtype, *(types.int64,) * 3), generate
@@ -118,17 +120,17 @@ def _decode(_context: Any, dtype: Any, destination: Any, source: Any, count: Any
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         _, destination, source, count = arguments
 
-        def get(block: Any, length: Any) -> None:
+        def decode(block: Any, length: Any) -> None:
             first = builder.add(destination, builder.mul(block, number(FP8_BLOCK * itemsize)))
-            place = _block_at(builder, source, block)
+            address = _block_at(builder, source, block)
 
             def write(index: Any, lanes: int) -> None:
-                value = form.narrow(builder, _get(builder, place, index, lanes), lanes)
+                value = form.narrow(builder, _load_block(builder, address, index, lanes), lanes)
                 store_at(builder, value, builder.add(first, builder.mul(index, number(itemsize))))
 
             for_each_vector(builder, length, write)
 
-        _for_blocks(builder, count, get)
+        _for_blocks(builder, count, decode)
         return target.get_dummy_value()
 
     return signature(types.void, dtype, *(types.int64,) * 3), generate
@@ -145,9 +147,9 @@ def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: 
                 total = cgutils.alloca_once(builder, vector(F32, lanes))
                 builder.store(splat(F32, lanes, 0.0), total)
                 with cgutils.for_range(builder, world_size) as rank:
-                    where = builder.add(sources, builder.mul(rank.index, number(8)))
-                    place = _block_at(builder, load_at(builder, WORD, where), block)
-                    builder.store(builder.fadd(builder.load(total), _get(builder, place, index, lanes)), total)
+                    pointer = builder.add(sources, builder.mul(rank.index, number(8)))
+                    address = _block_at(builder, load_at(builder, WORD, pointer), block)
+                    builder.store(builder.fadd(builder.load(total), _load_block(builder, address, index, lanes)), total)
                 store_at(builder, builder.load(total), builder.add(totals, builder.mul(index, number(4))))
 
             for_each_vector(builder, length, total_of)
@@ -155,7 +157,7 @@ def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: 
             def value_at(index: Any, lanes: int) -> Any:
                 return load_at(builder, vector(F32, lanes), builder.add(totals, builder.mul(index, number(4))))
 
-            _put_block(builder, _block_at(builder, destination, block), length, value_at)
+            _store_block(builder, _block_at(builder, destination, block), length, value_at)
 
         _for_blocks(builder, count, add)
         return target.get_dummy_value()
@@ -205,12 +207,12 @@ ENCODE = {
     "float16": Arithmetic(_encode_half) if machine_has_half() else ENCODE_HALF_BITS,
     "bfloat16": Arithmetic(_encode_bfloat16),
 }
-"""By dtype, ``(destination, source, count, 0)``: blocks of ``count`` elements."""
+"""``(destination, source, count, 0)`` by dtype: encode ``count`` elements as blocks."""
 DECODE = {
     "float32": Arithmetic(_decode_float32),
     "float16": Arithmetic(_decode_half) if machine_has_half() else DECODE_HALF_BITS,
     "bfloat16": Arithmetic(_decode_bfloat16),
 }
-"""By dtype, ``(destination, source, count, 0)``: ``count`` elements of blocks, rounded to the dtype."""
+"""``(destination, source, count, 0)`` by dtype: decode ``count`` elements of blocks, rounded to the dtype."""
 SUM = Arithmetic(_sum_blocks)
-"""``(destination, sources, world_size, count)``: blocks of the sums of ``world_size`` ranks' blocks, in rank order."""
+"""``(destination, sources, world_size, count)``: encode the sums of ``world_size`` ranks' blocks, in rank order."""

@@ -1,8 +1,8 @@
-"""Reductions whose rows go on through residual add, RMSNorm and quantisation while they are in the cache.
+"""Reductions whose rows go through residual add, RMSNorm and quantization while they are in the cache.
 
-The schedules of :mod:`shotcast.transport.cpu.one_shot` and :mod:`shotcast.transport.cpu.two_shot` with
-:func:`shotcast.transport.cpu.norm.take` in place of the sum or the copy that ends them: the sums, and so
-``new_residual``, have the bits of these. A chunk may end anywhere in a row. Outputs are where the context's ROW says.
+These are the schedules of :mod:`shotcast.transport.cpu.one_shot` and :mod:`shotcast.transport.cpu.two_shot`, with
+:func:`shotcast.transport.cpu.norm.add_and_norm` instead of their last sum or copy. So the sums, and ``new_residual``,
+have the same bits. A chunk may end anywhere in a row. The context's ROW says where the outputs are.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
-from shotcast.transport.cpu.norm import ADD_TO_ZERO, TAKE_AS_IT_IS, begin_rows, take
-from shotcast.transport.cpu.slices import around, slice_size
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, START_AT_ZERO, add_and_norm, begin_rows
+from shotcast.transport.cpu.slices import slice_size, wrap_rank
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 
 
 def one_shot(context: int, plan: int, x: int, _out: int) -> int:
-    """All rows on every rank, each from all ranks' staging. x: nbytes."""
+    """Sum and norm all rows on every rank, each from the staging of all ranks. x: nbytes."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
         return ABORTED
@@ -55,20 +55,20 @@ def one_shot(context: int, plan: int, x: int, _out: int) -> int:
         if world_size > 1:
             copy(region(context, rank) + staging, x + done, size)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return status
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + staging)
         store(context + SOURCES + 8 * rank, x + done)
-        take(context, plan, ADD_TO_ZERO, world_size, size // itemsize)
+        add_and_norm(context, plan, START_AT_ZERO, world_size, size // itemsize)
         done += size
         if done >= nbytes:
             return finish(context, step)
 
 
 def two_shot(context: int, plan: int, x: int, _out: int) -> int:
-    """All rows on every rank, each slice of a chunk from the one rank that has reduced it. x: nbytes.
+    """Sum and norm all rows on every rank, each slice of a chunk from the rank that has reduced it. x: nbytes.
 
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk.
     """
@@ -82,44 +82,44 @@ def two_shot(context: int, plan: int, x: int, _out: int) -> int:
     contribution = slice_size(chunk, world_size)
     own = region(context, rank)
     begin_rows(context)
-    now, size_before = 0, 0
+    start, previous_size = 0, 0
     while True:
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
-        size = min(chunk, nbytes - now)
+        size = min(chunk, nbytes - start)
         part = slice_size(size, world_size)
         low, high = min(rank * part, size), min((rank + 1) * part, size)
         if size > 0:
-            copy(own + staging + contribution, x + now, low)
-            copy(own + staging + contribution + high, x + now + high, size - high)
+            copy(own + staging + contribution, x + start, low)
+            copy(own + staging + contribution + high, x + start + high, size - high)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return status
 
         if high > low:
             for peer in range(world_size):
                 store(context + SOURCES + 8 * peer, region(context, peer) + staging + contribution + low)
-            store(context + SOURCES + 8 * rank, x + now + low)
-            # Every peer has published this step, hence read the other generation: it may be written already.
+            store(context + SOURCES + 8 * rank, x + start + low)
+            # Every peer has published this step, so it has read the other generation, which may be written now.
             result = own + CONTROL_BYTES + (step & 1) * generation_bytes
             call_arithmetic(function, result, context + SOURCES, world_size, (high - low) // itemsize)
 
-        # In the order of columns, so from rank 0 on and with this rank's own slice in its place.
-        part = slice_size(size_before, world_size)
+        # Rows need the slices in the order of columns: from rank 0 on, this rank's own among them.
+        part = slice_size(previous_size, world_size)
         for peer in range(world_size):
-            low, high = min(peer * part, size_before), min((peer + 1) * part, size_before)
+            low, high = min(peer * part, previous_size), min((peer + 1) * part, previous_size)
             store(context + SOURCES, region(context, peer) + staging)
-            take(context, plan, TAKE_AS_IT_IS, 1, (high - low) // itemsize)
+            add_and_norm(context, plan, START_AT_MINUS_ZERO, 1, (high - low) // itemsize)
 
         if size == 0:
             return finish(context, step)
-        size_before = size
-        now += size
+        previous_size = size
+        start += size
 
 
 @njit(error_model="numpy")
 def _reduce_block(context: int, plan: int, x: int, step: int, word: int) -> int:
-    """The rows of block ``rank`` of x_0 + ... + x_{N-1}. Returns the next step, or minus the status if it failed."""
+    """Sum and norm the rows of block ``rank``. Returns the next step, or minus the status if it failed."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     block, itemsize, chunk = load(plan + NBYTES) // world_size, load(plan + ITEMSIZE), load(plan + CHUNK)
     generation_bytes = load(context + GENERATION)
@@ -132,20 +132,20 @@ def _reduce_block(context: int, plan: int, x: int, step: int, word: int) -> int:
             if peer != rank:
                 copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return -status
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * chunk)
         store(context + SOURCES + 8 * rank, x + rank * block + done)
-        take(context, plan, ADD_TO_ZERO, world_size, size // itemsize)
+        add_and_norm(context, plan, START_AT_ZERO, world_size, size // itemsize)
         done += size
         if done >= block:
             return step
 
 
 def reduce_scatter(context: int, plan: int, x: int, _out: int) -> int:
-    """The rows of block ``rank``. x: N blocks, nbytes in all."""
+    """Sum and norm the rows of block ``rank``. x: N blocks, nbytes in all."""
     word = begin(context, load(plan + HEADER))
     if word == 0:
         return ABORTED
@@ -154,24 +154,25 @@ def reduce_scatter(context: int, plan: int, x: int, _out: int) -> int:
 
 
 @njit(error_model="numpy")
-def _copy_part(staging: int, outward: bool, part: int, begins: int, length: int, low: int, high: int) -> int:
-    """Copies what bytes low..high of an outcome hold of a part of it: to ``staging`` if ``outward``, else from there.
+def _copy_part(staging: int, to_staging: bool, part: int, offset: int, length: int, low: int, high: int) -> int:
+    """Copy one part of an outcome, as far as it lies in bytes ``low`` to ``high`` of the outcome.
 
-    The part lies at address ``part`` and is ``length`` bytes from byte ``begins`` of the outcome on. Returns its end.
+    It is copied to ``staging`` if ``to_staging``, else from there. The part lies at address ``part`` and is ``length``
+    bytes from byte ``offset`` of the outcome on. Returns its end in the outcome.
     """
-    first, last = max(low, begins), min(high, begins + length)
+    first, last = max(low, offset), min(high, offset + length)
     if last > first:
-        if outward:
-            copy(staging + first - low, part + first - begins, last - first)
+        if to_staging:
+            copy(staging + first - low, part + first - offset, last - first)
         else:
-            copy(part + first - begins, staging + first - low, last - first)
-    return begins + length
+            copy(part + first - offset, staging + first - low, last - first)
+    return offset + length
 
 
 def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int:
-    """The rows of block ``rank``, then what became of all blocks' rows. x: N blocks, nbytes in all.
+    """Sum and norm the rows of block ``rank``, then gather the outcomes of all blocks. x: N blocks, nbytes in all.
 
-    The context's ROW has the beginning of all ranks' outputs but for the residuals, which are this rank's.
+    The context's ROW says where the outputs of all ranks begin; the residuals are those of this rank.
     """
     word = begin(context, load(plan + HEADER))
     if word == 0:
@@ -181,7 +182,7 @@ def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int
     elements = load(plan + NBYTES) // world_size // itemsize
     row = context + ROW
     normed, quantized, scales = load(row + NORMED), load(row + QUANTIZED), load(row + SCALE)
-    # The outcome of a rank is its normed elements, quantized ones and scales, end to end; some of them no bytes.
+    # The outcome of a rank is its normed elements, quantized elements and scales, end to end; each may be empty.
     norm_bytes, quantized_bytes, scale_bytes = elements * itemsize, elements, 4 * (elements // hidden)
     if normed == 0:
         norm_bytes = 0
@@ -201,19 +202,21 @@ def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int
     done = 0
     while done < outcome and world_size > 1:
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
-        until = min(outcome, done + chunk)
+        end_byte = min(outcome, done + chunk)
         for distance in range(world_size):
-            peer = around(rank + distance, world_size)
+            peer = wrap_rank(rank + distance, world_size)
             if distance == 1:
                 step = publish(context, step)
-                status = meet_all(context, step, word)
+                status = await_all(context, step, word)
                 if status != DONE:
                     return status
-            place, own = region(context, peer) + staging, peer == rank
-            end = _copy_part(place, own, normed + peer * norm_bytes, 0, norm_bytes, done, until)
-            end = _copy_part(place, own, quantized + peer * quantized_bytes, end, quantized_bytes, done, until)
-            _copy_part(place, own, scales + peer * scale_bytes, end, scale_bytes, done, until)
-        done = until
+            peer_staging, to_staging = region(context, peer) + staging, peer == rank
+            end = _copy_part(peer_staging, to_staging, normed + peer * norm_bytes, 0, norm_bytes, done, end_byte)
+            end = _copy_part(
+                peer_staging, to_staging, quantized + peer * quantized_bytes, end, quantized_bytes, done, end_byte
+            )
+            _copy_part(peer_staging, to_staging, scales + peer * scale_bytes, end, scale_bytes, done, end_byte)
+        done = end_byte
     return finish(context, step)
 
 

@@ -1,21 +1,22 @@
-"""Where every word lies: in a rank's shared region, in its private context, and in the record of a plan.
+"""The layout of a rank's shared region, of its private context, and of the record of a plan.
 
 The shared region of a rank, mapped by all ranks:
 
     control     progress and two headers on one cache line, written only by the owner and polled by the peers;
-                the abort word, written by whoever finds a fault; counters of point-to-point messages by peer
+                the abort word, written by whoever finds a fault; counters of send and recv messages for each peer
     generations two staging areas, used by even and odd steps
-    outboxes    by receiver: ``OUTBOX_SLOTS`` pieces, each with its header before it
+    outboxes    for each receiver: ``OUTBOX_SLOTS`` slots of a chunk, each with its header before it
 
-A rank writes only its own region (but for abort words) and reads the others': a store to a shared page is a multicast.
+A rank writes only its own region (except for abort words) and reads those of the others: a store to a shared page is a
+multicast.
 
-Context and plan records are private arrays of int64; offsets into them are in bytes.
+The context and plan records are private arrays of int64; offsets into them are in bytes.
 """
 
 from __future__ import annotations
 
 LINE = 128
-"""Bytes between words of different writers: cores prefetch pairs of 64-byte lines."""
+"""Bytes between words of different writers; cores prefetch pairs of 64-byte lines."""
 
 # Control words, by byte offset in the region.
 PROGRESS = 0
@@ -43,8 +44,9 @@ SOURCES = 256
 ROW = 320
 CONTEXT_WORDS = 80
 
-# Words of ROW, where a fused call is: addresses of the next element (0: not wanted), moved on as the call goes; eps and
-# what sums start at as float32 bits; how many columns of the row are summed, their squares in float32 number c % 32.
+# Words of ROW, the state of a fused call: addresses of the next element (0 if not wanted), advanced during the call;
+# eps and the start of sums, as float32 bits; how many columns of the row are summed; and, as float32, the partial sums
+# of the squares, that of column c in number c % 32.
 RESIDUAL = 0
 NEW_RESIDUAL = 8
 WEIGHT = 16
@@ -58,8 +60,8 @@ COLUMN = 72
 SQUARES = 128
 SQUARES_LANES = 32
 
-# Plan words. EXTENTS and OFFSETS are by rank: bytes and places of the parts of an all_gather.
-# From ADD on: of fused calls, whose GATHER_CHUNK is the bytes of a step of the all_gather behind the norm.
+# Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather.
+# ADD, NORM, HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather.
 HEADER = 0
 NBYTES = 8
 CHUNK = 16

@@ -1,16 +1,17 @@
-"""Residual add, RMSNorm and FP8 quantisation of rows whose sums arrive piece by piece.
+"""Residual add, RMSNorm and FP8 quantization of rows whose sums arrive piece by piece.
 
     new_residual = round(round(x_0 + ... + x_{N-1}) + residual)
     normed       = round(new_residual * factor * weight),   factor = 1 / sqrt(sum(new_residual^2) / hidden + eps)
     quantized    = e4m3(normed * (1 / scale)),              scale = the caller's, or max |normed| / 448
 
-in float32, with the sum, ``new_residual`` and ``normed`` as rounded to the dtype, and divisions and root exact ones. A
-row's own scale leaves NaN aside and is at least 2^-126, the smallest whose inverse is finite.
+All of it is in float32, with the sum, ``new_residual`` and ``normed`` as rounded to the dtype, and with correctly
+rounded divisions and root. A row's own scale ignores NaN and is at least 2^-126, the smallest value whose inverse is
+finite.
 
-The square of column c goes to partial sum c % 32, in the order of columns, and the partial sums are added pairwise,
-halves onto halves: an order that depends on hidden alone, not on how a row was cut.
+The square of column c goes to partial sum c % 32, in the order of columns. The partial sums are added pairwise, halves
+onto halves. This order depends on ``hidden`` alone, not on how a row was divided.
 
-LLVM vectors, as in :mod:`shotcast.device.cpu.floats`. Outputs may be the inputs they stand for, element by element.
+The code is LLVM vectors, as in :mod:`shotcast.device.cpu.floats`. An output may be the input of the same element.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ assert SQUARES_LANES == LANES
 _INFINITY = 0x7F800000
 _SMALLEST_SCALE = 2.0**-126
 
-ADD_TO_ZERO = 0
-TAKE_AS_IT_IS = -(1 << 31)
-"""What a sum starts at, as float32 bits: +0.0 by the contract; or -0.0, which leaves alone what has been summed."""
+START_AT_ZERO = 0
+START_AT_MINUS_ZERO = -(1 << 31)
+"""The start of a sum, as float32 bits: +0.0 by the contract, or -0.0, which does not change what has been summed."""
 
 
 class _Fields:
-    """The words of a row record, and elements behind the addresses that it holds."""
+    """The words of a row record, and the elements behind the addresses that it holds."""
 
     def __init__(self, builder: Any, row: Any, stored: Any):
         self._builder, self._row, self._stored = builder, row, stored
@@ -72,8 +73,8 @@ class _Fields:
         return load_at(self._builder, F32, self._builder.add(self._row, number(offset)))
 
     def squares(self, index: Any) -> Any:
-        place = self._builder.add(self._row, number(SQUARES))
-        return self._builder.add(place, self._builder.mul(index, number(4)))
+        address = self._builder.add(self._row, number(SQUARES))
+        return self._builder.add(address, self._builder.mul(index, number(4)))
 
     def item(self, address: Any, index: Any) -> Any:
         return self._builder.add(address, self._builder.mul(index, number(self._itemsize)))
@@ -96,8 +97,8 @@ def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, cou
             total = cgutils.alloca_once(builder, vector(F32, lanes))
             builder.store(broadcast_lanes(builder, start, lanes), total)
             with cgutils.for_range(builder, world_size) as rank:
-                where = builder.add(sources, builder.mul(rank.index, number(8)))
-                item = form.widen(builder, fields.read(load_at(builder, WORD, where), index, lanes), lanes)
+                address = builder.add(sources, builder.mul(rank.index, number(8)))
+                item = form.widen(builder, fields.read(load_at(builder, WORD, address), index, lanes), lanes)
                 builder.store(builder.fadd(builder.load(total), item), total)
             rounded = form.widen(builder, form.narrow(builder, builder.load(total), lanes), lanes)
             added = builder.fadd(rounded, form.widen(builder, fields.read(residual, index, lanes), lanes))
@@ -106,26 +107,26 @@ def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, cou
             value = form.widen(builder, result, lanes)
             return builder.fmul(value, value)
 
-        def one(first: Any, count: Any) -> None:
+        def add_singles(first: Any, count: Any) -> None:
             with cgutils.for_range(builder, count) as item:
                 index = builder.add(first, item.index)
-                place = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
-                store_at(builder, builder.fadd(load_at(builder, F32, place), squares_of(index, 1)), place)
+                address = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
+                store_at(builder, builder.fadd(load_at(builder, F32, address), squares_of(index, 1)), address)
 
-        # Single elements up to a multiple of LANES columns, so that vectors put every square where it belongs.
-        before = builder.urem(builder.sub(number(0), column), number(LANES))
-        before = builder.select(builder.icmp_unsigned("<", before, count), before, count)
-        one(number(0), before)
-        blocks = builder.udiv(builder.sub(count, before), number(LANES))
+        # Single elements up to a multiple of LANES columns, so that the lanes of vectors are those of the partial sums.
+        head = builder.urem(builder.sub(number(0), column), number(LANES))
+        head = builder.select(builder.icmp_unsigned("<", head, count), head, count)
+        add_singles(number(0), head)
+        blocks = builder.udiv(builder.sub(count, head), number(LANES))
         wide = vector(F32, LANES)
         lanes = cgutils.alloca_once(builder, wide)
         builder.store(load_at(builder, wide, fields.squares(number(0))), lanes)
         with cgutils.for_range(builder, blocks) as block:
-            index = builder.add(before, builder.mul(block.index, number(LANES)))
+            index = builder.add(head, builder.mul(block.index, number(LANES)))
             builder.store(builder.fadd(builder.load(lanes), squares_of(index, LANES)), lanes)
         store_at(builder, builder.load(lanes), fields.squares(number(0)))
-        done = builder.add(before, builder.mul(blocks, number(LANES)))
-        one(done, builder.sub(count, done))
+        tail = builder.add(head, builder.mul(blocks, number(LANES)))
+        add_singles(tail, builder.sub(count, tail))
         return target.get_dummy_value()
 
     return signature(types.void, dtype, *(types.int64,) * 4), generate
@@ -140,8 +141,8 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
         fields = _Fields(builder, row, form.stored)
         weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
         none = number(0)
-        keeps = builder.icmp_unsigned("!=", normed, none)
-        quantizes = builder.icmp_unsigned("!=", quantized, none)
+        keep_normed = builder.icmp_unsigned("!=", normed, none)
+        do_quantize = builder.icmp_unsigned("!=", quantized, none)
         dynamic = builder.icmp_unsigned("!=", fields.word(DYNAMIC), none)
 
         wide = vector(F32, LANES)
@@ -163,47 +164,47 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
             value = builder.fmul(form.widen(builder, result, lanes), broadcast_lanes(builder, inverse, lanes))
             store_at(builder, to_e4m3(builder, value, lanes), builder.add(quantized, index))
 
-        # Magnitudes compare as integers; those above infinity are NaN.
-        largest = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
-        for lanes, place in largest.items():
-            builder.store(splat(I32, lanes, 0), place)
+        # Magnitudes compare as integers; those above infinity are NaNs.
+        maxima = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
+        for lanes, address in maxima.items():
+            builder.store(splat(I32, lanes, 0), address)
 
         def larger(left: Any, right: Any) -> Any:
             return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
-        with builder.if_else(builder.and_(quantizes, dynamic)) as (by_row, otherwise):
-            with by_row:
+        with builder.if_else(builder.and_(do_quantize, dynamic)) as (own_scale, no_own_scale):
+            with own_scale:
 
-                def look(index: Any, lanes: int) -> None:
+                def scan_magnitudes(index: Any, lanes: int) -> None:
                     result = normed_at(index, lanes)
-                    with builder.if_then(keeps):
+                    with builder.if_then(keep_normed):
                         store_at(builder, result, fields.item(normed, index))
                     bits = builder.bitcast(form.widen(builder, result, lanes), vector(I32, lanes))
                     bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
-                    counts = builder.icmp_unsigned("<=", bits, splat(I32, lanes, _INFINITY))
-                    bits = builder.select(counts, bits, splat(I32, lanes, 0))
-                    builder.store(larger(builder.load(largest[lanes]), bits), largest[lanes])
+                    is_number = builder.icmp_unsigned("<=", bits, splat(I32, lanes, _INFINITY))
+                    bits = builder.select(is_number, bits, splat(I32, lanes, 0))
+                    builder.store(larger(builder.load(maxima[lanes]), bits), maxima[lanes])
 
-                for_each_vector(builder, hidden, look)
-                bits = larger(reduce_lanes(builder, builder.load(largest[LANES]), larger), builder.load(largest[1]))
+                for_each_vector(builder, hidden, scan_magnitudes)
+                bits = larger(reduce_lanes(builder, builder.load(maxima[LANES]), larger), builder.load(maxima[1]))
                 scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX))
-                least = ir.Constant(F32, _SMALLEST_SCALE)
-                scale = builder.select(builder.fcmp_ordered("<", scale, least), least, scale)
+                smallest = ir.Constant(F32, _SMALLEST_SCALE)
+                scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
                 store_at(builder, scale, fields.word(SCALE))
                 inverse = builder.fdiv(one, scale)
-                # Once more from what is in the cache: bits of the norm do not depend on whether it is kept.
+                # The norm is computed again from the cache, so its bits do not depend on whether it is kept.
                 for_each_vector(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
-            with otherwise:
-                given = cgutils.alloca_once_value(builder, one)
-                with builder.if_then(quantizes):
-                    builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given)
+            with no_own_scale:
+                given_inverse = cgutils.alloca_once_value(builder, one)
+                with builder.if_then(do_quantize):
+                    builder.store(builder.fdiv(one, load_at(builder, F32, fields.word(SCALE))), given_inverse)
 
                 def write(index: Any, lanes: int) -> None:
                     result = normed_at(index, lanes)
-                    with builder.if_then(keeps):
+                    with builder.if_then(keep_normed):
                         store_at(builder, result, fields.item(normed, index))
-                    with builder.if_then(quantizes):
-                        quantize(result, index, lanes, builder.load(given))
+                    with builder.if_then(do_quantize):
+                        quantize(result, index, lanes, builder.load(given_inverse))
 
                 for_each_vector(builder, hidden, write)
         return target.get_dummy_value()
@@ -249,18 +250,18 @@ ADDS = {
     "float16": Arithmetic(_add_half) if machine_has_half() else ADDS_HALF_BITS,
     "bfloat16": Arithmetic(_add_bfloat16),
 }
-"""By dtype, ``(row, sources, world_size, count)``: the next ``count`` elements of a row, summed and added, squared."""
+"""``(row, sources, world_size, count)`` by dtype: sum, add and square the next ``count`` elements of a row."""
 NORMS = {
     "float32": Arithmetic(_norm_float32),
     "float16": Arithmetic(_norm_half) if machine_has_half() else NORMS_HALF_BITS,
     "bfloat16": Arithmetic(_norm_bfloat16),
 }
-"""By dtype, ``(row, values, hidden, 0)``: the norm of a row that has been added, ``values`` being its new residual."""
+"""``(row, values, hidden, 0)`` by dtype: norm a row that has been added; ``values`` is its new residual."""
 
 
 @njit(error_model="numpy")
 def begin_rows(context: int) -> None:
-    """Before the first row of a call: nothing of a call that was stopped is left."""
+    """Reset the row record before the first row of a call: a stopped call may have left values in it."""
     row = context + ROW
     store(row + COLUMN, 0)
     for pair in range(SQUARES_LANES // 2):
@@ -268,10 +269,10 @@ def begin_rows(context: int) -> None:
 
 
 @njit(error_model="numpy")
-def take(context: int, plan: int, start: int, world_size: int, count: int) -> None:
-    """Adds the next ``count`` elements of this rank's rows, from ``world_size`` sources, and norms rows now complete.
+def add_and_norm(context: int, plan: int, start: int, world_size: int, count: int) -> None:
+    """Sum the next ``count`` elements of this rank's rows over ``world_size`` sources; norm complete rows.
 
-    ``start`` is ADD_TO_ZERO or TAKE_AS_IT_IS. Elements may end anywhere in a row; the sources are moved on.
+    ``start`` is START_AT_ZERO or START_AT_MINUS_ZERO. The elements may end anywhere in a row; the sources are advanced.
     """
     row, hidden, itemsize = context + ROW, load(plan + HIDDEN), load(plan + ITEMSIZE)
     store(row + START, start)

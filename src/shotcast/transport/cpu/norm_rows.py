@@ -1,4 +1,4 @@
-"""The tensors of a fused call as compiled code finds them, and rows normed by one process alone."""
+"""The tensors of a fused call as compiled code finds them, and rows that one process norms alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shotcast.device.cpu.compilation import Schedule
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.layout import ITEMSIZE, NBYTES, SOURCES
-from shotcast.transport.cpu.norm import ADDS, NORMS, TAKE_AS_IT_IS, begin_rows, take
+from shotcast.transport.cpu.norm import ADDS, NORMS, START_AT_MINUS_ZERO, add_and_norm, begin_rows
 from shotcast.transport.cpu.waiting import DONE
 from shotcast.wire import Norm
 
 
 def put_tensors(context: array[int], tensors: NormTensors, norm: Norm) -> None:
-    """Writes into the context's ROW where ``tensors`` begin."""
+    """Write the addresses of ``tensors`` into the context's ROW."""
 
     def put(offset: int, value: int) -> None:
         context[(layout.ROW + offset) // 8] = value
@@ -35,10 +35,10 @@ def put_tensors(context: array[int], tensors: NormTensors, norm: Norm) -> None:
 
 
 def rows(context: int, plan: int, x: int, _out: int) -> int:
-    """Rows that are summed already. x: nbytes."""
+    """Norm rows that are summed already. x: nbytes."""
     begin_rows(context)
     store(context + SOURCES, x)
-    take(context, plan, TAKE_AS_IT_IS, 1, load(plan + NBYTES) // load(plan + ITEMSIZE))
+    add_and_norm(context, plan, START_AT_MINUS_ZERO, 1, load(plan + NBYTES) // load(plan + ITEMSIZE))
     return DONE
 
 
@@ -46,7 +46,7 @@ ROWS = Schedule(rows)
 
 
 def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
-    """What the fused operations do with a sum, with the same bits.
+    """Do to a sum what the fused operations do, with the same bits.
 
     ``total`` is [rows, hidden], contiguous, float32, float16 or bfloat16; the tensors have as many rows.
     """

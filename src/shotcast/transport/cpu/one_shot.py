@@ -1,7 +1,7 @@
-"""One-shot reductions: one step, everybody reads everything.
+"""One-shot reductions: one step, in which every rank reads the data of every other.
 
-Wins while messages are short: one synchronisation, but each rank reads the others' N - 1 whole messages.
-Rank order, float32 accumulation, one rounding: the bits of two-shot.
+They win for short messages: there is one synchronisation, but each rank reads the N - 1 whole messages of the others.
+The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of two-shot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 
 
@@ -42,7 +42,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         if world_size > 1:
             copy(region(context, rank) + staging, x + done, size)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return status
         for peer in range(world_size):
@@ -72,7 +72,7 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
             if peer != rank:
                 copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return status
         for peer in range(world_size):

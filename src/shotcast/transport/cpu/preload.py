@@ -1,6 +1,6 @@
-"""Imported by the server that ranks are forked from, so that what every rank needs is there when it starts.
+"""Imports for the server that ranks are forked from, so that every rank starts with what it needs.
 
-numba reads its implementations of functions when it first compiles or loads one: half a second of each rank.
+numba reads its implementations of functions when it first compiles or loads one, which takes each rank half a second.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ try:
     import shotcast.transport.cpu.executor  # noqa: F401
 
     cpu_target.target_context.refresh()
-except Exception as error:  # a rank that needs it says so; of others, and of the server, it would be the end
-    logger.info("the server of ranks goes without what CPU ranks compile with: %s", error)
+except Exception as error:  # ranks that need it report the error; it must not end the server or other ranks
+    logger.info("the server of ranks starts without the compiler of CPU ranks: %s", error)

@@ -30,8 +30,8 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
-from shotcast.transport.cpu.slices import around, slice_size
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet, meet_all, publish, region
+from shotcast.transport.cpu.slices import slice_size, wrap_rank
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, publish, region
 from shotcast.wire import SLICE_ALIGN, CallPlan
 
 
@@ -47,12 +47,12 @@ def _await_neighbours(context: int, step: int, word: int, first_step: int, recei
     status = DONE
     if step == first_step + 1:
         # The staging that is overwritten next may have been read by any rank in the call before.
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
     if status == DONE and receives:
-        status = meet(context, around(rank - 1, world_size), step, word)
+        status = await_peer(context, wrap_rank(rank - 1, world_size), step, word)
     # The first step of a call needs no permission: every rank has finished the call before.
     if status == DONE and sends and step > first_step:
-        status = meet(context, around(rank + 1, world_size), step, word)
+        status = await_peer(context, wrap_rank(rank + 1, world_size), step, word)
     return status
 
 
@@ -79,7 +79,7 @@ def _pass_slices(
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    left, first_step, complete = around(rank - 1, world_size), step, world_size - 1
+    left, first_step, complete = wrap_rank(rank - 1, world_size), step, world_size - 1
     longest = pitch
     if pitch == 0:
         for peer in range(world_size):
@@ -87,7 +87,7 @@ def _pass_slices(
     done = 0
     while True:
         for hop in range(first_hop, last_hop + 1):
-            index = around(around(rank - 1 - hop, world_size), world_size)
+            index = wrap_rank(wrap_rank(rank - 1 - hop, world_size), world_size)
             start = index * pitch if pitch > 0 else load(plan + OFFSETS + 8 * index)
             extent = min(pitch, load(plan + NBYTES) - start) if pitch > 0 else load(plan + EXTENTS + 8 * index)
             size = max(0, min(piece, extent - done))
@@ -116,7 +116,7 @@ def _pass_slices(
         done += piece
         if done >= longest:
             break
-    status = meet(context, around(rank + 1, world_size), step, word)
+    status = await_peer(context, wrap_rank(rank + 1, world_size), step, word)
     if status != DONE:
         return status
     return finish(context, step)

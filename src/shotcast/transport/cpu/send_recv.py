@@ -1,8 +1,8 @@
-"""Send and receive through an outbox of ``OUTBOX_SLOTS`` pieces for each ordered pair of ranks.
+"""Send and receive through an outbox of ``OUTBOX_SLOTS`` chunks for each ordered pair of ranks.
 
-The sender fills slots of its own outbox and counts them in ``sent``; the receiver copies them out and counts them in
-``received``, which is the sender's credit: it is never more than OUTBOX_SLOTS pieces ahead. Nothing else is touched, so
-other ranks, and collectives, do not notice. A send returns once its last piece is in the outbox.
+The sender fills slots of its own outbox and counts them in ``sent``. The receiver copies them out and counts them in
+``received``, which is the sender's credit: the sender is never more than OUTBOX_SLOTS chunks ahead. Nothing else is
+touched, so other ranks and collectives are not affected. A send returns once its last chunk is in the outbox.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _outbox_offset(context: int, receiver: int, piece_number: int) -> int:
 
 
 def send(context: int, plan: int, x: int, out: int) -> int:
-    """Sends nbytes at x to the plan's root; ``out`` is not used."""
+    """Send nbytes at x to the plan's root; ``out`` is not used."""
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)
     if load_acquire(own + ABORT) != 0:
@@ -65,7 +65,10 @@ def send(context: int, plan: int, x: int, out: int) -> int:
 
 
 def recv(context: int, plan: int, x: int, out: int) -> int:
-    """Receives nbytes from the plan's root into out; ``x`` is not used. MISMATCHED if another message is next."""
+    """Receive nbytes from the plan's root into out; ``x`` is not used.
+
+    Returns MISMATCHED if another message is next.
+    """
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)
     if load_acquire(own + ABORT) != 0:

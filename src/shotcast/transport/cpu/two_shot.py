@@ -1,9 +1,10 @@
 """Two-shot (MultiShot) all-reduce: reduce-scatter, then all-gather, two steps for any number of ranks.
 
-Each rank reads N - 1 slices of 1/N of the message to reduce its own, and N - 1 reduced slices: 2 (N - 1) / N of the
-message, as a ring does, with 2 synchronisations where a ring takes 2N - 2. The result is written once and read by all:
-a store to a shared page is the multicast of step two.
-Rank order, float32 accumulation, one rounding: the bits of one-shot.
+To reduce its own slice, each rank reads N - 1 slices of 1/N of the message, and then N - 1 reduced slices. That is 2 (N
+- 1) / N of the message, as in a ring, but with 2 synchronisations where a ring takes 2N - 2. The result is written once
+and read by all: a store to a shared page is the multicast of step two.
+
+The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of one-shot.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
-from shotcast.transport.cpu.slices import around, slice_size
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.transport.cpu.slices import slice_size, wrap_rank
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same.
 
-    A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk: step k
+    A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk. Step k
     publishes both, so C chunks take C + 1 steps rather than 2 C.
     """
     word = begin(context, load(plan + HEADER))
@@ -44,40 +45,40 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     generation_bytes = load(context + GENERATION)
     contribution = slice_size(chunk, world_size)
     own = region(context, rank)
-    now, before, size_before = 0, 0, 0
+    start, previous_start, previous_size = 0, 0, 0
     while True:
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
-        size = min(chunk, nbytes - now)
+        size = min(chunk, nbytes - start)
         part = slice_size(size, world_size)
         low, high = min(rank * part, size), min((rank + 1) * part, size)
         if size > 0:
-            copy(own + staging + contribution, x + now, low)
-            copy(own + staging + contribution + high, x + now + high, size - high)
+            copy(own + staging + contribution, x + start, low)
+            copy(own + staging + contribution + high, x + start + high, size - high)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return status
 
         if high > low:
             for peer in range(world_size):
                 store(context + SOURCES + 8 * peer, region(context, peer) + staging + contribution + low)
-            store(context + SOURCES + 8 * rank, x + now + low)
-            # Every peer has published this step, hence read the other generation: it may be written already.
+            store(context + SOURCES + 8 * rank, x + start + low)
+            # Every peer has published this step, so it has read the other generation, which may be written now.
             result = own + CONTROL_BYTES + (step & 1) * generation_bytes
-            call_arithmetic(function, out + now + low, context + SOURCES, world_size, (high - low) // itemsize)
-            copy(result, out + now + low, high - low)
+            call_arithmetic(function, out + start + low, context + SOURCES, world_size, (high - low) // itemsize)
+            copy(result, out + start + low, high - low)
 
-        if size_before > 0:
-            part = slice_size(size_before, world_size)
+        if previous_size > 0:
+            part = slice_size(previous_size, world_size)
             for distance in range(1, world_size):
-                peer = around(rank + distance, world_size)
-                low, high = min(peer * part, size_before), min((peer + 1) * part, size_before)
-                copy(out + before + low, region(context, peer) + staging, high - low)
+                peer = wrap_rank(rank + distance, world_size)
+                low, high = min(peer * part, previous_size), min((peer + 1) * part, previous_size)
+                copy(out + previous_start + low, region(context, peer) + staging, high - low)
 
         if size == 0:
             return finish(context, step)
-        before, size_before = now, size
-        now += size
+        previous_start, previous_size = start, size
+        start += size
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:

@@ -1,9 +1,12 @@
 """Two-shot all-reduce whose messages travel in FP8: half the bytes of 16-bit floats, a quarter of float32.
 
-Here for its bits, which are those of ``transport/triton/two_shot_fp8.py``: between processes of one machine bytes cost
-less than this arithmetic, and two-shot is faster. Slices are those of the whole message, each cut into blocks of its
-own (:mod:`shotcast.transport.cpu.fp8_blocks`), so bits do not depend on the pipeline's pieces. Every rank's values are
-quantised, its own too, added in rank order, quantised again; and every rank, the owner too, keeps what that becomes.
+Its purpose is to give the bits of ``transport/triton/two_shot_fp8.py``. Between processes of one machine, bytes cost
+less than this arithmetic, and two-shot is faster.
+
+Slices are those of the whole message. Each is divided into blocks of its own
+(:mod:`shotcast.transport.cpu.fp8_blocks`), so the bits do not depend on the pieces of the pipeline. The values of every
+rank, this one included, are quantized, added in rank order, and quantized again. Every rank, the owner included, keeps
+the dequantized sum.
 """
 
 from __future__ import annotations
@@ -32,15 +35,15 @@ from shotcast.transport.cpu.layout import (
     WORLD,
 )
 from shotcast.transport.cpu.slices import slice_size
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, finish, meet_all, publish, region
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 
 
 @njit(error_model="numpy")
-def _length(nbytes: int, part: int, sliced: int, done: int, piece: int) -> int:
-    """Bytes of slice ``sliced`` in a piece that begins ``done`` bytes into every slice."""
-    begins = sliced * part + done
-    return max(0, min(min(piece, part - done), nbytes - begins))
+def _piece_bytes(nbytes: int, part: int, index: int, done: int, piece: int) -> int:
+    """Return the bytes of slice ``index`` in a piece that begins ``done`` bytes into every slice."""
+    start = index * part + done
+    return max(0, min(min(piece, part - done), nbytes - start))
 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:
@@ -60,31 +63,31 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     done = 0
     while True:
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
-        for sliced in range(world_size):
-            length = _length(nbytes, part, sliced, done, piece)
+        for index in range(world_size):
+            length = _piece_bytes(nbytes, part, index, done, piece)
             if length > 0:
-                place = own + staging + room * (1 + sliced)
-                call_arithmetic(load(plan + ENCODE), place, x + sliced * part + done, length // itemsize, 0)
+                target = own + staging + room * (1 + index)
+                call_arithmetic(load(plan + ENCODE), target, x + index * part + done, length // itemsize, 0)
         step = publish(context, step)
-        status = meet_all(context, step, word)
+        status = await_all(context, step, word)
         if status != DONE:
             return status
 
-        length = _length(nbytes, part, rank, done, piece)
+        length = _piece_bytes(nbytes, part, rank, done, piece)
         if length > 0:
             for peer in range(world_size):
                 store(context + SOURCES + 8 * peer, region(context, peer) + staging + room * (1 + rank))
-            # Every peer has published this step, hence read the other generation: it may be written already.
+            # Every peer has published this step, so it has read the other generation, which may be written now.
             result = own + CONTROL_BYTES + (step & 1) * generation_bytes
             call_arithmetic(load(plan + ARITHMETIC), result, context + SOURCES, world_size, length // itemsize)
 
         if done > 0:
-            for sliced in range(world_size):
-                length = _length(nbytes, part, sliced, done - piece, piece)
+            for index in range(world_size):
+                length = _piece_bytes(nbytes, part, index, done - piece, piece)
                 if length > 0:
-                    place = out + sliced * part + done - piece
+                    target = out + index * part + done - piece
                     call_arithmetic(
-                        load(plan + DECODE), place, region(context, sliced) + staging, length // itemsize, 0
+                        load(plan + DECODE), target, region(context, index) + staging, length // itemsize, 0
                     )
         if done >= part:
             return finish(context, step)

@@ -1,12 +1,12 @@
 """How ranks wait for each other, and what ends a wait.
 
-Steps. A call is the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t % 2``
-and then releases ``progress = t + 1``, which says two things: what I wrote in step t is there, and I have read all I
-wanted of the steps before. So a rank may write step t once every reader of its step t - 2 shows progress >= t. A call
-ends only when that holds for the step that comes next.
+Steps. A call consists of the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t
+% 2``. It then releases ``progress = t + 1``, which makes two statements: what it wrote in step t is there, and it has
+read all that it wanted of the steps before. So a rank may write step t once every reader of its step t - 2 shows
+progress >= t. A call ends only when that holds for the step that comes next.
 
-Headers. A call begins with the header word of its epoch, and no rank finishes before it has seen an equal one of every
-peer: nobody is ever more than one call ahead, so two header words suffice, and whatever differs is found.
+Headers. A call begins with the header word of its epoch, and no rank finishes before it has seen an equal word of every
+peer. So no rank is ever more than one call ahead, two header words suffice, and any difference between calls is found.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _YIELD_NS = 1_000_000
 
 @njit(error_model="numpy")
 def region(context: int, rank: int) -> int:
-    """Address of rank ``rank``'s shared region."""
+    """Return the address of the shared region of rank ``rank``."""
     return load(context + REGIONS + 8 * rank)
 
 
 @njit(error_model="numpy", inline="never")
 def _wait_long(context: int, address: int, target: int) -> int:
-    # The deadline starts with the first wait that is not short, so that calls without one never read the clock.
+    # The deadline starts with the first long wait, so calls without one never read the clock.
+    """Wait like :func:`wait`, with a deadline, and let other threads run meanwhile."""
     begun = monotonic_ns()
     if load(context + DEADLINE) == 0:
         store(context + DEADLINE, begun + load(context + TIMEOUT))
@@ -57,13 +58,13 @@ def _wait_long(context: int, address: int, target: int) -> int:
         if now > deadline:
             return TIMED_OUT
         waited = now - begun
-        # Others run meanwhile; after a while sleep a little, in proportion, so that it costs the wait some 3%.
+        # Let other threads run. After a while sleep for about 3% of the time waited so far.
         sleep_ns(0 if waited < _YIELD_NS else min(waited >> 5, 1_000_000))
 
 
 @njit(error_model="numpy")
 def wait(context: int, address: int, target: int) -> int:
-    """Returns DONE once the word at ``address`` is not below ``target``, else TIMED_OUT or ABORTED."""
+    """Return DONE once the word at ``address`` is not below ``target``, else TIMED_OUT or ABORTED."""
     for _ in range(load(context + SPINS)):
         if load_acquire(address) - target >= 0:
             return DONE
@@ -73,7 +74,10 @@ def wait(context: int, address: int, target: int) -> int:
 
 @njit(error_model="numpy")
 def begin(context: int, header: int) -> int:
-    """Starts a collective call: counts the epoch, shows the header. Returns the header word, or 0 if all is stopped."""
+    """Start a collective call: count the epoch and publish the header.
+
+    Returns the header word, or 0 if the communicator is stopped.
+    """
     own = region(context, load(context + RANK))
     if load_acquire(own + ABORT) != 0:
         return 0
@@ -87,14 +91,14 @@ def begin(context: int, header: int) -> int:
 
 @njit(error_model="numpy")
 def publish(context: int, step: int) -> int:
-    """Ends the writing of step ``step``; returns the next step."""
+    """End the writing of step ``step``, and return the next step."""
     store_release(region(context, load(context + RANK)) + PROGRESS, step + 1)
     return step + 1
 
 
 @njit(error_model="numpy")
-def meet(context: int, peer: int, step: int, word: int) -> int:
-    """Waits until ``peer`` has published the steps below ``step`` of this call; MISMATCHED if it makes another call."""
+def await_peer(context: int, peer: int, step: int, word: int) -> int:
+    """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED if it makes another call."""
     control = region(context, peer)
     status = wait(context, control + PROGRESS, step)
     if status == DONE and load_acquire(control + HEADERS + 8 * (load(context + EPOCH) & 1)) != word:
@@ -103,14 +107,14 @@ def meet(context: int, peer: int, step: int, word: int) -> int:
 
 
 @njit(error_model="numpy")
-def meet_all(context: int, step: int, word: int) -> int:
-    """:func:`meet` with every peer."""
+def await_all(context: int, step: int, word: int) -> int:
+    """Wait for every peer like :func:`await_peer`."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     for distance in range(1, world_size):
         peer = rank + distance
         if peer >= world_size:
             peer -= world_size
-        status = meet(context, peer, step, word)
+        status = await_peer(context, peer, step, word)
         if status != DONE:
             return status
     return DONE
@@ -118,6 +122,6 @@ def meet_all(context: int, step: int, word: int) -> int:
 
 @njit(error_model="numpy")
 def finish(context: int, step: int) -> int:
-    """Ends a call that was published up to ``step``."""
+    """End a call that was published up to ``step``."""
     store(context + STEP, step)
     return DONE
