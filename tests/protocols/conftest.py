@@ -1,4 +1,4 @@
-"""``verify`` and ``refute``: a protocol holds, or is caught doing one particular thing wrong."""
+"""The fixtures ``verify`` and ``refute``: a protocol holds, or violates a given property."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXPLORED = pytest.StashKey[list[tuple[str, Result]]]()
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> Callable[[Model], Result]:
-    """Explore, and keep the count for the summary that ``pytest -v`` prints."""
+    """Explore a model, and keep the counts for the summary that ``pytest -v`` prints."""
 
     def explored(model: Model) -> Result:
         result = explore(model)

@@ -1,4 +1,4 @@
-"""Explicit-state model checking: visit every state a model can reach, and say what is wrong with the first bad one."""
+"""Explicit-state model checking: visit every state that a model can reach, and describe the first violation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Kind(enum.Enum):
-    """What a model can do wrong."""
+    """The properties that a model can violate."""
 
     WRONG_VALUE = "a rank takes a word that is not of this call"
     EARLY_FINISH = "a rank finishes a call that another has not started"
@@ -24,15 +24,15 @@ class Model(Protocol):
     def initial(self) -> Hashable: ...
 
     def steps(self, state: Any) -> Iterable[tuple[Any, Hashable]]:
-        """What can happen next, as (label, state reached); labels are turned into text only for a trace."""
+        """Return the possible next steps as (label, successor). Labels are turned into text only for a trace."""
         ...
 
     def fault(self, state: Any) -> tuple[Kind, str] | None:
-        """The safety property this state breaks, if any."""
+        """Return the safety property that this state violates, if any."""
         ...
 
     def is_final(self, state: Any) -> bool:
-        """Whether it is right that nothing more happens here."""
+        """Return whether the model may end in this state."""
         ...
 
 
@@ -53,7 +53,10 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """``violation`` is None if the fixpoint was reached without one; ``states`` and ``steps`` count what was seen."""
+    """The outcome of an exploration: how many states and steps were visited, and the violation.
+
+    ``violation`` is None if all reachable states were visited without one.
+    """
 
     states: int
     steps: int
@@ -61,55 +64,55 @@ class Result:
 
 
 def explore(model: Model, max_states: int = 1_000_000) -> Result:
-    """Breadth first, so that the trace to a violation is as short as any."""
-    first = model.initial()
-    number = {first: 0}
-    states: list[Any] = [first]
-    cause: list[tuple[int, Any]] = [(-1, "")]  # by state: where it was first reached from, and how
-    before: list[list[int]] = [[]]  # by state: every state with a step to it
+    """Visit the states breadth first, so that no trace to a violation is shorter than the one returned."""
+    initial = model.initial()
+    index_of = {initial: 0}
+    states: list[Any] = [initial]
+    reached_from: list[tuple[int, Any]] = [(-1, "")]  # by state: where it was first reached from, and by which step
+    predecessors: list[list[int]] = [[]]  # by state: all states with a step to it
     final: list[int] = []
     steps = 0
 
-    def violated(kind: Kind, message: str, at: int) -> Result:
+    def violated(kind: Kind, message: str, index: int) -> Result:
         trace: list[str] = []
-        while at > 0:
-            at, label = cause[at]
+        while index > 0:
+            index, label = reached_from[index]
             trace.append(str(label))
         return Result(len(states), steps, Violation(kind, message, tuple(reversed(trace))))
 
-    here = 0
-    while here < len(states):
-        state = states[here]
+    current = 0
+    while current < len(states):
+        state = states[current]
         fault = model.fault(state)
         if fault:
-            return violated(*fault, here)
+            return violated(*fault, current)
         is_final = model.is_final(state)
         if is_final:
-            final.append(here)
+            final.append(current)
         stuck = True
-        for label, after in model.steps(state):
+        for label, next_state in model.steps(state):
             stuck = False
             steps += 1
-            there = number.get(after)
-            if there is None:
-                there = number[after] = len(states)
-                if there >= max_states:
+            successor = index_of.get(next_state)
+            if successor is None:
+                successor = index_of[next_state] = len(states)
+                if successor >= max_states:
                     raise TooManyStatesError(f"more than {max_states} states")
-                states.append(after)
-                cause.append((here, label))
-                before.append([])
-            before[there].append(here)
+                states.append(next_state)
+                reached_from.append((current, label))
+                predecessors.append([])
+            predecessors[successor].append(current)
         if stuck and not is_final:
-            return violated(Kind.DEADLOCK, str(state), here)
-        here += 1
+            return violated(Kind.DEADLOCK, str(state), current)
+        current += 1
 
     ends = set(final)
     while final:
-        for earlier in before[final.pop()]:
+        for earlier in predecessors[final.pop()]:
             if earlier not in ends:
                 ends.add(earlier)
                 final.append(earlier)
-    for here in range(len(states)):
-        if here not in ends:
-            return violated(Kind.NO_END, str(states[here]), here)
+    for current in range(len(states)):
+        if current not in ends:
+            return violated(Kind.NO_END, str(states[current]), current)
     return Result(len(states), steps, None)

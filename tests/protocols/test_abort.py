@@ -1,11 +1,12 @@
 """Deadlines, mismatches and reset, on top of sentinel buffers.
 
-A wait also ends when this rank's abort word is set, or at the deadline. Whoever gets there first names the ranks whose
-header is missing (or, if all came, whose data is) in the abort word of every rank. The word stays: later calls
-return at once. ``reset`` is collective: drain, host barrier, clear everything and agree on the epoch, host barrier.
+A wait also ends when this rank's abort word is set, or at the deadline. The first rank to get there names, in the abort
+word of every rank, the ranks whose header is missing or, if all headers came, the ranks whose data is missing. The word
+stays: later calls return at once. ``reset`` is collective: drain, host barrier, clear everything and agree on the
+epoch, host barrier.
 
-A deadline is modelled in two ways: "quiet", it passes only when nothing else can happen anywhere, as one
-longer than any delay does; and "any time", as one that is too short does.
+A deadline is modelled in two ways. A "quiet" one passes only when nothing else can happen anywhere, like a deadline
+that is longer than any delay. An "any time" one passes at any time, like a deadline that is too short.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from .machine import (
     EXPIRED,
     Await,
     Barrier,
-    Become,
     Fail,
     Fence,
     KernelBoundary,
@@ -33,8 +33,9 @@ from .machine import (
     Start,
     Steps,
     Store,
+    TailCall,
 )
-from .vocabulary import SENTINEL, ZERO, Header, Input
+from .words import SENTINEL, ZERO, Header, Input
 
 
 class Fault(NamedTuple):
@@ -44,12 +45,15 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """``before`` calls that go well; one in which the last rank is the culprit; ``stopped`` calls that find the
-    communicator stopped; a reset; and ``after`` calls that go well again."""
+    """A sequence of calls, one of which fails.
+
+    ``before`` calls succeed. In the next one the last rank is the culprit. ``stopped`` calls find the communicator
+    stopped. After a reset, ``after`` calls succeed again.
+    """
 
     ranks: int
-    culprit: str  # "absent": not there till the reset; "dies": gone after its header; "differs": in its fingerprint
-    deadline: str = "quiet"  # of the call that goes wrong; those of the others are quiet
+    culprit: str  # "absent": until the reset; "dies": after its header; "differs": has another fingerprint
+    deadline: str = "quiet"  # of the call that fails; the deadlines of the others are quiet
     before: int = 1
     after: int = 1
     stopped: int = 1
@@ -69,28 +73,30 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     deadlines: bool = True
-    data_looks: bool = True  # False: only the header program has a deadline and looks at the abort word
-    delivered: bool = True  # False: a rank that gives up tells nobody
+    data_checks: bool = True  # False: only the header program has a deadline and checks the abort word
+    delivered: bool = True  # False: a rank that gives up does not tell the others
     drained: bool = True
     first_barrier: bool = True
     second_barrier: bool = True
     epoch_agreed: bool = True  # False: each rank goes on from its own
 
 
-class Rank:
+class RankState:
+    """A rank between two calls: its epoch and generation, and its part in the scenario."""
+
     def __init__(self, rank: int, scenario: Scenario, rules: Rules, epoch: int, generation: int) -> None:
         self.rank, self.scenario, self.rules = rank, scenario, rules
         self.ranks = range(scenario.ranks)
         self.peers = [r for r in self.ranks if r != rank]
         self.is_culprit = rank == scenario.ranks - 1
-        self.everybody = tuple(f"rank {r} {name}" for r in self.ranks for name in ("data", "header"))
+        self.all_programs = tuple(f"rank {r} {name}" for r in self.ranks for name in ("data", "header"))
         self.epoch, self.generation = epoch, generation
 
-    def makes(self, call: int) -> bool:
-        """Whether this rank makes this call at all."""
+    def joins(self, call: int) -> bool:
+        """Return whether this rank makes this call at all."""
         faulty = self.scenario.faulty
         gone_from = {"absent": faulty, "dies": faulty + 1, "differs": self.scenario.reset}[self.scenario.culprit]
         return not (self.is_culprit and gone_from <= call < self.scenario.reset)
@@ -99,13 +105,13 @@ class Rank:
         other = self.is_culprit and self.scenario.culprit == "differs" and call == self.scenario.faulty
         return Header(self.epoch, "other" if other else "all_reduce")
 
-    def wait(self, words: dict[tuple[object, ...], object], arrived: Any, call: int, looks: bool = True) -> Await:
+    def wait(self, words: dict[tuple[object, ...], object], arrived: Any, call: int, checks: bool = True) -> Await:
         deadline = self.scenario.deadline if call == self.scenario.faulty else "quiet"
         return Await(
             words,
             arrived,
-            unless=(self.rank, "abort") if looks else None,
-            deadline=deadline if looks and self.rules.deadlines else "",
+            unless=(self.rank, "abort") if checks else None,
+            deadline=deadline if checks and self.rules.deadlines else "",
         )
 
     def cell(self, peer: int) -> tuple[object, ...]:
@@ -115,21 +121,21 @@ class Rank:
         for rank in self.ranks if self.rules.delivered else [self.rank]:
             yield Store((rank, "abort"), fault)
 
-    def give_up(self, silent: set[int]) -> Steps:
-        """Name the ranks whose header is missing or, if all came, those in ``silent``."""
+    def give_up(self, late_ranks: set[int]) -> Steps:
+        """Name the ranks whose header is missing or, if all headers came, those in ``late_ranks``."""
         missing = set()
         for peer in self.peers:
             word = yield Load(self.cell(peer))
             if word == ZERO or word.epoch != self.epoch:
                 missing.add(peer)
-        yield from self.stop(Fault("timeout", frozenset(missing or silent)))
+        yield from self.stop(Fault("timeout", frozenset(missing or late_ranks)))
 
-    def reset(self, clears: bool) -> Steps:
+    def reset(self, clears_memory: bool) -> Steps:
         if self.rules.drained:
             yield Fence()
         if self.rules.first_barrier:
-            yield Barrier("drained", self.everybody)
-        if clears:
+            yield Barrier("drained", self.all_programs)
+        if clears_memory:
             for rank in self.ranks:
                 for generation in range(3):
                     yield Store((self.rank, "slots", generation, rank), SENTINEL)
@@ -138,16 +144,16 @@ class Rank:
             yield Store((self.rank, "abort"), None)
             yield Fence()
         if self.rules.second_barrier:
-            yield Barrier("cleared", self.everybody)
+            yield Barrier("cleared", self.all_programs)
         else:
             yield Barrier("cleared here", tuple(f"rank {self.rank} {name}" for name in ("data", "header")))
         if self.rules.epoch_agreed:
-            self.epoch = self.scenario.reset + 1  # the most that any rank has counted
+            self.epoch = self.scenario.reset + 1  # the highest epoch of any rank
         self.generation = 0
 
 
 def calls_of(
-    one_call: Callable[[Rank, int], Steps],
+    one_call: Callable[[RankState, int], Steps],
     rank: int,
     scenario: Scenario,
     rules: Rules,
@@ -155,50 +161,50 @@ def calls_of(
     epoch: int = 1,
     generation: int = 0,
 ) -> Steps:
-    """Call after call; what was read in one is of no use in the next."""
-    me = Rank(rank, scenario, rules, epoch, generation)
-    yield from one_call(me, call)
+    """Make one call after the other. The results of a call are of no use in the next."""
+    state = RankState(rank, scenario, rules, epoch, generation)
+    yield from one_call(state, call)
     if call + 1 < scenario.calls:
-        after = call + 1, me.epoch, me.generation
-        yield Become(after, lambda: calls_of(one_call, rank, scenario, rules, *after))
+        after = call + 1, state.epoch, state.generation
+        yield TailCall(after, lambda: calls_of(one_call, rank, scenario, rules, *after))
 
 
-def data_call(me: Rank, call: int) -> Steps:
-    rank, scenario, rules = me.rank, me.scenario, me.rules
+def data_call(state: RankState, call: int) -> Steps:
+    rank, scenario, rules = state.rank, state.scenario, state.rules
     if call == scenario.reset:
-        yield from me.reset(clears=True)
-    if not me.makes(call):
+        yield from state.reset(clears_memory=True)
+    if not state.joins(call):
         return
     yield Start(call)
     fault = yield Load((rank, "abort"))
     outcome = ABORTED
     if fault is None:
-        slots = {(rank, "slots", me.generation, r): Input(r, call, 0) for r in me.ranks}
-        for r in me.ranks:
-            yield Store((rank, "slots", (me.generation + 2) % 3, r), SENTINEL)
-        if not (me.is_culprit and scenario.culprit == "dies" and call == scenario.faulty):
-            for owner in me.ranks:
-                yield Store((owner, "slots", me.generation, rank), Input(rank, call, 0))
-            outcome = yield me.wait(slots, lambda word: word != SENTINEL, call, rules.data_looks)
+        slots = {(rank, "slots", state.generation, r): Input(r, call, 0) for r in state.ranks}
+        for r in state.ranks:
+            yield Store((rank, "slots", (state.generation + 2) % 3, r), SENTINEL)
+        if not (state.is_culprit and scenario.culprit == "dies" and call == scenario.faulty):
+            for owner in state.ranks:
+                yield Store((owner, "slots", state.generation, rank), Input(rank, call, 0))
+            outcome = yield state.wait(slots, lambda word: word != SENTINEL, call, rules.data_checks)
     if outcome == EXPIRED:
-        silent = set()
-        for place, _ in slots.items():
-            if (yield Load(place)) == SENTINEL:
-                silent.add(place[3])
-        yield from me.give_up(silent)
-    me.epoch += 1
-    me.generation = (me.generation + 1) % 3
+        late_ranks = set()
+        for address, _ in slots.items():
+            if (yield Load(address)) == SENTINEL:
+                late_ranks.add(address[3])
+        yield from state.give_up(late_ranks)
+    state.epoch += 1
+    state.generation = (state.generation + 1) % 3
     yield KernelBoundary(call)
 
-    # The host looks, as ``check`` does. Here is what is promised.
+    # The host looks at the fault, as ``check`` does. From here on, the promises are checked.
     fault = yield Load((rank, "abort"))
     culprit = scenario.ranks - 1
-    if outcome != ARRIVED and fault is None and not (me.is_culprit and scenario.culprit == "dies"):
+    if outcome != ARRIVED and fault is None and not (state.is_culprit and scenario.culprit == "dies"):
         yield Fail(f"call {call} ended without its data, and without a fault")
     if call >= scenario.reset and fault is not None:
         yield Fail(f"{fault} after the reset")
     if call == scenario.faulty and scenario.deadline == "quiet":
-        if fault is None and not me.is_culprit and scenario.culprit != "dies":
+        if fault is None and not state.is_culprit and scenario.culprit != "dies":
             yield Fail("a call that went wrong has no fault")
         if scenario.culprit == "absent" and fault != Fault("timeout", frozenset({culprit})):
             yield Fail(f"{fault} does not name the absent rank alone")
@@ -211,33 +217,33 @@ def data_call(me: Rank, call: int) -> Steps:
             yield Fail(f"{fault} does not name the rank that died")
 
 
-def header_call(me: Rank, call: int) -> Steps:
-    rank, scenario = me.rank, me.scenario
+def header_call(state: RankState, call: int) -> Steps:
+    rank, scenario = state.rank, state.scenario
     if call == scenario.reset:
-        yield from me.reset(clears=False)
-    if not me.makes(call):
+        yield from state.reset(clears_memory=False)
+    if not state.joins(call):
         return
     yield Start(call)
     fault = yield Load((rank, "abort"))
-    dies = me.is_culprit and scenario.culprit == "dies" and call == scenario.faulty
+    dies = state.is_culprit and scenario.culprit == "dies" and call == scenario.faulty
     if fault is None:
-        mine = me.header(call)
-        for peer in me.peers:
-            yield Store((peer, "header", rank, me.epoch % 2), mine)
-        for peer in me.peers if not dies else []:
+        own_header = state.header(call)
+        for peer in state.peers:
+            yield Store((peer, "header", rank, state.epoch % 2), own_header)
+        for peer in state.peers if not dies else []:
 
-            def came(word: Header, mine: Header = mine) -> bool:
-                return word != ZERO and word.epoch == mine.epoch
+            def is_current(word: Header, own_header: Header = own_header) -> bool:
+                return word != ZERO and word.epoch == own_header.epoch
 
-            outcome = yield me.wait({me.cell(peer): None}, came, call)
+            outcome = yield state.wait({state.cell(peer): None}, is_current, call)
             if outcome == EXPIRED:
-                yield from me.give_up(set())
+                yield from state.give_up(set())
             if outcome != ARRIVED:
                 break
-            if (yield Load(me.cell(peer))) != mine:
-                yield from me.stop(Fault("mismatch", frozenset({peer})))
+            if (yield Load(state.cell(peer))) != own_header:
+                yield from state.stop(Fault("mismatch", frozenset({peer})))
                 break
-    me.epoch += 1
+    state.epoch += 1
     yield KernelBoundary(call)
 
 
@@ -248,8 +254,8 @@ def model(scenario: Scenario, rules: Rules | None = None, **options: bool) -> Ma
         for rank in range(scenario.ranks)
         for name, one_call in (("data", data_call), ("header", header_call))
     ]
-    at_first = {"slots": SENTINEL, "header": ZERO, "abort": None}
-    return Machine(programs, at_first, check_starts=False, **options)
+    initial_words = {"slots": SENTINEL, "header": ZERO, "abort": None}
+    return Machine(programs, initial_words, check_starts=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +288,10 @@ def test_a_deadline_that_is_too_short_costs_calls_but_never_a_wrong_result(scena
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("culprit", ["absent", "dies", "differs"])
 def test_telling_the_others_saves_time_only(culprit: str, ranks: int, verify) -> None:
-    """All end, and find the fault, even if nobody is told: every wait has its deadline, everybody compares headers."""
+    """All ranks end, and find the fault, even if none is told.
+
+    Every wait has its deadline, and every rank compares headers.
+    """
     more = 1 if ranks == 2 else 0  # with 3 ranks, only the call that goes wrong
     verify(model(Scenario(ranks, culprit, before=0, stopped=more, after=more), Rules(delivered=False)))
 
@@ -294,7 +303,7 @@ def test_without_a_deadline_the_others_hang(culprit: str, refute) -> None:
 
 @pytest.mark.parametrize("culprit", ["absent", "dies"])
 def test_every_waiting_program_must_look(culprit: str, refute) -> None:
-    refute(model(Scenario(2, culprit), Rules(data_looks=False)), Kind.DEADLOCK)
+    refute(model(Scenario(2, culprit), Rules(data_checks=False)), Kind.DEADLOCK)
 
 
 @pytest.mark.parametrize(

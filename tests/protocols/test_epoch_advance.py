@@ -1,8 +1,8 @@
 """How a call learns its epoch from device memory.
 
-Every program of a grid reads the epoch (and generation) and then counts itself in; the last one to do so resets the
-count and writes epoch, generation and extent for the next call, while the others are already waiting for data. The next
-grid reads them after the kernel boundary, or, under programmatic dependent launch, after its own ``gdc_wait``.
+Every program of a grid reads the epoch (and generation) and then counts itself in. The last one to do so resets the
+count and writes epoch, generation and extent for the next call, while the others already wait for data. The next grid
+reads them after the kernel boundary or, under programmatic dependent launch, after its own ``gdc_wait``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .explore import Kind
 from .machine import Add, Await, Fail, Fence, Load, Machine, Program, Steps, Store
 
 EXTENTS = (3, 1, 2, 5)
-"""By call, so that a program that reads another call's is caught."""
+"""The extents by call, all different, so that a program that reads another call's is caught."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     last_advances: bool = True  # False: the first reader does
     read_then_count: bool = True  # False: a program counts itself in and reads then
@@ -29,7 +29,7 @@ class Rules:
 
 
 def program_of(call: int, program: int, programs: int, rules: Rules) -> Steps:
-    """One program of the grid of ``call``. Launched at any time, as programmatic dependent launch may do."""
+    """One program of the grid of ``call``. It is launched at any time, as programmatic dependent launch permits."""
     idle = rules.waits == "idle call" and call == 1
     if call > 0 and not idle and not (rules.waits == "one does not" and program == 0):
         yield Await({(0, "ended", call - 1, p): True for p in range(programs)}, lambda word: word)  # gdc_wait
@@ -53,7 +53,7 @@ def program_of(call: int, program: int, programs: int, rules: Rules) -> Steps:
             yield Store((0, "generation"), (generation + 1) % 3)
             yield Store((0, "epoch"), epoch + 1)
 
-        # What the previous call left, to be cleared. It is another word than the one being written.
+        # The extent of the previous call, which is to be cleared: a different word from the one that is written.
         if rules.waits != "idle call":
             extent = yield Load((0, "extent", (generation + 2) % 3))
             if extent != (EXTENTS[call - 1] if call else 0):
@@ -68,9 +68,9 @@ def model(programs: int, calls: int, rules: Rules | None = None, **options: bool
     def program(call: int, number: int) -> Program:
         return Program(0, f"call {call} program {number}", lambda: program_of(call, number, programs, rules))
 
-    everybody = [program(call, number) for call in range(calls) for number in range(programs)]
-    at_first = {"epoch": 0, "generation": 0, "extent": 0, "readers": 0, "ended": False}
-    return Machine(everybody, at_first, check_starts=False, **options)
+    all_programs = [program(call, number) for call in range(calls) for number in range(programs)]
+    initial_words = {"epoch": 0, "generation": 0, "extent": 0, "readers": 0, "ended": False}
+    return Machine(all_programs, initial_words, check_starts=False, **options)
 
 
 @pytest.mark.parametrize(("programs", "calls"), [(1, 4), (2, 4), (3, 3)])

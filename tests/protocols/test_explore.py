@@ -1,4 +1,4 @@
-"""The checker itself: it must find what was planted."""
+"""The checker itself: it must find the errors planted here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .machine import Add, Await, Barrier, Fail, Fence, Load, Machine, Program, R
 
 
 class Counters:
-    """Two counters that each run up to ``top``, in any order; ``trap`` is a state with no way out but to itself."""
+    """Two counters that each run up to ``top``, in any order. ``trap`` is a state whose only step leads to itself."""
 
     def __init__(self, top: int = 3, forbidden: tuple[int, int] | None = None, trap: tuple[int, int] | None = None):
         self.top, self.forbidden, self.trap = top, forbidden, trap
@@ -115,7 +115,7 @@ def test_a_planted_race_is_found(reduced: bool) -> None:
 
 @pytest.mark.parametrize("reduced", [True, False])
 def test_a_planted_deadlock_is_found(reduced: bool) -> None:
-    """Each waits for the other's word before it sends its own."""
+    """Each rank waits for the other's word before it sends its own."""
 
     def rank(me: int) -> Steps:
         yield Await({(me, "flag"): 1}, arrived=bool)

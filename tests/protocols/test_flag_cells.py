@@ -10,7 +10,7 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, KernelBoundary, Machine, Program, Read, Start, Steps, Store
-from .vocabulary import ZERO, Call, HeaderRules, Input, header_programs
+from .words import ZERO, Call, HeaderRules, Input, header_programs
 
 
 class Cell(NamedTuple):
@@ -23,7 +23,7 @@ HEADERS = HeaderRules()
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     generations: int = 2
     by_epoch: bool = True  # False: any flag but 0 will do
@@ -36,7 +36,7 @@ class Rules:
 
 
 def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> Steps:
-    """One-shot all-reduce or all-gather ("everybody": part r of rank r), or broadcast."""
+    """A one-shot all-reduce or all-gather ("all_gather": part r comes from rank r), or a broadcast."""
     for number, call in enumerate(calls):
         epoch = rules.first_epoch + number
         generation, flag = epoch % rules.generations, epoch % rules.flag_values
@@ -44,13 +44,13 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
         yield Start(number)
         for owner in range(ranks):
             for i in range(call.words if rank in senders else 0):
-                place = owner, "cells", generation, rank * 10 + i
+                address = owner, "cells", generation, rank * 10 + i
                 if rules.whole:
-                    yield Store(place, Cell(Input(rank, number, i), flag))
+                    yield Store(address, Cell(Input(rank, number, i), flag))
                 else:
-                    yield Store((owner, "data", *place[2:]), Input(rank, number, i))
-                    yield Store(place, Cell(None, flag))
-        places = [(sender, i) for sender in senders for i in range(call.words)]
+                    yield Store((owner, "data", *address[2:]), Input(rank, number, i))
+                    yield Store(address, Cell(None, flag))
+        expected_words = [(sender, i) for sender in senders for i in range(call.words)]
 
         def arrived(cell: Any, flag: int = flag) -> bool:
             if not rules.by_epoch:
@@ -60,12 +60,12 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
         yield Await(
             {
                 (rank, "cells", generation, s * 10 + i): Cell(Input(s, number, i) if rules.whole else None, flag)
-                for s, i in places
+                for s, i in expected_words
             },
             arrived,
         )
         if not rules.whole:
-            yield Read({(rank, "data", generation, s * 10 + i): Input(s, number, i) for s, i in places})
+            yield Read({(rank, "data", generation, s * 10 + i): Input(s, number, i) for s, i in expected_words})
         yield KernelBoundary(number)
 
 
@@ -84,31 +84,36 @@ def calls_of(op: str, sizes: Sequence[int] = (2, 1, 1, 2, 1)) -> list[Call]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("op", ["everybody", "broadcast"])
+@pytest.mark.parametrize("op", ["all_gather", "broadcast"])
 def test_protocol_holds(op: str, ranks: int, verify) -> None:
     verify(model(ranks, calls_of(op)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_operations_may_follow_each_other(ranks: int, verify) -> None:
-    calls = [Call("everybody", (1,)), Call("broadcast", (2,)), Call("broadcast", (1,), root=1), Call("everybody", (2,))]
+    calls = [
+        Call("all_gather", (1,)),
+        Call("broadcast", (2,)),
+        Call("broadcast", (1,), root=1),
+        Call("all_gather", (2,)),
+    ]
     verify(model(ranks, [*calls, calls[1]]))
 
 
 @pytest.mark.parametrize("or_later", [False, True])
 def test_one_generation_is_overwritten(or_later: bool, refute) -> None:
-    """A peer one call ahead stores into the cell that is still being polled."""
+    """A peer that is one call ahead stores into the cell that is still being polled."""
     kind = Kind.WRONG_VALUE if or_later else Kind.DEADLOCK
-    refute(model(2, calls_of("everybody", (1,) * 4), Rules(generations=1, or_later=or_later)), kind)
+    refute(model(2, calls_of("all_gather", (1,) * 4), Rules(generations=1, or_later=or_later)), kind)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_polling_without_the_epoch_reads_old_words(ranks: int, refute) -> None:
-    refute(model(ranks, calls_of("everybody"), Rules(by_epoch=False)), Kind.WRONG_VALUE)
+    refute(model(ranks, calls_of("all_gather"), Rules(by_epoch=False)), Kind.WRONG_VALUE)
 
 
 def test_a_cell_stored_in_two_halves_is_read_torn(refute) -> None:
-    refute(model(2, calls_of("everybody"), Rules(whole=False)), Kind.WRONG_VALUE)
+    refute(model(2, calls_of("all_gather"), Rules(whole=False)), Kind.WRONG_VALUE)
 
 
 def test_broadcast_needs_headers(refute) -> None:
@@ -118,15 +123,17 @@ def test_broadcast_needs_headers(refute) -> None:
 
 
 def test_a_cell_untouched_until_its_flag_comes_around_is_taken_for_new(refute, verify) -> None:
-    """The known limit: 32 bits of flag, and a cell untouched for exactly 2**32 calls. Here 2 bits and 4 calls."""
-    refute(model(2, calls_of("everybody", (2, 1, 1, 1, 2)), Rules(flag_values=4)), Kind.WRONG_VALUE)
-    verify(model(2, calls_of("everybody", (2, 1, 2, 1, 2)), Rules(flag_values=4)))
+    """The known limit is a flag of 32 bits, and a cell untouched for exactly 2**32 calls. Here, 2 bits and 4 calls."""
+    refute(model(2, calls_of("all_gather", (2, 1, 1, 1, 2)), Rules(flag_values=4)), Kind.WRONG_VALUE)
+    verify(model(2, calls_of("all_gather", (2, 1, 2, 1, 2)), Rules(flag_values=4)))
 
 
 def test_a_cell_never_written_must_not_carry_the_flag_of_an_epoch(refute, verify) -> None:
-    """Zeroed cells carry flag 0: wrong at epoch 0, and again where the 32 bits wrap. Cleared to the epoch before the
-    first, cells are as safe as any untouched one."""
-    calls = calls_of("everybody", (1, 1, 2))
+    """Zeroed cells carry flag 0, which is wrong at epoch 0, and again when the 32 bits wrap.
+
+    Cells that were cleared to the epoch before the first are as safe as any untouched ones.
+    """
+    calls = calls_of("all_gather", (1, 1, 2))
     verify(model(2, calls, Rules(first_flag=0, first_epoch=1)))
     refute(model(2, calls, Rules(first_flag=0, first_epoch=0)), Kind.WRONG_VALUE)
     refute(model(2, calls, Rules(first_flag=0, first_epoch=2, flag_values=4)), Kind.WRONG_VALUE)

@@ -1,9 +1,9 @@
-"""CPU ranks: everybody writes its own shared memory, and reads the others'.
+"""CPU ranks: every rank writes its own shared memory, and reads that of the others.
 
-In step t a rank writes its staging generation t % 2 and then releases ``progress = t + 1``: what I wrote in step t is
-there, and I have read all I wanted of the steps before. So a rank may write step t once every reader of its step t - 2
-shows progress >= t. A call takes the same number of steps on every rank, and begins with a header word, one for even
-and one for odd epochs, which a peer compares once the progress says that it is there.
+In step t a rank writes its staging generation t % 2 and then releases ``progress = t + 1``. That says that what it
+wrote in step t is there, and that it has read all that it wanted of the steps before. So a rank may write step t once
+every reader of its step t - 2 shows progress >= t. A call takes the same number of steps on every rank. It begins with
+a header word, one for even and one for odd epochs, which a peer compares once the progress says that it is there.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, Fence, Finish, Machine, Program, Read, Start, Steps, Store
-from .vocabulary import ZERO, Call, Header, Input, Sum
+from .words import ZERO, Call, Header, Input, Sum
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     generations: int = 2
     released: bool = True  # False: progress may be seen before the data
     awaited: bool = True  # False: staging is read without waiting for progress
     header_cells: int = 2
     ring_permission: bool = True  # False: a ring does not wait for the reader of what it overwrites
-    ring_meets_all: bool = True  # False: a ring's second step waits for the neighbours only
+    ring_awaits_all: bool = True  # False: a ring's second step waits for the neighbours only
     ring_end: bool = True  # False: a ring ends without its reader's progress
     root_permission: bool = True  # False: the root of a broadcast in chunks runs ahead
     broadcast_end: bool = True  # False: a broadcast ends without the others' progress
 
 
-class Rank:
-    """The vocabulary of ``transport/cpu/waiting.py``."""
+class RankState:
+    """A rank with the operations of ``transport/cpu/waiting.py``."""
 
     def __init__(self, rank: int, ranks: int, rules: Rules) -> None:
         self.rank, self.ranks, self.rules = rank, ranks, rules
@@ -59,112 +59,114 @@ class Rank:
         yield Store((self.rank, "progress"), self.step + 1)
         self.step += 1
 
-    def meet(self, *peers: int) -> Steps:
-        """Until the peers have published the steps below mine, in the same call."""
+    def await_peers(self, *peers: int) -> Steps:
+        """Wait until the peers have published the steps below this rank's, in the same call."""
         for peer in peers:
             if self.rules.awaited:
                 yield Await({(peer, "progress"): None}, lambda progress, step=self.step: progress >= step)
                 yield Read({(peer, "header", self.epoch % self.rules.header_cells): self.word})
 
 
-def one_shot(me: Rank, number: int, call: Call, chunks: int) -> Steps:
-    """All stage, all read all: one-shot all-reduce, all-gather, all-to-all."""
+def one_shot(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """All ranks stage, and all read everything: one-shot all-reduce, all-gather, all-to-all."""
     for chunk in range(chunks):
-        yield Store(me.staging(me.rank, me.step), Input(me.rank, number, chunk))
-        yield from me.publish()
-        for peer in me.others:
-            yield from me.meet(peer)
-            yield Read({me.staging(peer, me.step - 1): Input(peer, number, chunk)})
+        yield Store(state.staging(state.rank, state.step), Input(state.rank, number, chunk))
+        yield from state.publish()
+        for peer in state.others:
+            yield from state.await_peers(peer)
+            yield Read({state.staging(peer, state.step - 1): Input(peer, number, chunk)})
 
 
-def two_shot(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+def two_shot(state: RankState, number: int, call: Call, chunks: int) -> Steps:
     """A generation holds the reduced slice of the previous chunk, and the contribution to this one."""
     for chunk in range(chunks + 1):
-        staged = me.step
-        for peer in me.others:
+        staged_step = state.step
+        for peer in state.others:
             if chunk < chunks and call.sizes[peer]:
-                yield Store(me.staging(me.rank, staged, "x", peer), Input(me.rank, number, (chunk, peer)))
-        yield from me.publish()
-        yield from me.meet(*me.others)
-        if chunk < chunks and call.sizes[me.rank]:
-            for peer in me.others:
-                yield Read({me.staging(peer, staged, "x", me.rank): Input(peer, number, (chunk, me.rank))})
-            yield Store(me.staging(me.rank, me.step, "sum"), Sum(me.ranks, number, (chunk, me.rank)))
+                yield Store(state.staging(state.rank, staged_step, "x", peer), Input(state.rank, number, (chunk, peer)))
+        yield from state.publish()
+        yield from state.await_peers(*state.others)
+        if chunk < chunks and call.sizes[state.rank]:
+            for peer in state.others:
+                yield Read(
+                    {state.staging(peer, staged_step, "x", state.rank): Input(peer, number, (chunk, state.rank))}
+                )
+            yield Store(state.staging(state.rank, state.step, "sum"), Sum(state.ranks, number, (chunk, state.rank)))
         if chunk > 0:
             results = {
-                me.staging(peer, staged, "sum"): Sum(me.ranks, number, (chunk - 1, peer))
-                for peer in me.others
+                state.staging(peer, staged_step, "sum"): Sum(state.ranks, number, (chunk - 1, peer))
+                for peer in state.others
                 if call.sizes[peer]
             }
             if results:
                 yield Read(results)
 
 
-def ring(me: Rank, number: int, call: Call, chunks: int) -> Steps:
-    """All-reduce by 2N - 2 steps a chunk; each rank reads what its left neighbour staged in the step before."""
-    first = me.step
+def ring(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """All-reduce in 2N - 2 steps a chunk; each rank reads what its left neighbour staged in the step before."""
+    first = state.step
     for chunk in range(chunks):
-        for hop in range(2 * me.ranks - 1):
+        for hop in range(2 * state.ranks - 1):
             if hop == 0:
-                if me.step > first and me.rules.ring_permission:
-                    yield from me.meet(me.right)
-            elif hop == 1 and chunk == 0 and me.rules.ring_meets_all:
-                yield from me.meet(*me.others)
-            elif hop == 2 * me.ranks - 2 or not me.rules.ring_permission:
-                yield from me.meet(me.left)
+                if state.step > first and state.rules.ring_permission:
+                    yield from state.await_peers(state.right)
+            elif hop == 1 and chunk == 0 and state.rules.ring_awaits_all:
+                yield from state.await_peers(*state.others)
+            elif hop == 2 * state.ranks - 2 or not state.rules.ring_permission:
+                yield from state.await_peers(state.left)
             else:
-                yield from me.meet(*{me.left: 0, me.right: 0})
+                yield from state.await_peers(*{state.left: 0, state.right: 0})
             if hop > 0:
-                terms, slice_of = min(hop, me.ranks), (me.rank - 1 - hop) % me.ranks
-                yield Read({me.staging(me.left, me.step - 1): Sum(terms, number, (chunk, slice_of))})
-            if hop < 2 * me.ranks - 2:
-                terms, slice_of = min(hop + 1, me.ranks), (me.rank - 1 - hop) % me.ranks
-                yield Store(me.staging(me.rank, me.step), Sum(terms, number, (chunk, slice_of)))
-                yield from me.publish()
-    if me.rules.ring_end:
-        yield from me.meet(me.right)
+                terms, slice_index = min(hop, state.ranks), (state.rank - 1 - hop) % state.ranks
+                yield Read({state.staging(state.left, state.step - 1): Sum(terms, number, (chunk, slice_index))})
+            if hop < 2 * state.ranks - 2:
+                terms, slice_index = min(hop + 1, state.ranks), (state.rank - 1 - hop) % state.ranks
+                yield Store(state.staging(state.rank, state.step), Sum(terms, number, (chunk, slice_index)))
+                yield from state.publish()
+    if state.rules.ring_end:
+        yield from state.await_peers(state.right)
 
 
-def broadcast(me: Rank, number: int, call: Call, chunks: int) -> Steps:
+def broadcast(state: RankState, number: int, call: Call, chunks: int) -> Steps:
     """The root stages; the others publish the step to say that they are done with the one before."""
-    first = me.step
+    first = state.step
     for chunk in range(chunks):
-        if me.rank == call.root:
-            if me.step > first and me.rules.root_permission:
-                yield from me.meet(*me.others)
-            yield Store(me.staging(me.rank, me.step), Input(me.rank, number, chunk))
-            yield from me.publish()
+        if state.rank == call.root:
+            if state.step > first and state.rules.root_permission:
+                yield from state.await_peers(*state.others)
+            yield Store(state.staging(state.rank, state.step), Input(state.rank, number, chunk))
+            yield from state.publish()
         else:
-            yield from me.publish()
-            yield from me.meet(call.root)
-            yield Read({me.staging(call.root, me.step - 1): Input(call.root, number, chunk)})
-    if me.rules.broadcast_end:
-        step = me.step
-        me.step = step if me.rank == call.root else first + 1
-        yield from me.meet(*me.others)
-        me.step = step
+            yield from state.publish()
+            yield from state.await_peers(call.root)
+            yield Read({state.staging(call.root, state.step - 1): Input(call.root, number, chunk)})
+    if state.rules.broadcast_end:
+        step = state.step
+        state.step = step if state.rank == call.root else first + 1
+        yield from state.await_peers(*state.others)
+        state.step = step
 
 
-def barrier(me: Rank, number: int, call: Call, chunks: int) -> Steps:
-    yield from me.publish()
-    yield from me.meet(*me.others)
+def barrier(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    yield from state.publish()
+    yield from state.await_peers(*state.others)
 
 
 SCHEDULES = {"one_shot": one_shot, "two_shot": two_shot, "ring": ring, "broadcast": broadcast, "barrier": barrier}
 
 
 def rank_program(rank: int, ranks: int, calls: Sequence[Call], chunks: int, rules: Rules) -> Steps:
-    me = Rank(rank, ranks, rules)
+    state = RankState(rank, ranks, rules)
     for number, call in enumerate(calls):
-        yield from me.begin(number, call)
-        yield from SCHEDULES[call.op](me, number, call, chunks)
+        yield from state.begin(number, call)
+        yield from SCHEDULES[call.op](state, number, call, chunks)
         yield Finish(number)
 
 
 def model(
     ranks: int, ops: Sequence[str], rules: Rules | None = None, chunks: int = 1, empty: int = 0, **options: bool
 ) -> Machine:
-    """``empty`` ranks at the end have empty slices; roots of broadcasts take turns."""
+    """Return a model of these calls. ``empty`` ranks at the end have empty slices; roots of broadcasts take turns."""
     rules = rules or Rules()
     sizes = (1,) * (ranks - empty) + (0,) * empty
     calls = [Call(op, sizes, root=number % ranks if op == "broadcast" else 0) for number, op in enumerate(ops)]
@@ -213,7 +215,7 @@ def test_one_generation_is_overwritten_while_it_is_read(op: str, refute) -> None
 
 
 def test_two_shot_of_one_chunk_does_with_one_generation(verify) -> None:
-    """Its second step already says that everybody has read the first; the chunks of a longer message need both."""
+    """Its second step already says that all have read the first; the chunks of a longer message need both."""
     verify(model(3, ["two_shot"] * 5, Rules(generations=1)))
 
 
@@ -238,9 +240,9 @@ def test_a_ring_needs_the_permission_of_its_reader(verify, refute) -> None:
 
 
 def test_a_ring_after_another_call_overwrites_what_anybody_may_read(verify, refute) -> None:
-    """Four ranks: with three, both others are neighbours."""
-    verify(model(3, ["one_shot", "ring", "one_shot"], Rules(ring_meets_all=False)))
-    refute(model(4, ["one_shot", "ring"], Rules(ring_meets_all=False)), Kind.WRONG_VALUE)
+    """Four ranks are needed: with three, both others are neighbours."""
+    verify(model(3, ["one_shot", "ring", "one_shot"], Rules(ring_awaits_all=False)))
+    refute(model(4, ["one_shot", "ring"], Rules(ring_awaits_all=False)), Kind.WRONG_VALUE)
     verify(model(4, ["one_shot", "ring"]))
 
 

@@ -1,4 +1,4 @@
-"""The reductions of the machine lose nothing: with and without them, the same models hold and the same are caught."""
+"""The reductions of the machine lose nothing: with and without them, models get the same verdicts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from . import test_abort as abort
 from . import test_epoch_advance as epoch_advance
 from . import test_flag_cells as flag_cells
 from . import test_host_staging as host_staging
-from . import test_mail as mail
 from . import test_multimem as multimem
 from . import test_pipeline as pipeline
+from . import test_send_recv as send_recv
 from . import test_sentinel as sentinel
 from .explore import explore
 from .machine import Machine
-from .vocabulary import Call, HeaderRules
+from .words import Call, HeaderRules
 
 ONE = Call("one_shot", (1,))
-EVERYBODY = Call("everybody", (1,))
-TO_ALL = Call("broadcast", (1,))
+GATHER = Call("all_gather", (1,))
+BROADCAST = Call("broadcast", (1,))
 STREAM = [(0, 1, 2), (0, 1, 1), (0, 1, 1)]
 NO_HEADERS = HeaderRules(exchanged=False)
 
@@ -36,18 +36,22 @@ MODELS: dict[str, Callable[[bool], Machine]] = {
     "one-shot, clears what it read": lambda r: sentinel.model(
         2, [ONE] * 4, sentinel.Rules(generations=2, clears=None, headers=NO_HEADERS), reduced=r
     ),
-    "broadcast": lambda r: sentinel.model(2, [TO_ALL] * 3, reduced=r),
+    "broadcast": lambda r: sentinel.model(2, [BROADCAST] * 3, reduced=r),
     "broadcast without headers": lambda r: sentinel.model(
-        2, [TO_ALL] * 5, sentinel.NO_HEADERS, check_starts=False, reduced=r
+        2, [BROADCAST] * 5, sentinel.NO_HEADERS, check_starts=False, reduced=r
     ),
-    "flag cells": lambda r: flag_cells.model(2, [EVERYBODY] * 3, flag_cells.Rules(headers=NO_HEADERS), reduced=r),
+    "flag cells": lambda r: flag_cells.model(2, [GATHER] * 3, flag_cells.Rules(headers=NO_HEADERS), reduced=r),
     "flag cells, one generation": lambda r: flag_cells.model(
-        2, [EVERYBODY] * 2, flag_cells.Rules(generations=1, headers=NO_HEADERS), reduced=r
+        2, [GATHER] * 2, flag_cells.Rules(generations=1, headers=NO_HEADERS), reduced=r
     ),
-    "mail pushed": lambda r: mail.gpu_model(2, STREAM, reduced=r),
-    "mail pushed without credits": lambda r: mail.gpu_model(2, STREAM, mail.Rules(credits=False), reduced=r),
-    "mail pulled": lambda r: mail.cpu_model(2, STREAM, reduced=r),
-    "mail pulled, acknowledged early": lambda r: mail.cpu_model(2, STREAM, mail.Rules(copied_first=False), reduced=r),
+    "send_recv pushed": lambda r: send_recv.gpu_model(2, STREAM, reduced=r),
+    "send_recv pushed without credits": lambda r: send_recv.gpu_model(
+        2, STREAM, send_recv.Rules(credits=False), reduced=r
+    ),
+    "send_recv pulled": lambda r: send_recv.cpu_model(2, STREAM, reduced=r),
+    "send_recv pulled, acknowledged early": lambda r: send_recv.cpu_model(
+        2, STREAM, send_recv.Rules(copied_first=False), reduced=r
+    ),
     "multimem": lambda r: multimem.model(2, [Call("multimem", (1, 1))], reduced=r),
     "multimem, flag first": lambda r: multimem.model(
         2, [Call("multimem", (1, 1))] * 2, multimem.Rules(fenced=False, headers=NO_HEADERS), reduced=r
@@ -80,7 +84,7 @@ def test_both_verdicts_are_compared() -> None:
 
 
 def test_pipeline_is_compared_too() -> None:
-    """One chunk less than a generation's reuse needs; more is too much without reduction."""
+    """One chunk less than the reuse of a generation needs: more takes too long without reduction."""
     for rules in (pipeline.Rules(), pipeline.Rules(fence=False)):
         for reduced in (True, False):
             assert explore(pipeline.model(2, rules, chunks=1, reduced=reduced)).violation is None

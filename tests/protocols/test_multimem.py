@@ -1,13 +1,13 @@
 """Sums in the switch: staging, a flag, a load from all ranks at once, and a second shot through sentinel slots.
 
 A call copies its input to its own slots and raises a flag at every rank: the epoch, stored after a fence. The owner of
-a slice waits for all flags, loads the slice from every rank's staging, and sends the sums to all, one store to each (a
-multicast lands at each rank in its own time). Everybody polls the sums, and the next call with slots clears the
-generation, staging included.
+a slice waits for all flags, loads the slice from every rank's staging, and sends the sums to all, with one store to
+each (a multicast lands at each rank at its own time). Every rank polls the sums, and the next call with slots clears
+the generation, including the staging.
 
-There is one flag a rank (and program), which the next call overwrites. That is enough because nobody ends a call, and
-so raises the next flag, before it has the sums of all owners, each of which was sent after its owner had seen all
-flags. An owner of nothing must therefore not wait for flags.
+There is one flag for each rank (and program), which the next call overwrites. That is enough because no rank ends a
+call, and so raises the next flag, before it has the sums of all owners. Each of those was sent after its owner had seen
+all flags. Therefore the owner of an empty slice must not wait for flags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, Fence, KernelBoundary, Machine, Program, Read, Start, Steps, Store
-from .vocabulary import SENTINEL, ZERO, Call, HeaderRules, Input, Sum, header_programs
+from .words import SENTINEL, ZERO, Call, HeaderRules, Input, Sum, header_programs
 
 CAPACITY = 100
 """Words of a generation: enough for any call here."""
@@ -29,16 +29,16 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     fenced: bool = True  # the flag is stored after a fence
-    flags: int = 1  # places of a flag, by epoch
+    flags: int = 1  # words of a flag, used in turn by the epoch
     by_epoch: bool = True  # False: any flag that was ever raised will do
     waits_for_flags: bool = True
     owners_of_nothing_wait: bool = False
     clears: int = 2  # a call clears generation (g + clears) % 3
     clears_staging: bool = True
-    clears_own_staging_after_flag: bool = False  # as soon as this rank has its own sums, within the call
+    clears_own_staging_after_flag: bool = False  # True: within the call, as soon as this rank has its own sums
     headers: HeaderRules = HEADERS
 
 
@@ -47,7 +47,7 @@ def extent_of(call: Call, ranks: int) -> int:
 
 
 def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> Steps:
-    extents = [(0, 0)] * 3  # first word to clear, and the one after the last
+    extents = [(0, 0)] * 3  # first word to clear, and the end
     slot_calls = 0
     for number, call in enumerate(calls):
         yield Start(number)
@@ -68,10 +68,10 @@ def multimem(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: S
     stride = max(call.sizes)
 
     def staging(owner: int, r: int, i: int) -> tuple[int, str, int]:
-        """Word i of slice r in the staging of ``owner``."""
+        """Return the address of word i of slice r in the staging of ``owner``."""
         return owner, "slots", base + r * stride + i
 
-    def second(owner: int, r: int, i: int) -> tuple[int, str, int]:
+    def second_shot(owner: int, r: int, i: int) -> tuple[int, str, int]:
         return owner, "slots", base + (ranks + r) * stride + i
 
     for r in range(ranks):
@@ -81,30 +81,34 @@ def multimem(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: S
         yield Fence()
     for owner in range(ranks):
         yield Store((owner, "flags", rank, epoch % rules.flags), epoch)
-    yield from clears  # behind the fence, which therefore says nothing of them: at any time in the call
-    mine = range(call.sizes[rank])
-    if rules.waits_for_flags and (mine or rules.owners_of_nothing_wait):
+    yield from clears  # after the fence, which does not order them: they may land at any time in the call
+    own_words = range(call.sizes[rank])
+    if rules.waits_for_flags and (own_words or rules.owners_of_nothing_wait):
         yield Await(
             {(rank, "flags", r, epoch % rules.flags): epoch if rules.by_epoch else None for r in range(ranks)},
             lambda flag: flag == epoch if rules.by_epoch else flag != NEVER,
         )
-    if mine:
-        yield Read({staging(r, rank, i): Input(r, epoch, rank * stride + i) for r in range(ranks) for i in mine})
+    if own_words:
+        yield Read({staging(r, rank, i): Input(r, epoch, rank * stride + i) for r in range(ranks) for i in own_words})
     for owner in range(ranks):
-        for i in mine:
-            yield Store(second(owner, rank, i), Sum(ranks, epoch, rank * stride + i))
+        for i in own_words:
+            yield Store(second_shot(owner, rank, i), Sum(ranks, epoch, rank * stride + i))
     if rules.clears_own_staging_after_flag:
         for r in range(ranks):
             for i in range(call.sizes[r]):
                 yield Store(staging(rank, r, i), SENTINEL)
     yield Await(
-        {second(rank, r, i): Sum(ranks, epoch, r * stride + i) for r in range(ranks) for i in range(call.sizes[r])},
+        {
+            second_shot(rank, r, i): Sum(ranks, epoch, r * stride + i)
+            for r in range(ranks)
+            for i in range(call.sizes[r])
+        },
         arrived,
     )
 
 
 def one_shot(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: Sequence[Store], rules: Rules) -> Steps:
-    """Everybody sends everything to everybody: it finds what multimem left, if that was not cleared."""
+    """Every rank sends everything to every rank. It finds what multimem left, if that was not cleared."""
     yield from clears
     words = call.words
     for owner in range(ranks):
@@ -134,14 +138,14 @@ def calls_of(ranks: int, sizes: Sequence[int] = (2, 1, 1, 2, 1)) -> list[Call]:
 
 
 def with_empty(ranks: int, calls: int = 5) -> list[Call]:
-    """The last rank's slice is empty: it has nothing to load, and nobody waits for anything of it."""
+    """Return calls in which the last rank's slice is empty: it has nothing to load, and no rank waits for it."""
     return [Call("multimem", (1,) * (ranks - 1) + (0,))] * calls
 
 
 def mixed(ranks: int) -> list[Call]:
-    """Generations that multimem used come to other calls, and the other way round."""
-    sums, once = Call("multimem", (1,) * ranks), Call("one_shot", (1,))
-    return [sums, once, sums, once, once, Call("barrier", ()), sums]
+    """Return calls in which generations used by multimem come to other operations, and the other way round."""
+    sums, single = Call("multimem", (1,) * ranks), Call("one_shot", (1,))
+    return [sums, single, sums, single, single, Call("barrier", ()), sums]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -160,7 +164,7 @@ def test_other_calls_may_come_between(ranks: int, verify) -> None:
 
 
 def test_the_data_keeps_the_invariant(verify) -> None:
-    """Sums take every rank's flag, so headers are there to name mismatches and absentees."""
+    """The sums depend on every rank's flag, so headers exist to name mismatches and missing ranks."""
     verify(model(2, calls_of(2), Rules(headers=HeaderRules(exchanged=False))))
 
 
@@ -177,14 +181,16 @@ def test_a_flag_of_another_call_guards_nothing(refute) -> None:
 
 
 def test_an_owner_of_nothing_that_waits_misses_flags(refute, verify) -> None:
-    """Nobody needs it to end the call, so its flags are overwritten by the next one's. Two places, by the parity of the
-    epoch, would do: the headers hold everybody back."""
+    """No rank needs this owner to end the call, so its flags are overwritten by those of the next call.
+
+    Two words for a flag, by the parity of the epoch, would suffice: the headers hold every rank back.
+    """
     refute(model(2, with_empty(2, 3), Rules(owners_of_nothing_wait=True)), Kind.DEADLOCK)
     verify(model(2, with_empty(2), Rules(owners_of_nothing_wait=True, flags=2)))
 
 
 def test_clearing_one_generation_ahead_hangs_other_calls(refute, verify) -> None:
-    """Sums alone would do with it: nobody sends any before it has the flags of all, who have then begun the call."""
+    """Sums alone would work with it: a rank sends none before it has the flags of all, which have begun the call."""
     refute(model(2, mixed(2), Rules(clears=1)), Kind.DEADLOCK)
     verify(model(2, calls_of(2), Rules(clears=1)))
 
@@ -194,10 +200,10 @@ def test_never_clearing_reads_old_sums(refute) -> None:
 
 
 def test_staging_that_is_left_is_taken_for_data(refute) -> None:
-    """By a one-shot that comes to the generation three calls later."""
+    """A one-shot that comes to the generation three calls later takes it."""
     refute(model(2, mixed(2), Rules(clears_staging=False)), Kind.WRONG_VALUE)
 
 
 def test_staging_cleared_before_the_sums_are_here_is_summed_as_sentinels(refute) -> None:
-    """That this rank has loaded its own slice says nothing of the others, who may still read this rank's staging."""
+    """When this rank has loaded its own slice, the others may still read this rank's staging."""
     refute(model(2, calls_of(2), Rules(clears_own_staging_after_flag=True)), Kind.WRONG_VALUE)

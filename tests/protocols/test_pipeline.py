@@ -1,8 +1,8 @@
-"""A chunked pipeline: several epochs of sentinel buffers inside one kernel, so without a kernel boundary between them.
+"""A chunked pipeline: several epochs of sentinel buffers inside one kernel, without a kernel boundary between them.
 
-A block of two warps pushes chunk k into generation k % 3, polls it, and clears generation (k + 2) % 3, the previous
-chunk's. Before it pushes chunk k + 1, its clears must have landed: a system-scope fence by every warp, then a block
-barrier, because the word that one warp clears is pushed to by peers that have heard from the other warp.
+A block of two warps pushes chunk k into generation k % 3, polls it, and clears generation (k + 2) % 3, that of the
+previous chunk. Its clears must have landed before it pushes chunk k + 1. That takes a system-scope fence by every warp,
+then a block barrier, because the word that one warp clears is pushed to by peers that have heard from the other warp.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, Barrier, Fence, KernelBoundary, Machine, Program, Start, Steps, Store
-from .vocabulary import SENTINEL, Input
+from .words import SENTINEL, Input
 
 WARPS = 2
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     fence: bool = True
     barrier: bool = True
@@ -28,7 +28,10 @@ class Rules:
 
 
 def warp_program(rank: int, ranks: int, warp: int, kernels: int, chunks: int, rules: Rules) -> Steps:
-    """Chunk words lie one a warp and sender. All-reduce by one shot: nobody is more than one chunk ahead."""
+    """An all-reduce by one shot: no rank is more than one chunk ahead.
+
+    Each warp has one word of each sender in a chunk.
+    """
     epoch = 0
     block = tuple(f"rank {rank} warp {w}" for w in range(WARPS))
     for kernel in range(kernels):
@@ -77,6 +80,6 @@ def test_without_the_barrier_the_other_warp_may_not_have_cleared(refute) -> None
 
 
 def test_warps_that_keep_to_their_own_words_need_no_barrier(verify, refute) -> None:
-    """Each warp is then a pipeline of its own; the fence it needs all the same."""
+    """Each warp is then a pipeline of its own, which still needs the fence."""
     verify(model(2, Rules(barrier=False, shifted=False)))
     refute(model(2, Rules(barrier=False, shifted=False, fence=False)), Kind.DEADLOCK, Kind.WRONG_VALUE)

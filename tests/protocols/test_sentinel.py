@@ -14,7 +14,7 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, KernelBoundary, Machine, Program, Start, Steps, Store
-from .vocabulary import SENTINEL, ZERO, Call, HeaderRules, Input, Sum, header_programs
+from .words import SENTINEL, ZERO, Call, HeaderRules, Input, Sum, header_programs
 
 CAPACITY = 100
 """Words of a generation: enough for any call here."""
@@ -24,12 +24,14 @@ HEADERS = HeaderRules()
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
     generations: int = 3
     clears: int | None = 2  # a call clears generation (g + clears) % generations; None: the words it has just read
-    itself_from: int = CAPACITY + 1  # a call with as many words clears what it has read, and leaves an extent of 0
-    clears_itself: bool = True  # False: it only leaves that extent
+    clears_itself_from: int = (
+        CAPACITY + 1
+    )  # a call with so many words clears what it has read, and records an extent of 0
+    clears_itself: bool = True  # False: it only records that extent
     counts_slot_calls: bool = True  # False: the generation is epoch % generations, also past calls without slots
     extents_kept: bool = True  # False: a call clears as many words as it uses itself
     bases_fixed: bool = True  # False: a generation begins where the one before ends, at this call's size
@@ -50,108 +52,114 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
             slot_calls += 1
             extent = extent_of(call, ranks)
 
-            # Issued at once and landing anywhere up to the kernel boundary: stands for clears at any time in the call.
+            # These stores land at any time up to the kernel boundary, so they stand for clears at any time in the call.
             if rules.clears is not None:
                 cleared = (generation + rules.clears) % rules.generations
                 for word in range(extents[cleared] if rules.extents_kept else extent):
                     yield Store((rank, "slots", cleared * CAPACITY + word), SENTINEL)
-            itself = extent >= rules.itself_from
-            extents[generation] = 0 if itself else extent
+            clears_own_slots = extent >= rules.clears_itself_from
+            extents[generation] = 0 if clears_own_slots else extent
 
             base = generation * (CAPACITY if rules.bases_fixed else extent)
             yield from SCHEDULES[call.op](
                 rank, ranks, number, call, lambda owner, word, b=base: (owner, "slots", b + word)
             )
 
-            if rules.clears is None or (itself and rules.clears_itself):
+            if rules.clears is None or (clears_own_slots and rules.clears_itself):
                 for word in range(extent):
                     yield Store((rank, "slots", base + word), SENTINEL)
         yield KernelBoundary(number)
 
 
-# -- schedules: what goes into which slot, and what is waited for ----------------------------------------------------
+# -- schedules: which word goes into which slot, and which words a rank waits for ------------------------------------
 
-At = Callable[[int, int], tuple[int, str, int]]
-"""(owner, word of the generation) -> address"""
+AddressOf = Callable[[int, int], tuple[int, str, int]]
+"""A function from (owner, word of the generation) to an address."""
 
 
-def one_shot(rank: int, ranks: int, epoch: int, call: Call, at: At) -> Steps:
-    """Everybody sends everything to everybody."""
+def one_shot(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
+    """Every rank sends everything to every rank."""
     for owner in range(ranks):
         for i in range(call.words):
-            yield Store(at(owner, rank * call.words + i), Input(rank, epoch, i))
+            yield Store(address_of(owner, rank * call.words + i), Input(rank, epoch, i))
     yield Await(
-        {at(rank, r * call.words + i): Input(r, epoch, i) for r in range(ranks) for i in range(call.words)}, arrived
+        {address_of(rank, r * call.words + i): Input(r, epoch, i) for r in range(ranks) for i in range(call.words)},
+        arrived,
     )
 
 
-def reduce_scatter(rank: int, ranks: int, epoch: int, call: Call, at: At) -> Steps:
-    """Slice r of everybody goes to rank r, which adds."""
+def reduce_scatter(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
+    """Slice r of every rank goes to rank r, which adds."""
     stride = max(call.sizes)
     for owner in range(ranks):
         for i in range(call.sizes[owner]):
-            yield Store(at(owner, rank * stride + i), Input(rank, epoch, owner * stride + i))
-    mine = {
-        at(rank, r * stride + i): Input(r, epoch, rank * stride + i)
+            yield Store(address_of(owner, rank * stride + i), Input(rank, epoch, owner * stride + i))
+    own_slice = {
+        address_of(rank, r * stride + i): Input(r, epoch, rank * stride + i)
         for r in range(ranks)
         for i in range(call.sizes[rank])
     }
-    if mine:
-        yield Await(mine, arrived)
+    if own_slice:
+        yield Await(own_slice, arrived)
 
 
-def all_gather(rank: int, ranks: int, epoch: int, call: Call, at: At) -> Steps:
-    """Rank r's part goes to everybody."""
+def all_gather(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
+    """The part of rank r goes to every rank."""
     stride = max(call.sizes)
     for owner in range(ranks):
         for i in range(call.sizes[rank]):
-            yield Store(at(owner, rank * stride + i), Input(rank, epoch, i))
+            yield Store(address_of(owner, rank * stride + i), Input(rank, epoch, i))
     yield Await(
-        {at(rank, r * stride + i): Input(r, epoch, i) for r in range(ranks) for i in range(call.sizes[r])}, arrived
+        {address_of(rank, r * stride + i): Input(r, epoch, i) for r in range(ranks) for i in range(call.sizes[r])},
+        arrived,
     )
 
 
-def two_shot(rank: int, ranks: int, epoch: int, call: Call, at: At) -> Steps:
-    """Reduce-scatter into the first half of the generation, then all-gather the sums into the second."""
-    yield from reduce_scatter(rank, ranks, epoch, call, at)
+def two_shot(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
+    """Reduce-scatter into the first half of the generation, then all-gather the sums into the second half."""
+    yield from reduce_scatter(rank, ranks, epoch, call, address_of)
     stride = max(call.sizes)
     second = ranks * stride
     for owner in range(ranks):
         for i in range(call.sizes[rank]):
-            yield Store(at(owner, second + rank * stride + i), Sum(ranks, epoch, rank * stride + i))
+            yield Store(address_of(owner, second + rank * stride + i), Sum(ranks, epoch, rank * stride + i))
     sums = {
-        at(rank, second + r * stride + i): Sum(ranks, epoch, r * stride + i)
+        address_of(rank, second + r * stride + i): Sum(ranks, epoch, r * stride + i)
         for r in range(ranks)
         for i in range(call.sizes[r])
     }
     yield Await(sums, arrived)
 
 
-def ring(rank: int, ranks: int, epoch: int, call: Call, at: At) -> Steps:
-    """2N-2 hops to the right, each into its own slot; at hop h, rank r sends chunk r - h with the terms so far."""
+def ring(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
+    """Pass words over 2N-2 hops to the right, each into its own slot.
+
+    At hop h, rank r sends chunk r - h with the terms so far.
+    """
     stride = max(call.sizes)
     for hop in range(2 * ranks - 2):
         terms = min(hop + 1, ranks)
         sent, received = (rank - hop) % ranks, (rank - hop - 1) % ranks
         for i in range(call.sizes[sent]):
-            yield Store(at((rank + 1) % ranks, hop * stride + i), Sum(terms, epoch, sent * stride + i))
-        due = {
-            at(rank, hop * stride + i): Sum(terms, epoch, received * stride + i) for i in range(call.sizes[received])
+            yield Store(address_of((rank + 1) % ranks, hop * stride + i), Sum(terms, epoch, sent * stride + i))
+        expected_words = {
+            address_of(rank, hop * stride + i): Sum(terms, epoch, received * stride + i)
+            for i in range(call.sizes[received])
         }
-        if due:
-            yield Await(due, arrived)
+        if expected_words:
+            yield Await(expected_words, arrived)
 
 
-def broadcast(rank: int, ranks: int, epoch: int, call: Call, at: At) -> Steps:
-    """The root sends to everybody else, and waits for nobody."""
+def broadcast(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
+    """The root sends to all others, and waits for none of them."""
     words = range(call.words)
     if rank == call.root:
         for owner in range(ranks):
             for i in words:
                 if owner != rank:
-                    yield Store(at(owner, i), Input(rank, epoch, i))
+                    yield Store(address_of(owner, i), Input(rank, epoch, i))
     else:
-        yield Await({at(rank, i): Input(call.root, epoch, i) for i in words}, arrived)
+        yield Await({address_of(rank, i): Input(call.root, epoch, i) for i in words}, arrived)
 
 
 SCHEDULES = {
@@ -165,7 +173,7 @@ SCHEDULES = {
 
 
 def extent_of(call: Call, ranks: int) -> int:
-    """Words of a generation that a call uses."""
+    """Return the number of words of a generation that a call uses."""
     stride = max(call.sizes)
     return {
         "one_shot": ranks * call.words,
@@ -191,12 +199,12 @@ def model(ranks: int, calls: Sequence[Call], rules: Rules | None = None, **optio
 
 
 def calls_of(op: str, ranks: int, sizes: Sequence[int] = (2, 1, 1, 2, 1)) -> list[Call]:
-    """Five calls of one operation whose sizes change, so that generations hold different extents."""
+    """Return five calls of one operation whose sizes change, so that generations have different extents."""
     return [Call(op, (size,) if op in ("one_shot", "broadcast") else (size,) * ranks) for size in sizes]
 
 
 def mixed(ranks: int) -> list[Call]:
-    """Operations that use a generation differently, one after the other, from changing roots."""
+    """Return operations that use a generation differently, one after the other, with changing roots."""
     one, each = (1,), (1,) * ranks
     return [
         Call("two_shot", each),
@@ -208,11 +216,14 @@ def mixed(ranks: int) -> list[Call]:
 
 
 def with_empty(op: str, ranks: int) -> list[Call]:
-    """The last rank's slice is empty: nobody waits for anything of it (reduce-scatter: it waits for nothing)."""
+    """Return calls in which the last rank's slice is empty.
+
+    No rank waits for anything of it; in a reduce-scatter, it waits for nothing.
+    """
     return [Call(op, (1,) * (ranks - 1) + (0,))] * 5
 
 
-# -- what holds ------------------------------------------------------------------------------------------------------
+# -- protocols that hold ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -261,37 +272,35 @@ def test_all_reduce_keeps_the_invariant_with_empty_slices_too(op: str, verify) -
     verify(model(3, with_empty(op, 3), NO_HEADERS))
 
 
-OWN_CLEAR = Rules(generations=2, clears=None)
+CLEAR_AFTER_READ = Rules(generations=2, clears=None)
 
 
 @pytest.mark.parametrize("calls", [calls_of("one_shot", 2), calls_of("two_shot", 2), mixed(2), mixed(3)])
 def test_two_generations_do_if_a_call_clears_what_it_has_read(calls: list[Call], verify) -> None:
-    """What the third generation buys is not safety but time: clearing need not wait for the reads."""
-    verify(model(max(3 if len(call.sizes) == 3 else 2 for call in calls), calls, OWN_CLEAR))
+    """The third generation does not add safety but saves time: clearing need not wait for the reads."""
+    verify(model(max(3 if len(call.sizes) == 3 else 2 for call in calls), calls, CLEAR_AFTER_READ))
 
 
-LARGE_CLEAR_THEMSELVES = Rules(itself_from=5)
+LARGE_CALLS_CLEAR = Rules(clears_itself_from=5)
 
 
 @pytest.mark.parametrize(("op", "ranks"), [("one_shot", 2), ("two_shot", 2), ("all_gather", 2), ("two_shot", 3)])
 def test_large_calls_may_clear_themselves_among_small_ones_that_do_not(op: str, ranks: int, verify) -> None:
     calls = calls_of(op, ranks, (3, 1, 1, 3, 1) if ranks == 2 else (4, 1, 1))
-    rules = replace(LARGE_CLEAR_THEMSELVES, itself_from=5 if ranks == 2 else 7)
-    assert {extent_of(call, ranks) >= rules.itself_from for call in calls} == {True, False}
+    rules = replace(LARGE_CALLS_CLEAR, clears_itself_from=5 if ranks == 2 else 7)
+    assert {extent_of(call, ranks) >= rules.clears_itself_from for call in calls} == {True, False}
     verify(model(ranks, calls, rules))
 
 
 @pytest.mark.parametrize("op", ["one_shot", "two_shot"])
 def test_an_extent_of_0_without_clearing_reads_old_words(op: str, refute) -> None:
-    refute(
-        model(2, calls_of(op, 2, (3, 1, 1, 3)), replace(LARGE_CLEAR_THEMSELVES, clears_itself=False)), Kind.WRONG_VALUE
-    )
+    refute(model(2, calls_of(op, 2, (3, 1, 1, 3)), replace(LARGE_CALLS_CLEAR, clears_itself=False)), Kind.WRONG_VALUE)
 
 
-# -- what goes wrong without each guard ------------------------------------------------------------------------------
+# -- the protocol without each of its guards -------------------------------------------------------------------------
 
 
-# One size and four calls here: a race that loses a word has many more states than a protocol that holds.
+# These use one size and four calls: a race that loses a word has many more states than a protocol that holds.
 HANGS = [("one_shot", 2), ("two_shot", 2), ("ring", 2), ("broadcast", 2), ("broadcast", 3)]
 
 
@@ -303,7 +312,7 @@ def test_clearing_one_generation_ahead_hangs(op: str, ranks: int, refute) -> Non
 
 @pytest.mark.parametrize(("op", "ranks"), HANGS)
 def test_two_generations_hang(op: str, ranks: int, refute) -> None:
-    """With two, the previous call's generation is the next call's, which a peer may have begun."""
+    """With two, the previous call's generation is that of the next call, which a peer may have begun."""
     refute(model(ranks, calls_of(op, ranks, (1,) * 4), Rules(generations=2, clears=1)), Kind.DEADLOCK)
 
 
@@ -314,7 +323,7 @@ def test_counting_calls_without_slots_leaves_a_generation_uncleared(refute) -> N
 
 @pytest.mark.parametrize("op", ["one_shot", "two_shot"])
 def test_one_generation_is_wrong_even_if_a_call_clears_what_it_has_read(op: str, refute) -> None:
-    refute(model(2, calls_of(op, 2), replace(OWN_CLEAR, generations=1)), Kind.WRONG_VALUE, Kind.DEADLOCK)
+    refute(model(2, calls_of(op, 2), replace(CLEAR_AFTER_READ, generations=1)), Kind.WRONG_VALUE, Kind.DEADLOCK)
 
 
 @pytest.mark.parametrize("op", ["one_shot", "two_shot"])
@@ -335,14 +344,14 @@ def test_bases_that_move_with_the_size_mix_calls(op: str, refute) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("op", ["broadcast", "reduce_scatter", "all_gather"])
 def test_without_headers_some_rank_runs_ahead(op: str, ranks: int, refute) -> None:
-    """The root of a broadcast, a rank that receives an empty slice, and whoever gathers an empty part."""
+    """The root of a broadcast runs ahead, or a rank that receives an empty slice or gathers an empty part."""
     calls = calls_of(op, ranks) if op == "broadcast" else with_empty(op, ranks)
     refute(model(ranks, calls, NO_HEADERS), Kind.EARLY_FINISH)
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce_scatter"])
 def test_running_ahead_ends_in_wrong_words_or_a_hang(op: str, refute) -> None:
-    """What an early finish leads to, three calls later."""
+    """An early finish has these consequences three calls later."""
     calls = calls_of(op, 2) if op == "broadcast" else with_empty(op, 2)
     refute(model(2, calls, NO_HEADERS, check_starts=False), Kind.WRONG_VALUE, Kind.DEADLOCK)
 
@@ -356,17 +365,17 @@ def test_a_header_that_is_not_compared_by_epoch_guards_nothing(refute) -> None:
 
 
 def test_one_header_cell_hangs(refute) -> None:
-    """A peer one call ahead overwrites the header that is being waited for."""
+    """A peer that is one call ahead overwrites the header that this rank still waits for."""
     refute(model(2, calls_of("one_shot", 2), Rules(headers=HeaderRules(cells=1))), Kind.DEADLOCK)
 
 
 def test_one_header_cell_compares_the_fingerprints_of_different_calls(refute) -> None:
-    """Taking a later epoch for good would end the wait, but with another call's fingerprint: a false mismatch."""
+    """Accepting a later epoch would end the wait, but with another call's fingerprint: a false mismatch."""
     refute(model(2, calls_of("one_shot", 2), Rules(headers=HeaderRules(cells=1, or_later=True))), Kind.WRONG_VALUE)
 
 
 def test_the_parity_of_the_epoch_is_not_enough(refute) -> None:
-    """One bit in the header cannot tell this call's from that of two calls ago, which lies in the same cell."""
+    """One bit in the header cannot tell this call from the one two calls ago, whose header is in the same cell."""
     rules = Rules(headers=HeaderRules(epoch_values=2))
     refute(model(2, calls_of("broadcast", 2), rules), Kind.EARLY_FINISH, Kind.WRONG_VALUE)
 
@@ -375,7 +384,7 @@ def test_the_parity_of_the_epoch_is_not_enough(refute) -> None:
 def test_a_cell_never_written_must_not_count_as_a_header_of_epoch_zero(
     first_epoch: int, epoch_values: int, refute, verify
 ) -> None:
-    """At the first call, if epochs begin at 0, and at the first two calls after a reset, if the 16 bits wrap there."""
+    """It would count at the first call if epochs begin at 0, and at two calls after a reset if the 16 bits wrap."""
     rules = HeaderRules(zero_ignored=False, epoch_values=epoch_values, first_epoch=first_epoch)
     refute(model(2, calls_of("one_shot", 2), Rules(headers=rules)), Kind.WRONG_VALUE)
     verify(model(2, calls_of("one_shot", 2), Rules(headers=replace(rules, zero_ignored=True))))

@@ -1,4 +1,4 @@
-"""What the words that ranks exchange stand for, and the header exchange that every call makes beside its data."""
+"""The words that ranks exchange in the models, and the header exchange that every call performs beside its data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .machine import Await, KernelBoundary, Program, Start, Steps, Store
 
 
 class Input(NamedTuple):
-    """Word ``index`` of what ``rank`` brings to call ``epoch``."""
+    """Word ``index`` of the input of ``rank`` to call ``epoch``."""
 
     rank: int
     epoch: int
@@ -18,7 +18,7 @@ class Input(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """The sum over the first ``terms`` ranks on the way (all of them, if it is done) of word ``index``."""
+    """Word ``index`` of the sum over the first ``terms`` ranks on the way; over all of them once it is complete."""
 
     terms: int
     epoch: int
@@ -29,19 +29,22 @@ SENTINEL = "sentinel"
 
 
 class Header(NamedTuple):
-    """A header word: low bits of the epoch, and the call's fingerprint (op, dtype, algorithm, root, nbytes)."""
+    """A header word: the low bits of the epoch, and the call's fingerprint (op, dtype, algorithm, root, nbytes)."""
 
     epoch: int
     fingerprint: str
 
 
 ZERO = Header(0, "")
-"""A header cell as memory is at first, and after a reset. No call's fingerprint is empty: operations count from 1."""
+"""A header cell as memory is initially, and after a reset. No call's fingerprint is empty: operations count from 1."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective call. ``sizes[r]`` are the words of slice r (of rank r's part, of a broadcast's only part)."""
+    """One collective call. ``sizes[r]`` is the number of words of slice r.
+
+    In an all-gather, slice r is the part of rank r. A broadcast has one slice, its whole message.
+    """
 
     op: str
     sizes: tuple[int, ...]
@@ -58,7 +61,7 @@ class Call:
 
 @dataclass(frozen=True)
 class HeaderRules:
-    """The guards of the header exchange, each of which can be taken away."""
+    """The guards of the header exchange. Each of them can be removed."""
 
     exchanged: bool = True
     cells: int = 2  # by epoch parity
@@ -71,27 +74,27 @@ class HeaderRules:
     def word(self, epoch: int, call: Call) -> Header:
         return Header(epoch % self.epoch_values, call.fingerprint)
 
-    def came(self, word: Any, mine: Header) -> bool:
-        """Whether this is a peer's header of the call that ``mine`` is of, equal or not."""
+    def came(self, word: Any, own_header: Header) -> bool:
+        """Return whether ``word`` is a peer's header of the call of ``own_header``, equal to it or not."""
         if word == ZERO and (self.zero_ignored or not self.by_epoch):
             return False
         if not self.by_epoch:
             return True
-        return word.epoch >= mine.epoch if self.or_later else word.epoch == mine.epoch
+        return word.epoch >= own_header.epoch if self.or_later else word.epoch == own_header.epoch
 
 
 def header_program(rank: int, ranks: int, calls: Sequence[Call], rules: HeaderRules) -> Steps:
-    """Beside the data: tell every peer what I call, and end once every peer has told me that it calls the same."""
+    """Send this rank's header to every peer, and end once every peer has sent the same header."""
     peers = [peer for peer in range(ranks) if peer != rank]
     for number, call in enumerate(calls):
         epoch = rules.first_epoch + number
-        mine = rules.word(epoch, call)
+        own_header = rules.word(epoch, call)
         yield Start(number)
         for peer in peers:
-            yield Store((peer, "header", rank, epoch % rules.cells), mine)
+            yield Store((peer, "header", rank, epoch % rules.cells), own_header)
         yield Await(
-            {(rank, "header", peer, epoch % rules.cells): mine for peer in peers},
-            lambda word, mine=mine: rules.came(word, mine),
+            {(rank, "header", peer, epoch % rules.cells): own_header for peer in peers},
+            lambda word, own_header=own_header: rules.came(word, own_header),
         )
         yield KernelBoundary(number)
 

@@ -1,8 +1,8 @@
 """Send and receive: a mailbox of two slots between a sender and a receiver, and credits that flow back.
 
-On GPUs the mailbox lies at the receiver and a chunk is flag cells that carry its number. Each message also has a
-header, in one of a few cells by turns, which the receiver compares with its own. On CPUs the mailbox lies at the
-sender: data, then a counter that the receiver acquires before it reads.
+On GPUs the mailbox lies at the receiver, and a chunk consists of flag cells that carry its number. Each message also
+has a header, in one of a few cells that take turns, which the receiver compares with its own. On CPUs the mailbox lies
+at the sender: data, then a counter that the receiver acquires before it reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, Fence, KernelBoundary, Machine, Program, Read, Start, Steps, Store
-from .vocabulary import ZERO, Header
+from .words import ZERO, Header
 
 SLOTS = 2
 WORDS = 2
@@ -23,9 +23,9 @@ WORDS = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """The guards, each of which can be taken away."""
+    """The guards of the protocol. Each of them can be removed."""
 
-    credits: bool = True  # False: the sender does not wait for room
+    credits: bool = True  # False: the sender does not wait for credits_cell
     copied_first: bool = True  # False: the receiver acknowledges a chunk before it has copied it
     released: bool = True  # False (CPU): the counter may be seen before the data
     numbered: bool = True  # False (GPU): any flag but 0 will do
@@ -37,13 +37,13 @@ class Rules:
 
 
 Messages = Sequence[tuple[int, int, int]]
-"""(sender, receiver, chunks), in the order in which both make the calls."""
+"""Messages as (sender, receiver, chunks), in the order in which both ranks make the calls."""
 
 
 def chunks_of(messages: Messages, number: int) -> range:
-    """Numbers, among all chunks from one rank to another, of those of a message."""
-    before = sum(m[2] for m in messages[:number] if m[:2] == messages[number][:2])
-    return range(before, before + messages[number][2])
+    """Return the numbers of a message's chunks among all chunks from its sender to its receiver."""
+    start = sum(m[2] for m in messages[:number] if m[:2] == messages[number][:2])
+    return range(start, start + messages[number][2])
 
 
 # -- GPU: push -------------------------------------------------------------------------------------------------------
@@ -55,21 +55,21 @@ def gpu_data_program(rank: int, messages: Messages, rules: Rules) -> Steps:
             continue
         yield Start(number)
         for chunk in chunks_of(messages, number):
-            box = {(receiver, "box", sender, chunk % SLOTS, i): (sender, chunk, i) for i in range(WORDS)}
+            slot = {(receiver, "mailbox", sender, chunk % SLOTS, i): (sender, chunk, i) for i in range(WORDS)}
             if rank == sender:
                 if rules.credits:
-                    room = (sender, "credits", receiver)
-                    yield Await({room: None}, lambda taken, chunk=chunk: taken >= chunk - SLOTS + 1)
-                for place, word in box.items():
-                    yield Store(place, word)
+                    credits_cell = (sender, "credits", receiver)
+                    yield Await({credits_cell: None}, lambda taken, chunk=chunk: taken >= chunk - SLOTS + 1)
+                for address, word in slot.items():
+                    yield Store(address, word)
             else:
                 credit = Store((sender, "credits", receiver), chunk + 1)
                 if not rules.copied_first:
                     yield credit
                 if rules.numbered:
-                    yield Await(box, lambda cell, chunk=chunk: cell is not None and cell[1] == chunk)
+                    yield Await(slot, lambda cell, chunk=chunk: cell is not None and cell[1] == chunk)
                 else:
-                    yield Await(box, lambda cell: cell is not None)
+                    yield Await(slot, lambda cell: cell is not None)
                 if rules.copied_first:
                     yield credit
         yield KernelBoundary(number)
@@ -81,20 +81,24 @@ def gpu_header_program(rank: int, messages: Messages, rules: Rules) -> Steps:
         if rank not in (sender, receiver):
             continue
         message = counts[sender, receiver] = counts.get((sender, receiver), rules.first_message - 1) + 1
-        mine = Header(message, f"{chunks} chunks")
+        own_header = Header(message, f"{chunks} chunks")
         cell = receiver, "header", sender, message % rules.header_cells
-        begun = sender, "begun", receiver
+        receives_begun_cell = sender, "receives_begun_cell", receiver
         yield Start(number)
         if rank == sender:
             if rules.header_credits:
-                yield Await({begun: None}, lambda count, message=message: count > message - rules.header_cells)
-            yield Store(cell, mine)
+                yield Await(
+                    {receives_begun_cell: None}, lambda count, message=message: count > message - rules.header_cells
+                )
+            yield Store(cell, own_header)
         else:
             yield Await(
-                {cell: mine},
-                lambda word, mine=mine: word.epoch == mine.epoch and (word != ZERO or not rules.zero_ignored),
+                {cell: own_header},
+                lambda word, own_header=own_header: (
+                    word.epoch == own_header.epoch and (word != ZERO or not rules.zero_ignored)
+                ),
             )
-            yield Store(begun, message + 1)
+            yield Store(receives_begun_cell, message + 1)
         yield KernelBoundary(number)
 
 
@@ -106,12 +110,12 @@ def gpu_model(ranks: int, messages: Messages, rules: Rules | None = None, **opti
         header = Program(rank, "header", lambda: gpu_header_program(rank, messages, rules))
         return [data, header] if rules.headers else [data]
 
-    everybody = [program for rank in range(ranks) for program in programs(rank)]
-    return Machine(everybody, gpu_memory(rules), check_starts=False, **options)
+    all_programs = [program for rank in range(ranks) for program in programs(rank)]
+    return Machine(all_programs, gpu_memory(rules), check_starts=False, **options)
 
 
 def gpu_memory(rules: Rules) -> dict[str, Any]:
-    return {"box": None, "credits": 0, "header": ZERO, "begun": rules.first_message}
+    return {"mailbox": None, "credits": 0, "header": ZERO, "receives_begun_cell": rules.first_message}
 
 
 # -- CPU: pull -------------------------------------------------------------------------------------------------------
@@ -122,13 +126,13 @@ def cpu_program(rank: int, messages: Messages, rules: Rules) -> Steps:
         if rank not in (sender, receiver):
             continue
         for chunk in chunks_of(messages, number):
-            box = {(sender, "box", receiver, chunk % SLOTS, i): (sender, chunk, i) for i in range(WORDS)}
+            slot = {(sender, "mailbox", receiver, chunk % SLOTS, i): (sender, chunk, i) for i in range(WORDS)}
             if rank == sender:
                 if rules.credits:
-                    room = (receiver, "received", sender)
-                    yield Await({room: None}, lambda taken, chunk=chunk: taken >= chunk - SLOTS + 1)
-                for place, word in box.items():
-                    yield Store(place, word)
+                    credits_cell = (receiver, "received", sender)
+                    yield Await({credits_cell: None}, lambda taken, chunk=chunk: taken >= chunk - SLOTS + 1)
+                for address, word in slot.items():
+                    yield Store(address, word)
                 if rules.released:
                     yield Fence()
                 yield Store((sender, "sent", receiver), chunk + 1)
@@ -137,7 +141,7 @@ def cpu_program(rank: int, messages: Messages, rules: Rules) -> Steps:
                 credit = Store((receiver, "received", sender), chunk + 1)
                 if not rules.copied_first:
                     yield credit
-                yield Read(box)
+                yield Read(slot)
                 if rules.copied_first:
                     yield credit
 
@@ -148,15 +152,15 @@ def cpu_model(ranks: int, messages: Messages, rules: Rules | None = None, **opti
     def program(rank: int) -> Program:
         return Program(rank, "", lambda: cpu_program(rank, messages, rules))
 
-    at_first = {"box": None, "sent": 0, "received": 0}
-    return Machine([program(rank) for rank in range(ranks)], at_first, check_starts=False, **options)
+    initial_words = {"mailbox": None, "sent": 0, "received": 0}
+    return Machine([program(rank) for rank in range(ranks)], initial_words, check_starts=False, **options)
 
 
 MODELS = pytest.mark.parametrize("model", [gpu_model, cpu_model])
 STREAM: Messages = [(0, 1, chunks) for chunks in (1, 2, 1, 3, 1)]
 """Five messages one way, of eight chunks in all."""
 SHORT: Messages = [(0, 1, 0)] * 5
-"""Five that are headers alone, as those whose chunks have room enough."""
+"""Five messages of headers alone, as if there were always room for their chunks."""
 
 
 @MODELS
@@ -189,7 +193,7 @@ def test_cells_without_chunk_numbers_are_read_twice(refute) -> None:
 
 
 def test_data_is_right_without_headers(verify) -> None:
-    """Numbers and credits carry the data; headers are there to name mismatches."""
+    """Numbers and credits carry the data; headers exist to name mismatches."""
     verify(gpu_model(2, STREAM, Rules(headers=False)))
 
 
@@ -206,20 +210,20 @@ def test_a_header_cell_never_written_must_not_count_as_that_of_message_zero(refu
 
 
 def crossed(model: Callable[..., Machine], messages: int, chunks: int) -> Machine:
-    """Both ranks send first, and receive then."""
+    """Return a model in which both ranks send first, and then receive."""
 
-    def order(rank: int) -> Messages:
+    def messages_of(rank: int) -> Messages:
         return [(rank, 1 - rank, chunks)] * messages + [(1 - rank, rank, chunks)] * messages
 
-    memory = gpu_memory(Rules()) if model is gpu_model else {"box": None, "sent": 0, "received": 0}
-    programs = [program for rank in (0, 1) for program in model(2, order(rank)).programs if program.rank == rank]
+    memory = gpu_memory(Rules()) if model is gpu_model else {"mailbox": None, "sent": 0, "received": 0}
+    programs = [program for rank in (0, 1) for program in model(2, messages_of(rank)).programs if program.rank == rank]
     return Machine(programs, memory, check_starts=False)
 
 
 @MODELS
 @pytest.mark.parametrize(("messages", "chunks"), [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3)])
 def test_two_ranks_that_both_send_first(model, messages: int, chunks: int, verify, refute) -> None:
-    """Goes well as far as the mailbox reaches, and is the caller's deadlock beyond."""
+    """The ranks proceed as far as the mailbox has room; beyond it, the caller has made a deadlock."""
     machine = crossed(model, messages, chunks)
     if messages * chunks <= SLOTS:
         verify(machine)
