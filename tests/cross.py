@@ -1,4 +1,4 @@
-"""Compile kernels for GPUs that are not here."""
+"""Cross-compilation of kernels for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compiled(
     warps: int = 1,
     capability: int = 90,
 ) -> Any:
-    """The compiled kernel; ``.asm`` has ``ttir``, ``ptx`` and ``cubin``."""
+    """Return the compiled kernel; its ``.asm`` has ``ttir``, ``ptx`` and ``cubin``."""
     kernel, fixed = KERNELS[name]
     values = {
         **fixed,
@@ -115,7 +115,7 @@ def compiled_fused(
     capability: int = 90,
     multicast: bool = False,
 ) -> Any:
-    """A kernel that norms rows, as the executor launches it."""
+    """Return a compiled kernel that norms rows, as the executor launches it."""
     kernel, fixed = FUSED[name]
     words = hidden * (4 if dtype == "float32" else 2) // 4
     block, warps = tiles.row_tile(words)
@@ -154,7 +154,7 @@ def build(
     options: dict[str, int] | None = None,
     aligned: Collection[str] = (),
 ) -> Any:
-    """``aligned``: arguments that are multiples of 16, as Triton finds them to be when it launches."""
+    """Compile a kernel. ``aligned`` names arguments that are multiples of 16, as Triton finds out when it launches."""
     known = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in aligned}
     return triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants, attrs=known),
@@ -164,12 +164,12 @@ def build(
 
 
 def instructions(ptx: str) -> Counter[str]:
-    """How often each PTX instruction stands there, inline assembly included."""
+    """Count the PTX instructions, inline assembly included."""
     return Counter(re.findall(r"^\s*(?:@!?%?p\d* )?([a-z][\w.:]*)", ptx, re.M))
 
 
 def machine_instructions(text: str) -> Counter[str]:
-    """How often each instruction stands in disassembled machine code."""
+    """Count the instructions of disassembled machine code."""
     return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", text, re.M))
 
 
@@ -178,18 +178,18 @@ def _tool(name: str) -> str:
 
 
 def sass(kernel: Any, folder: Path) -> str:
-    """Machine code, disassembled."""
+    """Return the disassembled machine code."""
     return _run("nvdisasm", kernel, folder)
 
 
 def resources(kernel: Any, folder: Path) -> dict[str, int]:
-    """Registers, stack and local memory, as the assembler reports them."""
+    """Return registers, stack and local memory, as the assembler reports them."""
     text = _run("cuobjdump", kernel, folder, "--dump-resource-usage")
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
 _SAID: dict[tuple[str, ...], str] = {}
-"""By a tool, with its options, of a kernel."""
+"""The outputs of the tools, by tool, options and kernel."""
 
 
 def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
@@ -203,10 +203,10 @@ def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
 
 
 def touched(ptx: str, signature: dict[str, str], addresses: Collection[str] = ()) -> list[tuple[str, str]]:
-    """What each access to global memory goes to: (instruction, argument).
+    """Return which argument each access to global memory goes to: (instruction, argument).
 
-    By following registers from the parameters they come from, pointers and ``addresses``; what was loaded from memory
-    comes from none.
+    Registers are followed from the parameters they come from, which are pointers and ``addresses``. A value that was
+    loaded from memory comes from none.
     """
     arguments = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
     origins: dict[str, frozenset[str]] = {}
@@ -235,8 +235,10 @@ def touched(ptx: str, signature: dict[str, str], addresses: Collection[str] = ()
 
 
 def read_before_waiting(kernel: Any) -> list[tuple[str, str]]:
-    """What a kernel does before the one before it has ended that is more than arithmetic: accesses as :func:`touched`
-    tells them, branches and atomics as (instruction, "")."""
+    """Return what a kernel does, beyond arithmetic, before the kernel before it has ended.
+
+    Accesses are as :func:`touched` returns them; branches and atomics are (instruction, "").
+    """
     before = kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
     others = [(key, "") for key in instructions(before) if key.startswith(("atom", "red", "bra", "ret"))]
     return touched(before, kernel.src.signature, ("peers",)) + others

@@ -1,4 +1,4 @@
-"""Ranks as forked processes for tests of parts below the Communicator: they end with the test, however it ends."""
+"""Ranks as forked processes, for tests of parts below the Communicator. They end with the test, however it ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LocalGroup:
 
 
 def _main(function: Callable[..., Any], rank: int, pipes: list[Any], results: list[Any], arguments: Any) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive a killed pytest
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed pytest
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch
 
@@ -74,7 +74,7 @@ def _main(function: Callable[..., Any], rank: int, pipes: list[Any], results: li
     except BaseException:
         outcome = (False, traceback.format_exc())
     results[rank][1].send(outcome)
-    # No exit handlers: they belong to the test process.
+    # Skip exit handlers, which belong to the test process.
     os._exit(0)
 
 
@@ -86,7 +86,7 @@ def run_ranks(
     meddle: Callable[[list[int]], None] | None = None,
     mortal: bool = False,
 ) -> list[Any]:
-    """``function(group, *arguments)`` on every rank; the results by rank.
+    """Run ``function(group, *arguments)`` on every rank, and return the results by rank.
 
     Raises AssertionError with the traceback of a rank that failed. ``meddle`` is called with the process ids. With
     ``mortal``, a rank that dies yields DEAD.

@@ -1,6 +1,6 @@
-"""What a rank of tests/device/test_words.py runs: words.py under the interpreter, beside torch.
+"""Functions that a rank of tests/device/test_words.py runs: words.py interpreted, compared with torch.
 
-A module of its own, since Triton decides at import whether it interprets.
+They have their own module, since Triton decides at import whether it interprets.
 """
 
 # ruff: noqa: N803, RUF005 (Triton: compile-time arguments are upper case, and tuples are joined by +)
@@ -106,7 +106,7 @@ def floats_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expect(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
-    """Equal in every bit, NaN being one value."""
+    """Assert that every bit is equal; all NaNs count as one value."""
     assert got.dtype == wanted.dtype, (got.dtype, wanted.dtype)
     kind = {2: torch.int16, 4: torch.int32}[got.element_size()]
     wrong = got.view(kind) != wanted.view(kind)
@@ -117,7 +117,7 @@ def expect(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 
 def unpacks_every_pattern(name: str) -> None:
-    """All 65536 halves, each once low and once high."""
+    """Unpack all 65536 halves, each once as the low and once as the high half."""
     patterns = torch.arange(1 << 16, dtype=torch.int32)
     words = patterns | (patterns.flip(0) << 16)
     low, high = torch.empty(2, 1 << 16).unbind()
@@ -128,7 +128,7 @@ def unpacks_every_pattern(name: str) -> None:
 
 
 def unpacks_float32() -> None:
-    words = random_words(1 << 16, 1)  # NaNs of all kinds among them
+    words = random_words(1 << 16, 1)  # includes NaNs of all kinds
     low, high = torch.empty(2, 1 << 16).unbind()
     unpack_kernel[(1,)](words, low, high, DTYPES["float32"], 1 << 16)
     for got in (low, high):
@@ -136,11 +136,14 @@ def unpacks_float32() -> None:
 
 
 def values_to_round(name: str) -> torch.Tensor:
-    """float32 values around every value of a 16-bit dtype: itself, the ties between neighbours, and one ulp beside."""
+    """Return float32 values around every value of a 16-bit dtype.
+
+    These are the value itself, the ties between neighbours, and one ulp to either side.
+    """
     exact = floats_of(torch.arange(1 << 15, dtype=torch.int32).to(torch.int16), getattr(torch, name)).float()
     ties = (exact[:-1].double() + exact[1:].double()).div(2).float()
     last = exact[exact.isfinite()].max()
-    # beyond the largest finite value: halfway to where the next one would be, from which on all is infinite
+    # halfway from the largest finite value to where the next would be; from there on, all values are infinite
     previous = exact[exact.isfinite()].sort().values[-2]
     edge = (last.double() + (last.double() - previous.double()) / 2).float().reshape(1)
     middles = torch.cat([exact, ties, edge])
@@ -166,7 +169,7 @@ def packs(name: str) -> None:
 
 
 def fp8_of_every_byte() -> None:
-    """Every byte, at every place of a word."""
+    """Convert every byte, at every position of a word."""
     every = torch.arange(256, dtype=torch.uint8)
     for place in range(4):
         patterns = every.roll(place)
@@ -176,7 +179,7 @@ def fp8_of_every_byte() -> None:
 
 
 def fp8_rounds() -> None:
-    """Around every e4m3 value, the ties between them, and what lies beyond 448 or below the least; random bits."""
+    """Round values around every e4m3 value, ties, values beyond 448 or below the smallest, and random bits."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = torch.cat([exact, (exact[:-1] + exact[1:]) / 2, torch.tensor([2.0**-10, 448.0, 464.0, 1e9, torch.inf])])
     values = torch.cat([middles.view(torch.int32) + step for step in (0, 1)] + [middles[1:].view(torch.int32) - 1])
@@ -200,7 +203,7 @@ def packs_float32() -> None:
 
 
 def sums(name: str) -> None:
-    """Any bits at all, and values of one magnitude, whose sums round; one to eight parts."""
+    """Sum arbitrary bits, and values of one magnitude, whose sums round; one to eight parts."""
     dtype = getattr(torch, name)
     size = 1 << 13
     for count in range(1, 9):
@@ -215,7 +218,7 @@ def sums(name: str) -> None:
 
 
 def minus_zero(name: str) -> list[bool]:
-    """Sign of -0.0 + ... + -0.0, for one and two parts: the sum starts at +0.0."""
+    """Return the signs of -0.0 + ... + -0.0 for one and two parts: the sum starts at +0.0."""
     dtype = getattr(torch, name)
     signs = []
     for count in (1, 2):
@@ -227,7 +230,7 @@ def minus_zero(name: str) -> list[bool]:
 
 
 def moves(unit: int) -> int:
-    """Every length from 0 to 40 bytes that the unit divides, from and to every such offset. Returns the moves made."""
+    """Move every length from 0 to 40 bytes that the unit divides, between all such offsets. Returns the moves made."""
     done = 0
     size = 16
     for nbytes in range(0, 41, unit):
@@ -248,7 +251,7 @@ def moves(unit: int) -> int:
 
 
 def aligned(data: torch.Tensor) -> torch.Tensor:
-    """A copy at an address that 16 divides."""
+    """Return a copy at an address that is a multiple of 16."""
     room = torch.empty(data.numel() + 16, dtype=torch.uint8)
     skip = -room.data_ptr() % 16
     room[skip : skip + data.numel()].copy_(data)
@@ -256,12 +259,12 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def guards(name: str) -> None:
-    """The sentinel is sent as a NaN; every other word as itself; a stopped call gives nothing but NaN."""
+    """The sentinel is sent as a NaN, and every other word as itself; a stopped call returns nothing but NaN."""
     dtype = getattr(torch, name)
     words = random_words(1 << 12, 5)
     words[::7] = -1
     words[1::7] = 0x7FFFFFFF
-    words[2::7] = -65536  # the sentinel's half: a NaN beside a zero
+    words[2::7] = -65536  # half of the sentinel: a NaN beside a zero
     sent, stopped = torch.empty_like(words), torch.empty_like(words)
     guard_kernel[(1,)](words, sent, stopped, DTYPES[name], 1 << 12)
     was = words == -1
@@ -273,7 +276,7 @@ def guards(name: str) -> None:
 
 
 def patience(waited: float, patient: bool) -> tuple[bool, bool]:
-    """A program that has waited ``waited`` of its timeout looks at the clock: (it goes on, it stopped the call)."""
+    """Check the deadline in a program that has waited ``waited`` of its timeout: (it goes on, it stopped the call)."""
     timeout_ns = 10**10
     control = torch.zeros(layout.CONTROL_WORDS, dtype=torch.int64)
     status = torch.zeros(1, dtype=torch.int64)
@@ -287,15 +290,17 @@ def patience(waited: float, patient: bool) -> tuple[bool, bool]:
 
 @triton.jit
 def enter_kernel(own, peers, x, out, SIZE: tl.constexpr):
-    """What a collective does with addresses that are numbers: of its own memory, of its peers', and of a tensor."""
+    """Use addresses that are numbers, as a collective does: of its own memory, of its peers', and of a tensor."""
     call = enter(own, peers, 0, 0, 1, False)
     tl.store(call.peers + 1, call.epoch)
     store_words(out, 0, tl.arange(0, SIZE), load_words(x, 0, tl.arange(0, SIZE), SIZE * 4, 4), SIZE * 4, 4)
 
 
 def small_addresses() -> tuple[int, list[int], list[int]]:
-    """Memory below 2^31, where a program that is not position-independent has its heap: the address, what a kernel
-    wrote of its epoch (7), and what it copied (1 to 8)."""
+    """Run a kernel on memory below 2^31, where a program that is not position-independent has its heap.
+
+    Returns the address, what the kernel wrote about its epoch (7), and what it copied (1 to 8).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     private, anonymous, low = 0x02, 0x20, 0x40

@@ -189,7 +189,7 @@ def small_workspace_gives_the_same_bits() -> list[bytes]:
 
 
 def messages() -> None:
-    """A chain of sends through all ranks, messages far larger than the mail, both ways at once, beside collectives."""
+    """A chain of sends through all ranks, messages larger than the mailbox, both ways at once, beside collectives."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
         for count in (0, 1, 3, 16_384, 1_500_001):
@@ -212,7 +212,7 @@ def messages() -> None:
                 comm.recv(y, low)
                 assert torch.equal(x, y)
                 comm.send(-x, low)
-        # several messages wait in the mail, and come in order
+        # several messages wait in the mailbox, and come in order
         if rank == 0:
             for number in range(4):
                 comm.send(torch.tensor([number]), 1)

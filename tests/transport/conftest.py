@@ -1,4 +1,4 @@
-"""Tests of CPU transport start their own ranks, forked from a test process that has compiled the host code already."""
+"""Tests of the CPU transport start their own ranks, forked from a test process that has compiled the host code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a rank of tests/transport/test_fused_tiles.py runs: how a row's programs add up, under the interpreter.
+"""Functions that a rank of tests/transport/test_fused_tiles.py runs: how a row's programs add up, interpreted.
 
-A module of its own, since Triton decides at import whether it interprets.
+They have their own module, since Triton decides at import whether it interprets.
 """
 
 # ruff: noqa: N803, N806 (Triton: what is known when compiling is upper case)
@@ -18,7 +18,7 @@ ROW_TILES = 5
 
 @triton.jit
 def exchange(cells, cell_stride, row, mine, bits, seen, epoch, ROW_TILES: tl.constexpr):
-    """Parts of two rows: this program's and, as the others would, all others; then what this program takes."""
+    """Store the parts of two rows, those of this program and of all others, and then await them as this program."""
     address = cells.to(tl.int64)
     number = tl.load(epoch)
     call = Call(cells, cells, row, row, number, row, row, number)
@@ -39,7 +39,7 @@ def exchange(cells, cell_stride, row, mine, bits, seen, epoch, ROW_TILES: tl.con
         call, address, cell_stride, (row, row + 1), (mine, mine), own, (row * 0 + 1, row * 0 + 1), 2, ROW_TILES
     )
     WIDTH: tl.constexpr = triton.next_power_of_2(ROW_TILES)
-    for i in tl.static_range(2):  # nobody may need to read its own
+    for i in tl.static_range(2):  # no program may need to read its own cell
         tl.store(cells + ((row + i) * WIDTH + mine) * cell_stride, tag_of(number) << 32)
     taken = await_parts(
         call, address, cell_stride, (row, row + 1), (mine, mine), given, (row * 0 + 1, row * 0 + 1), 2, ROW_TILES

@@ -1,6 +1,6 @@
-"""What a rank of tests/transport/test_multicast_words.py runs: multicast.py under the interpreter, beside torch.
+"""Functions that a rank of tests/transport/test_multicast_words.py runs: multicast.py interpreted, compared with torch.
 
-A module of its own, since Triton decides at import whether it interprets.
+They have their own module, since Triton decides at import whether it interprets.
 """
 
 # ruff: noqa: N803 (Triton: compile-time arguments are upper case, and tuples are joined by +)
@@ -44,7 +44,7 @@ def quads_kernel(data, out, SIZE: tl.constexpr):
 
 
 def copies_of(ranks: int, seed: int) -> tuple[list[torch.Tensor], multicast.Emulated]:
-    """Memory of each rank, twice a tile and a quad, and the multicast address of it."""
+    """Return the memory of each rank, twice a tile and a quad, and its multicast address."""
     memory = [aligned(random_words(2 * SIZE + 4, seed + r).view(torch.uint8)).view(torch.int32) for r in range(ranks)]
     area = multicast.emulate(NOWHERE, memory[0].nbytes, tuple(copy.data_ptr() for copy in memory))
     return memory, area
@@ -58,7 +58,7 @@ def takes_quads_apart() -> None:
 
 
 def stores() -> int:
-    """Whole quads of a tile, none to all, at every other quad: on every rank these words and no other."""
+    """Store whole quads of a tile, from none to all, at every other quad. Every rank gets these words and no other."""
     done = 0
     for ranks, count, quad in itertools.product((1, 3, 8), range(0, SIZE + 1, 4), (0, 7)):
         memory, area = copies_of(ranks, done)
@@ -74,7 +74,10 @@ def stores() -> int:
 
 
 def sums(name: str) -> None:
-    """Any bits: added in rank order in float32, rounded once, zero where nothing is loaded; memory is left alone."""
+    """Sum arbitrary bits in rank order in float32, rounded once.
+
+    Quads that are not loaded are zero, and memory is unchanged.
+    """
     dtype = getattr(torch, name)
     for ranks, count, quad in itertools.product((1, 2, 3, 8), (0, 4, 36, SIZE), (0, 7)):
         memory, area = copies_of(ranks, ranks * 100 + count)
@@ -89,7 +92,7 @@ def sums(name: str) -> None:
 
 
 def outside(first_byte: int, count: int) -> str:
-    """What is said of a store to ``first_byte`` past the start of the emulated memory, and a load from there."""
+    """Return the errors of a store to ``first_byte`` past the start of the emulated memory, and of a load there."""
     _, area = copies_of(2, 5)
     said = []
     for run in (

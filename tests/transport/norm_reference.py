@@ -1,4 +1,4 @@
-"""What the fused operations compute, in plain torch and NumPy, with the order of the squares written out."""
+"""The results of the fused operations in plain torch and NumPy, with the order of the squares written out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Normed(NamedTuple):
 
 
 def sum_of_squares(row: np.ndarray) -> np.float32:
-    """Column c into partial sum c % 32, one after the other; then halves onto halves."""
+    """Add column c to partial sum c % 32, one after the other, and then the partial sums, halves onto halves."""
     partial = np.zeros(LANES, np.float32)
     for start in range(0, len(row), LANES):
         squares = row[start : start + LANES] * row[start : start + LANES]
@@ -30,7 +30,7 @@ def sum_of_squares(row: np.ndarray) -> np.float32:
 
 
 def quantize(normed: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As bytes, and the scale: the one given, or one a row."""
+    """Return the bytes, and the scale: the given one, or one for each row."""
     value = normed.float()
     if scale is None:
         largest = torch.where(value.isnan(), 0.0, value.abs()).amax(-1, keepdim=True)
@@ -48,7 +48,7 @@ def reference(
     quantization: str,
     scale: torch.Tensor,
 ) -> Normed:
-    """total, residual: [rows, hidden], total as rounded to the dtype."""
+    """Return the outputs for total and residual: [rows, hidden], with total as rounded to the dtype."""
     dtype = total.dtype
     new_residual = (total.float() + residual.float()).to(dtype)
     with np.errstate(all="ignore"):

@@ -1,9 +1,9 @@
-"""Kernels, compiled for GPUs that are not here: what their PTX and machine code must and must not contain.
+"""Kernels compiled for GPUs that are not here: what their PTX and machine code must and must not contain.
 
-All but FP8 transport, which ``test_compiled_two_shot_fp8.py`` looks at.
+The FP8 transport has its own file, ``test_compiled_two_shot_fp8.py``.
 
-Counts follow from the source: a thread of one warp holds 4 of a tile's 128 words, so each place that moves a tile is
-one 16-byte access. Triton unrolls nothing but ``static_range``; if a later release does, the counts say so.
+Counts follow from the source. A thread of one warp holds 4 of the 128 words of a tile, so each move of a tile is one
+16-byte access. Triton unrolls nothing but ``static_range``; if a later release unrolls more, the counts will show it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shotcast.wire import REDUCIBLE
 pytestmark = pytest.mark.long
 
 KERNELS = [name for name in cross.KERNELS if name not in cross.FP8]
-MAIL = ("send", "recv")
+SEND_RECV = ("send", "recv")
 SUMS: dict[str, Callable[[int], int]] = {
     "one_shot": lambda n: n,
     "one_shot_scatter": lambda n: n,
@@ -40,7 +40,7 @@ SUMS: dict[str, Callable[[int], int]] = {
 }
 """Additions that one value of the output takes."""
 LOADS: dict[str, Callable[[int], int]] = {
-    "one_shot": lambda n: 3,  # to send, twice: the next while one is sent; and to add
+    "one_shot": lambda n: 3,  # twice to send (the next is loaded while one is sent), and once to add
     "one_shot_scatter": lambda n: 2 * n - 1,
     "one_shot_scatter_clears": lambda n: 2 * n - 1,
     "two_shot": lambda n: 2 * n - 1,
@@ -73,7 +73,7 @@ POLLS: dict[str, Callable[[int], int]] = {
     "recv": lambda n: 1,
 }
 """Tiles that a kernel waits for (one a rank if not listed)."""
-CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *MAIL)
+CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *SEND_RECV)
 WIDE = {"v4.b32", "v2.b64"}
 MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 232}
 """By ranks: as many slots are in flight. Two blocks of four warps share a multiprocessor's 65,536 up to 256."""
@@ -83,7 +83,7 @@ MAX_STACK = 24
 
 @dataclass(frozen=True, order=True)
 class Form:
-    """What a kernel is compiled for."""
+    """The parameters that a kernel is compiled for."""
 
     name: str
     dtype: str = "bfloat16"
@@ -108,12 +108,15 @@ class Form:
 
     @property
     def accesses(self) -> int:
-        """16-byte accesses of a thread that move a tile of 32-bit words."""
-        return (512 if self.name in MAIL else self.block) // (128 * self.warps)
+        """Return the 16-byte accesses by which a thread moves a tile of 32-bit words."""
+        return (512 if self.name in SEND_RECV else self.block) // (128 * self.warps)
 
     @property
     def loads(self) -> int:
-        """Accesses that load the caller's tensor. Two-shot by several warps has one tile on its way before others."""
+        """Return the accesses that load the caller's tensor.
+
+        Two-shot with several warps loads one tile before the others.
+        """
         several = self.warps > 1 and self.name.startswith("two_shot")
         count = LOADS.get(self.name, lambda n: 1)
         return (self.world_size + 1 if several else count(self.world_size)) * self.accesses
@@ -124,19 +127,19 @@ class Form:
 
 
 def form(name: str, *args: Any, **kwargs: Any) -> Form:
-    """A form as the executor launches it: mail has four warps, a barrier has one."""
+    """Return a form as the executor launches it: send and recv have four warps, a barrier has one."""
     made = Form(name, *args, **kwargs)
     warps, block = {"send": (4, 512), "recv": (4, 512), "barrier": (1, 128)}.get(name, (made.warps, made.block))
     return Form(name, made.dtype, made.unit, made.world_size, block, warps, made.capability)
 
 
 def narrow(dtype: str) -> int:
-    """The other unit that the executor takes."""
+    """Return the other unit that the executor uses."""
     return 4 if dtype == "float32" else 2
 
 
 def every_form() -> list[Form]:
-    """All that the executor can ask for, up to two launch shapes."""
+    """Return all forms that the executor can ask for, up to two launch shapes."""
     made = set()
     for name, dtype, world_size, shape, capability in itertools.product(
         KERNELS, REDUCIBLE, (2, 3, 4, 8), ((128, 1), (512, 4)), (80, 90, 100, 120)
@@ -149,7 +152,7 @@ def every_form() -> list[Form]:
 
 
 def several_warps(name: str) -> Form:
-    """A kernel by four warps, with a dtype, unit, number of ranks and architecture that go round the kernels."""
+    """Return a kernel with four warps, whose dtype, unit, number of ranks and architecture rotate with the kernel."""
     turn = list(KERNELS).index(name)
     dtype = REDUCIBLE[turn % 3]
     world_size = 8 if name in SUMS else (2, 3, 8)[(turn + turn // 3) % 3]
@@ -159,7 +162,7 @@ def several_warps(name: str) -> Form:
 
 
 def chosen_forms() -> list[Form]:
-    """Every kernel for sm_90 by one warp, and by four with other values of the rest; a few for what these leave out."""
+    """Return every kernel for sm_90 with one warp, and with four and other parameters; and a few more."""
     made = [form(name) for name in KERNELS] + [several_warps(name) for name in KERNELS]
     made += [form(name, "float16", world_size=2) for name in ("one_shot_scatter", "two_shot", "ring")]
     made += [form("send", "float16", 2, 2, capability=120), form("recv", "float32", 4, 2, capability=100)]
@@ -172,7 +175,7 @@ def chosen_forms() -> list[Form]:
 
 
 def of_kind(counts: Counter[str], *pattern: str) -> Counter[str]:
-    """Accesses to global memory of one kind, by width: ``ld``, ``ld.volatile``, ``st``."""
+    """Return the accesses to global memory of one kind, by width: ``ld``, ``ld.volatile``, ``st``."""
     prefix = ".".join((*pattern, "global."))
     return Counter({key.removeprefix(prefix): n for key, n in counts.items() if key.startswith(prefix)})
 
@@ -184,14 +187,16 @@ def waits_for_the_prior_kernel_first(form: Form, folder: Path) -> None:
     counts = cross.instructions(form.ptx)
     assert counts["griddepcontrol.wait"] == form.pdl
     assert (counts["griddepcontrol.launch_dependents"] > 0) == form.pdl
-    if form.pdl:  # where peers lie never changes; calls that are not small, or send to none, look it up later
-        later = ("barrier", "multimem", "gather_multicast", "broadcast_multicast", *cross.FP8, *MAIL)
+    if (
+        form.pdl
+    ):  # the addresses of peers never change; calls that are not small, or send to no rank, look them up later
+        later = ("barrier", "multimem", "gather_multicast", "broadcast_multicast", *cross.FP8, *SEND_RECV)
         early = set() if form.name in later else {("ld.global.b64", "peers")}
         assert set(cross.read_before_waiting(form.kernel)) == early
 
 
 def polls_volatile_and_wide(form: Form, folder: Path) -> None:
-    """Tiles are polled twice, first and in the loop, by volatile 16-byte loads; other volatile loads are of words."""
+    """Tiles are polled twice, before and in the loop, by volatile 16-byte loads; other volatile loads are of words."""
     polled = of_kind(cross.instructions(form.ptx), "ld", "volatile")
     tiles = POLLS.get(form.name, lambda n: n)(form.world_size) * form.accesses * 2
     wide = {"v2.b64": 2 * tiles} if form.name in CELLS else {"v4.b32": tiles}
@@ -215,14 +220,14 @@ def moves_data_in_16_bytes(form: Form, folder: Path) -> None:
 
 
 def multicasts_where_asked(form: Form, folder: Path) -> None:
-    """One instruction moves 16 bytes; a thread has each of its quads once. Machine code has no other of the kind."""
+    """One instruction moves 16 bytes, and a thread has each of its quads once. Machine code has no other multicasts."""
     used = {key: n for key, n in cross.instructions(form.ptx).items() if key.startswith("multimem")}
     asked = {"multimem.st.relaxed.sys.global.v4.f32": form.accesses} if form.name in cross.MULTICASTS else {}
     loads = {}
     if form.name == "multimem":
         kind = {"float32": "add.v4.f32", "bfloat16": "add.acc::f32.v4.bf16x2", "float16": "add.acc::f32.v4.f16x2"}
         asked[f"multimem.ld_reduce.relaxed.sys.global.{kind[form.dtype]}"] = form.accesses
-        wide = "F32ADD" if form.capability == 90 else "HPADD"  # float32 within; ADD alone would add in 16 bits
+        wide = "F32ADD" if form.capability == 90 else "HPADD"  # accumulation in float32; ADD alone would add in 16 bits
         kind = {"float32": "ADD.F32x4", "bfloat16": f"{wide}.BF16x8", "float16": f"{wide}.F16x8"}
         loads = {f"LDGMC.E.{kind[form.dtype]}.RN.STRONG.SYS": form.accesses}
     assert used == asked
@@ -231,7 +236,7 @@ def multicasts_where_asked(form: Form, folder: Path) -> None:
 
 
 def loads_sums_behind_flags(form: Form, folder: Path) -> None:
-    """Staging, block barrier, flags; flags polled, fences, block barrier, sums: in this order."""
+    """The order is: staging, block barrier, flags; flags polled, fences, block barrier, sums."""
     orders = ("st.release.sys.global.b64", "fence.acq_rel.sys", "fence.proxy.alias")
     counts = cross.instructions(form.ptx)
     assert [counts[key] for key in orders] == [int(form.name == "multimem")] * 3
@@ -252,7 +257,7 @@ def adds_in_order_and_rounds_to_nearest(form: Form, folder: Path) -> None:
     counts = cross.instructions(form.ptx)
     adds = counts["add.rn.f32"] + 2 * counts["add.rn.f32x2"]
     adds += counts["add.rn.f32.f16"] + counts["add.rn.f32.bf16"]  # sm_100 and later widen a half while adding it
-    if form.dtype == "float16":  # +0.0 + x alone, rounded to float16: the compiler knows that to be an add of halves
+    if form.dtype == "float16":  # for +0.0 + x alone, rounded to float16, the compiler uses an addition of halves
         halves = Counter({key: counts.pop(key) for key in list(counts) if re.fullmatch(r"add(\.rn)?\.f16(x2)?", key)})
         adds += sum(n * (2 if key.endswith("x2") else 1) for key, n in halves.items())
     values = form.accesses * 4 * (1 if form.dtype == "float32" else 2)
@@ -286,16 +291,16 @@ def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
         assert counts["FADD"] + counts["FADD2"] > 0
     if form.unit == 16:
         tiles = form.loads
-        # between two ranks the loop that sends has one load, and the assembler unrolls it
+        # with two ranks the loop that sends has one load, and the assembler unrolls it
         unrolled = form.world_size == 2 and form.name.startswith("two_shot")
         assert counts["LDG.E.128"] == tiles or (unrolled and counts["LDG.E.128"] > tiles)
         assert not [key for key in counts if re.match(r"(LDG|STG)\.E(\.(U|S)?(8|16))(\.|$)", key)]
 
 
 @pytest.mark.parametrize("warps", [1, 4])
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in MAIL])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in SEND_RECV])
 def test_a_program_counts_itself_in_once_it_has_the_epoch(name: str, warps: int) -> None:
-    """A load that is merely under way could see what the last program to count itself in writes for the next kernel."""
+    """A load still in flight could see what the last program to count itself in writes for the next kernel."""
     made = form(name) if warps == 1 else several_warps(name)
     ptx = made.ptx.partition("griddepcontrol.wait")[2]
     epoch = re.search(r"ld\.volatile\.global\.b64\s+\{ (%rd\d+) \}", ptx)
@@ -304,14 +309,14 @@ def test_a_program_counts_itself_in_once_it_has_the_epoch(name: str, warps: int)
     used = [match.start() for match in re.finditer(rf"setp\.\w+\.s64\s+%p\d+, {epoch[1]}, -1;", ptx)]
     assert counts
     assert used
-    if used[0] > ptx.index("bra"):  # program 0 and the others each for themselves
+    if used[0] > ptx.index("bra"):  # once in program 0, and once in the others
         assert len(used) == len(counts)
     assert all(before < count for before, count in zip(used, counts, strict=False))
 
 
 @pytest.mark.parametrize("name", ["one_shot", "one_shot_scatter", "two_shot", "gather", "gather_cells", "exchange"])
 def test_all_senders_are_polled_at_once(name: str) -> None:
-    """Waited for one after the other, each would cost a trip to the cache, though all had come."""
+    """If senders were waited for one by one, each would cost a trip to the cache, even when all words have come."""
     made = form(name)
     access = "ld.volatile.global." + ("v2.b64" if name in CELLS else "v4.b32")
     straight = re.split(r"^\$L__BB\w+:|\bbra(?:\.uni)?\b", made.ptx, flags=re.M)
@@ -366,7 +371,7 @@ def test_every_form(name: str, capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "gather_cells", "exchange_cells", "broadcast_cells"])
 def test_only_16_byte_accesses_grow_with_the_tile(name: str) -> None:
-    """What a tile twice as long doubles is data: none of it is among the 8-byte accesses, as half a pair of cells."""
+    """Only data doubles with the length of a tile. None of it is in 8-byte accesses, which could tear a cell pair."""
     small, large = (cross.instructions(form(name, block=block).ptx) for block in (128, 256))
     for kind in (("ld",), ("ld", "volatile"), ("st",)):
         was, now = of_kind(small, *kind), of_kind(large, *kind)
@@ -391,7 +396,7 @@ def test_no_runtime_argument_is_specialised() -> None:
 
 @pytest.mark.parametrize("name", [*cross.KERNELS, *cross.FUSED])
 def test_compiled_form_does_not_depend_on_rank_or_addresses(name: str) -> None:
-    """What keys Triton's cache of compiled forms is equal for ranks 0, 1 and 7, and for any address and size."""
+    """The keys of Triton's cache of compiled forms are equal for ranks 0, 1 and 7, and for any address and size."""
     kernel, fixed = (cross.KERNELS | cross.FUSED)[name]
     backend = make_backend(GPUTarget("cuda", 90, 32))
     key_of = create_function_from_signature(kernel.signature, kernel.params, backend)

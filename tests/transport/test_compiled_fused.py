@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for, as ``cross.compiled_fused`` takes it."""
+    """The parameters that a kernel is compiled for, as ``cross.compiled_fused`` takes them."""
 
     name: str
     dtype: str = "bfloat16"
@@ -71,7 +71,7 @@ def check(form: Form, tmp_path: Path) -> None:
     assert counts["griddepcontrol.wait"] == pdl
     assert (counts["griddepcontrol.launch_dependents"] > 0) == pdl
     if pdl:
-        early = {("ld.global.b64", "peers")} if "shot" in form.name else set()  # where peers lie never changes
+        early = {("ld.global.b64", "peers")} if "shot" in form.name else set()  # the addresses of peers never change
         assert set(cross.read_before_waiting(kernel)) == early
     # tiles move in 16 bytes; single words are control words and scales
     loaded, polled, stored = of_kind(counts, "ld"), of_kind(counts, "ld", "volatile"), of_kind(counts, "st")
@@ -82,14 +82,14 @@ def check(form: Form, tmp_path: Path) -> None:
     assert (stored["b32"] > 0) == (form.quantize == "dynamic")
     multicasts = [key for key in counts if key.startswith("multimem")]
     assert multicasts == (["multimem.st.relaxed.sys.global.v4.f32"] if form.multicast else [])
-    # the arithmetic that is written, no other
+    # exactly the arithmetic that is written
     assert not [key for key in counts if re.match(r"(fma|mad)\.[\w.]*f(32|16)", key)]
     assert {key for key in counts if ".ftz" in key} == {"rsqrt.approx.ftz.f32"}
     short = {"bfloat16": "bf16", "float16": "f16"}.get(form.dtype)
     rounds = {key for key in counts if re.match(r"cvt\.[\w.]*(?<!\.)\.(bf16|f16)(x2)?\.f32", key)}
     assert all(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in rounds), rounds
     assert bool(rounds) == bool(short)
-    # rows stay in registers: 16 warps of them in a multiprocessor; of programs of one warp with a tile, 14
+    # rows stay in registers: 16 warps fit in a multiprocessor, or 14 of programs of one warp with a tile
     used = cross.resources(kernel, tmp_path)
     assert used["LOCAL"] == 0
     assert used["REG"] <= (224 if form.world_size == 8 else 144 if "shot" in form.name else 128)
@@ -98,7 +98,7 @@ def check(form: Form, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [1, 4, 16, 250, 256, 257, 2048, 4096, 5000, tiles.MAX_ROW_WORDS])
 def test_row_tiles(words: int) -> None:
-    """A thread has words of its own (16 bytes from 128 words on): or it would poll what others poll, and disagree."""
+    """Every thread polls words of its own, 16 bytes from 128 words on: threads that shared words could disagree."""
     block, warps = tiles.row_tile(words)
     assert words <= block < max(2 * words, 17)
     assert block >= 128 * warps or warps == 1

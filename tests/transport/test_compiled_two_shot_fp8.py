@@ -1,7 +1,7 @@
-"""The kernel of FP8 transport, compiled for GPUs that are not here.
+"""The kernel of the FP8 transport, compiled for GPUs that are not here.
 
-Counts follow from the source. ``per`` tiles of the message (four of float32, two of 16-bit floats) are one tile of slot
-words. A thread quantises three: of a peer's slice, in a loop over the peers; of its own; of the sums.
+Counts follow from the source. ``per`` tiles of the message (four of float32, two of 16-bit floats) become one tile of
+slot words. A thread quantizes three times: the slice of a peer, in a loop over the peers; its own slice; and the sums.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def per(form: Form) -> int:
 
 
 def chosen_forms() -> list[Form]:
-    """Each kernel, dtype, unit, number of ranks, shape and architecture, with some of the others."""
+    """Return each kernel, dtype, unit, number of ranks, shape and architecture, combined with some of the others."""
     made = [Form("two_shot_fp8"), Form("two_shot_fp8", "float32", world_size=2), Form("two_shot_fp8", "float16")]
     made += [Form("two_shot_fp8_clears", "float32"), Form("two_shot_fp8_clears", "bfloat16", 16, 8, 512, 4)]
     made += [Form("two_shot_fp8_clears", "float16", 2, 2, 1024, 8, 120)]
@@ -49,8 +49,10 @@ def every_form() -> list[Form]:
 
 
 def polls_volatile_and_once_a_place(form: Form, folder: Path) -> None:
-    """A slot's words, and its scales, are loaded twice: first, and in the loop. A load that were compiled into two, of
-    which one is tested and the other used, would be counted here."""
+    """The words of a slot, and its scales, are loaded twice: before the loop, and in it.
+
+    A load that was compiled into two, one of them tested and the other used, would be counted here.
+    """
     polled = of_kind(cross.instructions(form.ptx), "ld", "volatile")
     slots = (2 * form.world_size - 1) * form.accesses * 2
     wide = {"v4.b32": 2 * slots} if form.dtype == "float32" else {"v4.b32": slots, "v2.b32": slots}
@@ -90,7 +92,7 @@ def adds_in_order_and_divides_exactly(form: Form, folder: Path) -> None:
     counts = cross.instructions(form.ptx)
     values = form.world_size * form.accesses * 16
     adds = counts["add.rn.f32"] + 2 * counts["add.rn.f32x2"]
-    # without the GPU's conversion, an addition rounds what is below e4m3's normal numbers
+    # without the GPU's conversion, an addition rounds values below the normal numbers of e4m3
     assert adds == values + (0 if form.capability >= 89 else QUANTISED * form.accesses * 16)
     assert counts["div.rn.f32"] == 2 * QUANTISED * per(form) * form.accesses
     assert not [key for key in counts if key.startswith("fma") or ".ftz" in key or ".approx" in key]
@@ -98,7 +100,7 @@ def adds_in_order_and_divides_exactly(form: Form, folder: Path) -> None:
 
 
 def keeps_rows_in_warps(form: Form, folder: Path) -> None:
-    """All tiles have one layout: no value changes threads, and the largest of a block is found within a warp."""
+    """All tiles have one layout: no value changes threads, and the maximum of a block is found within a warp."""
     layouts = str(form.kernel.asm["ttgir"])
     if form.unit == 16:
         assert "ttg.convert_layout" not in layouts

@@ -1,4 +1,4 @@
-"""Values: every operation, dtype and world size, against sums written out in rank order."""
+"""Values of every operation, dtype and world size, compared with sums written out in rank order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def contribution(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """What ``rank`` brings: every rank can make it. Wide in magnitude, with special values."""
+    """Return the input of ``rank``, which every rank can compute: a wide range of magnitudes, with special values."""
     generator = torch.Generator().manual_seed(seed * 1009 + rank)
     if not dtype.is_floating_point:
         return torch.randint(0, 2 if dtype is torch.bool else 100, (count,), generator=generator).to(dtype)
@@ -40,7 +40,7 @@ def contribution(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> to
 
 
 def misaligned(x: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy of x that starts ``offset`` elements into its storage."""
+    """Return a copy of x that starts ``offset`` elements into its storage."""
     return torch.cat([x.new_zeros(offset), x])[offset:]
 
 
@@ -60,7 +60,7 @@ def around_the_ring(inputs: list[torch.Tensor], owner: int) -> torch.Tensor:
 
 
 def ring_reference(inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Slice j of the whole message is added up on the way from rank j + 1 around to rank j, however it is chunked."""
+    """Sum slice j of the whole message from rank j + 1 around to rank j, independent of the chunks."""
     world_size, count, itemsize = len(inputs), inputs[0].numel(), inputs[0].element_size()
     part = slice_bytes(count * itemsize, world_size) // itemsize
     result = torch.empty_like(inputs[0])
@@ -71,7 +71,7 @@ def ring_reference(inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    """Equal to the bit; where NaN is expected, any NaN."""
+    """Assert that bits are equal; where NaN is expected, any NaN will do."""
     assert actual.shape == expected.shape, what
     if expected.dtype.is_floating_point and expected.dtype.itemsize <= 8 and expected.dtype.itemsize > 1:
         nan = expected.isnan()
@@ -104,7 +104,7 @@ def check_reductions(group, dtype):
                 if not in_place:
                     assert_bits(x, inputs[rank], "x was changed")
                 if algorithm != "ring":
-                    # Also the bits of NaN are the same on all ranks.
+                    # The bits of NaN, too, are the same on all ranks.
                     digests = group.all_gather(hash(bytes(out.contiguous().view(torch.uint8).tolist())))
                     assert len(set(digests)) == 1
 
@@ -196,7 +196,7 @@ def test_copies_are_exact_to_the_bit(world_size, dtypes):
 
 
 def check_stragglers(group, max_bytes, seconds):
-    """Random operations, algorithms and sizes, every rank now and then late; a lost word would show as a wrong sum."""
+    """Run random operations, algorithms and sizes, with every rank late at times; a lost word gives a wrong sum."""
     rank, world_size = group.rank, group.world_size
     executor = CpuExecutor(group, max_bytes, 20.0, registered())
     together, alone = random.Random(1), random.Random(100 + rank)
@@ -287,7 +287,7 @@ def check_prepare(group):
     ):
         with pytest.raises(UnsupportedError, match=call.op.label):
             executor.bind(call)
-    # Equal plans that are other objects.
+    # Equal plans that are different objects.
     for _ in range(3):
         for count in range(1, 2500):
             x = torch.ones(1)

@@ -1,4 +1,4 @@
-"""What happens when ranks disagree, are late, stopped or killed: who is named, how soon, and that it can go on."""
+"""Ranks that disagree, are late, stopped or killed: which are named, how soon, and that the others can go on."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def check_late(group, late, algorithm, timeout_s):
     assert (fault.kind, fault.ranks, fault.op) == (TIMEOUT, (late,), "all_reduce")
     assert x.isnan().all()
     assert took < 0.4 if group.rank == late else timeout_s * 0.9 < took < timeout_s + 1
-    # It stays: nothing waits again, nothing counts.
+    # The fault stays: no call waits again, and none is counted.
     epoch, begun = executor.epoch, time.monotonic()
     for _ in range(100):
         out = torch.ones(100)
@@ -154,7 +154,7 @@ def test_a_late_rank_is_named_in_time(world_size, late, algorithm):
 
 
 def check_all_but_late(group, plan, late):
-    """Every operation waits for every rank, also where no data of the late one is needed."""
+    """Every operation waits for every rank, even if it needs no data of the late one."""
     executor = CpuExecutor(group, MAX_BYTES, 0.3, registered())
     group.barrier()
     if group.rank != late:
@@ -184,10 +184,10 @@ def test_no_operation_ends_before_every_rank_has_started(plan):
 
 
 def check_signal(group, victim, algorithm, number, timeout_s):
-    """``victim`` is stopped or killed in the middle of a call that takes some seconds."""
+    """Stop or kill ``victim`` in the middle of a call that takes some seconds."""
     executor = CpuExecutor(group, MAX_BYTES, timeout_s, registered())
     works(executor, group)
-    # Small pieces, or the call would be over before the signal.
+    # Small chunks, so that the call is not over before the signal.
     plan = CallPlan(Op.ALL_REDUCE, algorithm, "float32", 256 << 20, launch=LaunchShape(chunk_bytes=2048))
     x = torch.ones(64 << 20)
     group.barrier()
@@ -231,7 +231,7 @@ def test_a_killed_rank_is_named():
 
 
 def check_woken(group):
-    """Rank 1 loses patience first; rank 0, in the middle of a long wait, need not."""
+    """Rank 1 expires first; rank 0, in the middle of a long wait, then ends too."""
     executor = CpuExecutor(group, MAX_BYTES, 0.3 if group.rank == 1 else 30.0, registered())
     group.barrier()
     if group.rank != 2:

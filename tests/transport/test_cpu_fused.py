@@ -1,4 +1,4 @@
-"""Sums that go on through residual add, RMSNorm and FP8: every operation and form, against the rows of one process."""
+"""Sums that go on through residual add, RMSNorm and FP8: all operations and forms, compared with one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPS = 1e-6
 
 
 class Case(NamedTuple):
-    """``rows`` are all rows of x; of a reduce-scatter, each rank has a share of them."""
+    """One fused call. ``rows`` are all rows of x; in a reduce-scatter, each rank has a share of them."""
 
     op: Op
     algorithm: str
@@ -76,13 +76,13 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 def misaligned(x: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy of x that starts ``offset`` elements into its storage."""
+    """Return a copy of x that starts ``offset`` elements into its storage."""
     flat = torch.empty(x.numel() + offset, dtype=x.dtype)[offset:]
     return flat.view(x.shape).copy_(x)
 
 
 def empty_tensors(case: Case, world_size: int, residual: torch.Tensor, weight: torch.Tensor, seed: int) -> NormTensors:
-    """As a caller has them, now and then in place or unaligned."""
+    """Return tensors as a caller has them, some of them in place or unaligned."""
     gathered, offset = case.gathered(world_size), seed % 3
     shape = (gathered, case.hidden)
     residual = misaligned(residual, offset)
@@ -101,7 +101,7 @@ def empty_tensors(case: Case, world_size: int, residual: torch.Tensor, weight: t
 
 
 def expected_tensors(case: Case, world_size: int, rank: int, inputs, residuals, weight) -> NormTensors:
-    """The sum in plain torch; the residual of ``rank``, the norm of all rows that it has."""
+    """Return the sum in plain torch, the residual of ``rank``, and the norm of all rows that it has."""
     total = torch.zeros(case.rows, case.hidden)
     for x in inputs:
         total = total + x.float()
@@ -121,7 +121,7 @@ def expected_tensors(case: Case, world_size: int, rank: int, inputs, residuals, 
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    """Equal to the bit; where NaN is expected, any NaN."""
+    """Assert that bits are equal; where NaN is expected, any NaN will do."""
     assert actual.shape == expected.shape, what
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan), what
@@ -192,7 +192,7 @@ def test_fused_operations_have_the_bits_of_sum_and_norm(world_size, dtype, max_b
 
 
 def check_stragglers(group, max_bytes, seconds):
-    """Fused and plain calls by turns, sizes that change, every rank now and then late."""
+    """Alternate fused and plain calls of changing sizes, with every rank late at times."""
     rank, world_size = group.rank, group.world_size
     executor = CpuExecutor(group, max_bytes, 20.0, registered())
     together, alone = random.Random(2), random.Random(200 + rank)
@@ -221,7 +221,7 @@ def test_stragglers_and_changing_sizes(world_size, max_bytes):
     assert min(run_ranks(world_size, check_stragglers, max_bytes, 2.0)) >= 20
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def some_tensors(case: Case, group: LocalGroup) -> NormTensors:
@@ -269,7 +269,7 @@ def check_late(group, late, case):
     assert (fault.kind, fault.ranks, fault.op) == (TIMEOUT, (late,), case.op.label)
     assert took < 0.3 if group.rank == late else 0.3 < took < 1.4
     assert_stopped(case, tensors)
-    # It stays, and the next call leaves nothing as it was either.
+    # The fault stays, and the next call overwrites all its outputs, too.
     tensors = some_tensors(case, group)
     run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
@@ -295,7 +295,7 @@ def test_a_late_rank_is_named_and_nothing_looks_like_a_result(world_size, late, 
 
 
 def check_killed(group, victim, way, number):
-    """``victim`` is killed or stopped in the middle of a call, between chunks of a row or of the gather."""
+    """Kill or stop ``victim`` in the middle of a call, between chunks of a row or of the gather."""
     executor = CpuExecutor(group, 1 << 20, 1.0, registered())
     case = Case(*way, torch.bfloat16, 2048 * group.world_size, 4096, "dynamic", True, 128)
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
@@ -308,20 +308,20 @@ def check_killed(group, victim, way, number):
             os._exit(0)
         threading.Timer(0.05, os.kill, (process, number)).start()
     until = time.monotonic() + 20
-    while executor.fault() is None and time.monotonic() < until:  # a fast machine does several before the signal
+    while executor.fault() is None and time.monotonic() < until:  # a fast machine makes several calls before the signal
         tensors = some_tensors(case, group)
         run_call(executor, case.plan, x, None, tensors)
     fault = executor.fault()
     assert fault is not None
     assert (fault.kind, fault.ranks) == (TIMEOUT, (victim,))
-    if group.rank == victim:  # its own part may have been done when it was stopped, and only the next call fail
+    if group.rank == victim:  # its own part may have been done when it was stopped, so that only the next call fails
         tensors = some_tensors(case, group)
         run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     if number == signal.SIGSTOP:
         group.barrier()
         executor.set_timeout(20)
-        # What a call left of a row it had begun must not reach the next one.
+        # The state of a row that a call had begun must not reach the next call.
         reset(executor, group)
     executor.close()
     return "named"
@@ -384,7 +384,7 @@ def check_refusals(group):
         run_call(executor, good.plan, torch.ones(6, 8, dtype=torch.bfloat16), None)
     executor.bind(good.plan).load()
     assert executor.bind(good.plan).call.schedule.ready()
-    # The vendor library's sum is checked by its header, and normed elsewhere.
+    # A sum of the vendor library is checked by its header, and normed elsewhere.
     run_call(executor, good._replace(algorithm="vendor", hidden=0).plan, None, None)
     assert executor.fault() is None
     executor.close()

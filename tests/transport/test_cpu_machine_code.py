@@ -1,4 +1,4 @@
-"""What the host code becomes, here and on aarch64: vectors, ordered loads and stores, no contraction."""
+"""The machine code of the host code, here and on aarch64: vectors, ordered loads and stores, no contraction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALLS = {
 
 
 def assembly(text: str, triple: str) -> str:
-    """Machine code of LLVM ``text`` for another machine."""
+    """Compile LLVM ``text`` to the machine code of another machine."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=TRIPLES[triple], opt=3)
@@ -45,7 +45,7 @@ def count(pattern: str, text: str) -> int:
 
 
 def text_of(schedule: Schedule) -> str:
-    # Code loaded from the cache has no text any more.
+    # Code loaded from the cache no longer has its text.
     dispatcher = njit(nogil=True, error_model="numpy")(schedule._function)
     dispatcher.compile(types.int64(*(types.int64,) * 4))
     return next(iter(dispatcher.inspect_llvm().values()))

@@ -1,4 +1,4 @@
-"""Rows alone: residual add, RMSNorm and quantisation against plain torch and NumPy, to the bit."""
+"""Rows of one process: residual add, RMSNorm and quantization compared with plain torch and NumPy, to the bit."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def dtype(request, monkeypatch):
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Wide in magnitude."""
+    """Return values of a wide range of magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))).to(dtype)
 
 
 def guarded(shape: tuple[int, int], dtype: torch.dtype, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor ``offset`` elements into memory that is watched before and behind it."""
+    """Return a tensor ``offset`` elements into memory that is watched before and behind it."""
     count = shape[0] * shape[1]
     memory = torch.full(((count + offset + GUARD) * dtype.itemsize,), 0x5A, dtype=torch.uint8)
     return memory.view(dtype)[offset : offset + count].view(shape), memory
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    """Equal to the bit; where NaN is expected, any NaN."""
+    """Assert that bits are equal; where NaN is expected, any NaN will do."""
     assert actual.shape == expected.shape, what
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan), what
@@ -99,7 +99,7 @@ def test_special_values(dtype):
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-7, -6e-8, 1e-40, 65504.0, 3e38, -1.0, 448.0]
     special = torch.tensor(special).to(dtype)
     pairs = torch.tensor(list(itertools.product(range(len(special)), repeat=2)))
-    # One special pair a row, in another column each; the other columns are ordinary.
+    # One special pair in each row, in different columns; the other columns are ordinary.
     total, residual = values((len(pairs), 37), dtype, 1), values((len(pairs), 37), dtype, 2)
     column = torch.arange(len(pairs)) % 37
     total[torch.arange(len(pairs)), column] = special[pairs[:, 0]]

@@ -1,4 +1,4 @@
-"""Send and recv: any size, between any pair, while others do other things."""
+"""Send and recv of any size, between any pair, while others do other things."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def message(sender: int, receiver: int, count: int, dtype: torch.dtype) -> torch
 
 
 def check_pairs(group):
-    """All ordered pairs in one order, each pair with its own sizes, with collectives in between."""
+    """Send between all ordered pairs in one order, each pair with its own sizes, with collectives in between."""
     rank, world_size = group.rank, group.world_size
     executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     order = random.Random(3)
@@ -64,7 +64,7 @@ def test_pairs_sizes_and_dtypes():
 
 
 def check_apart(group):
-    """Two pairs talk at their own pace; nothing waits for the rest; small sends need no receiver yet."""
+    """Let two pairs exchange messages at their own pace. Nothing waits for the rest; a small send needs no receiver."""
     rank = group.rank
     executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
     peer = rank ^ 1
@@ -98,7 +98,7 @@ def check_faults(group):
     executor.clear(0)
     group.barrier()
 
-    # A message larger than the mailbox that nobody takes.
+    # A message larger than the mailbox that no rank receives.
     if rank == 2:
         send(executor, torch.ones(1 << 20), 1)
         fault = executor.fault()
@@ -121,7 +121,7 @@ def check_faults(group):
     group.barrier()
     executor.clear(0)
     group.barrier()
-    # Nothing of the old messages is left.
+    # No part of the old messages is left.
     if rank == 0:
         send(executor, torch.full((3,), 2.0), 2)
     if rank == 2:

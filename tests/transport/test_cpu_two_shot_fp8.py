@@ -1,4 +1,4 @@
-"""Two-shot in FP8: blocks alone and over ranks, to the bit, against plain torch; and how far off the sum it may be."""
+"""Two-shot in FP8: blocks alone and over ranks, compared with plain torch to the bit; and its error, with its bound."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and bytes of float32 values, padded with zeros to whole blocks."""
+    """Return the scales and bytes of float32 values, padded with zeros to whole blocks."""
     x = torch.cat([x, x.new_zeros(-len(x) % BLOCK)]).view(-1, BLOCK)
     odd = ~x.isfinite().all(1, keepdim=True)
     largest = x.abs().amax(1, keepdim=True).clamp_min(2.0**-100)
@@ -50,7 +50,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def travelled(x: torch.Tensor) -> torch.Tensor:
-    """What becomes of float32 values on the way."""
+    """Quantize and dequantize float32 values, as a message does on its way."""
     scale, byte = quantized(x)
     return (byte.view(torch.float8_e4m3fn).float() * scale).view(-1)[: len(x)]
 
@@ -69,7 +69,7 @@ def reference(inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    """Equal to the bit; where NaN is expected, any NaN."""
+    """Assert that bits are equal; where NaN is expected, any NaN will do."""
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan), what
     actual, expected = actual[~nan].contiguous(), expected[~nan].contiguous()
@@ -77,7 +77,7 @@ def assert_bits(actual: torch.Tensor, expected: torch.Tensor, what: object) -> N
 
 
 def values(count: int, dtype: torch.dtype, seed: int, special: float = 0.0) -> torch.Tensor:
-    """Blocks of very different magnitudes; ``special`` is the chance of a value to be a special one."""
+    """Return blocks of very different magnitudes; a value is special with probability ``special``."""
     generator = torch.Generator().manual_seed(seed)
     magnitude = torch.exp(4 * torch.randn(-(-count // 64) or 1, generator=generator)).repeat_interleave(64)[:count]
     x = torch.randn(count, generator=generator) * magnitude
@@ -198,7 +198,11 @@ def test_sums_are_exact_to_the_bit(world_size, dtype, max_bytes):
 
 
 def check_error(group):
-    """Of a value, at most 1/16 of it, or in a block with largest value a, 2^-10 a / 448; of the sum the same again."""
+    """Check the bound of the error of a value and of the sum.
+
+    A value is off by at most 1/16 of itself, or by 2^-10 a / 448 in a block with largest value a; the sum by as much
+    again.
+    """
     world_size = group.world_size
     executor = CpuExecutor(group, 1 << 20, 20.0, registered())
     count = 128 * 8 * world_size

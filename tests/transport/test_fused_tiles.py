@@ -1,4 +1,4 @@
-"""Where a row's programs leave their parts of its sum of squares."""
+"""The cells in which a row's programs store their parts of its sum of squares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shotcast.transport.triton import layout
 
 @given(st.integers(16, 1 << 24), st.integers(129, tiles.MAX_ROW_WORDS), st.data())
 def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: int, data: st.DataObject) -> None:
-    """As the kernel numbers them: a power of two for each row, all ``cell_stride`` from one another.
+    """The kernel gives each row a power of two of cells, ``cell_stride`` apart from one another.
 
     Rows of one tile have none.
     """
@@ -28,5 +28,5 @@ def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: in
 
 @pytest.mark.parametrize("cell_stride", [1, 16])
 def test_a_program_takes_what_all_gave(cell_stride: int) -> None:
-    """Its own part it keeps: the cell of it is damaged before the others are read."""
+    """A program keeps its own part: the test damages the cell of it before the others are read."""
     interpret(targets.exchanges, 1, cell_stride)

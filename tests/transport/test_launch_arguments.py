@@ -1,4 +1,4 @@
-"""How the executor launches kernels that multicast, or that norm tiles; decided where there is no GPU."""
+"""How the executor launches kernels that multicast, or that norm tiles, checked without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def launches(
     nbytes: int = 1 << 16,
     norm: Norm | None = None,
 ) -> list[tuple[Launch, int]]:
-    """What a rank of four would launch, each with its first byte; nothing is compiled."""
+    """Return what a rank of four would launch, each with its first byte, without compiling it."""
     executor: Any = object.__new__(TritonExecutor)
     executor._layout, executor._algorithms = Layout.for_messages(MAX_BYTES), registered()
     executor.context = KernelContext(
@@ -49,7 +49,7 @@ def launches(
 
 @pytest.mark.parametrize(("block", "warps", "taken"), [(128, 1, 128), (512, 4, 512), (64, 1, 128), (128, 4, 512)])
 def test_every_quad_has_one_thread(block: int, warps: int, taken: int) -> None:
-    """Two threads that sum one quad could see two orders of addition, and the ranks different bits."""
+    """Two threads that summed one quad could see two orders of addition, so the ranks would get different bits."""
     ((launch, start),) = launches(LaunchShape(8, block, warps))
     assert launch._kernel is multimem_all_reduce
     assert (launch._programs, launch._arguments["BLOCK"], start) == (9, taken, 0)

@@ -1,4 +1,4 @@
-"""The emulated multicast address, on which tests run the kernels' multicast forms."""
+"""The emulated multicast address, on which tests run the multicast forms of the kernels."""
 
 from __future__ import annotations
 
