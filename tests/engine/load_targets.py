@@ -1,4 +1,4 @@
-"""What ranks run for test_load.py."""
+"""Functions that ranks run for test_load.py."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from shotcast.engine.load import communicators
 from shotcast.layers.parallel import Parallel
 
 
-def workspaces(tensor: int, stages: int, max_bytes: int) -> tuple[int, int]:
-    """Bytes that the communicators of all ranks, and of a stage, share of this rank's memory."""
+def workspace_bytes(tensor: int, stages: int, max_bytes: int) -> tuple[int, int]:
+    """Return the bytes of this rank's memory that the communicators of all ranks and of the stage share."""
     with contextlib.ExitStack() as stack:
         config = EngineConfig("m", tensor_parallel=tensor, pipeline_parallel=stages, device="cpu")
         job, comm = communicators(config, max_bytes, stack)
         assert (job.world_size, comm.world_size) == (tensor * stages, tensor)
         assert (job is comm) == (stages == 1)
-        for one in (job, comm):  # what all ranks agree on goes by own kernels, as it must in a graph
+        for communicator in (
+            job,
+            comm,
+        ):  # the project's own kernels carry what all ranks agree on, as they must in a graph
             assert (
-                one.world_size == 1
-                or one.explain(torch.empty(512, dtype=torch.uint8), "broadcast").algorithm != "vendor"
+                communicator.world_size == 1
+                or communicator.explain(torch.empty(512, dtype=torch.uint8), "broadcast").algorithm != "vendor"
             )
         return job._executor._buffer.nbytes, comm._executor._buffer.nbytes
 
 
-def alone(algorithm: str) -> None:
-    """A rank without peers norms more than its workspace holds."""
+def norm_on_one_rank(algorithm: str) -> None:
+    """Check that a rank without peers normalizes more than its workspace holds."""
     with contextlib.ExitStack() as stack:
         config = EngineConfig("m", device="cpu", algorithm=algorithm)
         _, comm = communicators(config, 4 << 20, stack)
@@ -39,8 +42,8 @@ def alone(algorithm: str) -> None:
         assert torch.equal(normed, torch.ones(9, 32768))
 
 
-def passed_on(tensor: int, stages: int, nbytes: int) -> None:
-    """Each rank gives so many bytes to its place in the next stage."""
+def pass_to_next_stage(tensor: int, stages: int, nbytes: int) -> None:
+    """Send so many bytes from each rank to the same rank of the next stage."""
     with contextlib.ExitStack() as stack:
         config = EngineConfig("m", tensor_parallel=tensor, pipeline_parallel=stages, device="cpu")
         job, comm = communicators(config, nbytes, stack)

@@ -1,4 +1,4 @@
-"""What ranks run for test_runner.py: scheduler and runner without the processes around them."""
+"""Functions that ranks run for test_model_runner.py: scheduler and model runner without the engine's processes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from shotcast.models.source import open_checkpoint
 BLOCK = 4
 LIMIT = 64
 TOKENS = 24
-"""Of a step."""
+"""Tokens of a step at most."""
 
 
-def answered(
+def outputs_of(
     folder: str,
     requests: list[Request],
     sequences: int,
@@ -40,13 +40,13 @@ def answered(
     stages: int = 1,
     device: str = "cpu",
 ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
-    """The progress of each request; and how many steps were of what kind.
+    """Return the step outputs of each request, and the number of steps of each kind.
 
-    Every rank plans for itself; ranks of other stages than the last are told what it drew.
+    Every rank schedules for itself; ranks of other stages than the last receive the sampled tokens.
 
     Args:
-        static: numbers of tokens for which steps with prompts are on static memory, where all others are too. Empty:
-            none are.
+        static: numbers of tokens for which steps with prompts run on static memory; then all other steps do too. Empty:
+            no step does.
     """
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
@@ -64,31 +64,31 @@ def answered(
         with counted(ModelRunner, "_eager_batch") as eager, counted(PrefillGraphs, "_compute_head") as heads:
             runner.capture(stamped=False)
             heads.reset_mock()
-            found, counts = played(runner, Scheduler(config), requests, sizes, static, job, False)
+            found, counts = run_requests(runner, Scheduler(config), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
-        if device == "cuda" or stages > 1:  # all is compiled now
-            again, _ = played(runner, Scheduler(config), requests, sizes, static, job, device == "cuda")
+        if device == "cuda" or stages > 1:  # everything is compiled by now
+            again, _ = run_requests(runner, Scheduler(config), requests, sizes, static, job, device == "cuda")
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts
 
 
 def counted(owner: type, name: str) -> Any:
-    """Counts calls of a method, which do what they did."""
+    """Count the calls of a method, which still does its work."""
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
-def drawn_by(drawing: AsyncModelRunnerOutput | None, comm: shotcast.Communicator) -> ModelRunnerOutput:
-    """What the last rank drew, which every rank of its stage has drawn too."""
-    told = [None if drawing is None else drawing.result()]
+def output_of_last_rank(pending: AsyncModelRunnerOutput | None, comm: shotcast.Communicator) -> ModelRunnerOutput:
+    """Return the output of the last rank, which must equal those of all ranks of its stage."""
+    outputs = [None if pending is None else pending.result()]
     if comm.world_size > 1:
-        dist.broadcast_object_list(told, comm.world_size - 1, device=torch.device("cpu"))
-    assert told[0] is not None
-    assert drawing is None or drawing.result() == told[0]
-    return told[0]
+        dist.broadcast_object_list(outputs, comm.world_size - 1, device=torch.device("cpu"))
+    assert outputs[0] is not None
+    assert pending is None or pending.result() == outputs[0]
+    return outputs[0]
 
 
-def played(
+def run_requests(
     runner: ModelRunner,
     scheduler: Scheduler,
     requests: list[Request],
@@ -97,11 +97,14 @@ def played(
     comm: shotcast.Communicator,
     strict: bool,
 ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
-    """``strict``: on CUDA, that enqueuing a step waits for the device is an error.
+    """Run all requests to their end, and count steps by kind.
 
-    Counts: of steps that only decode on static memory; of these, with padding; of all, planned ahead. Of other steps:
-    all, with padding, with sequences that decode, with such as wait for their token, in which nobody draws, and with
-    chunks that are not their prompt's first.
+    The counts are, of steps that only decode on static memory: all, those with padding, and those planned ahead. Of
+    other steps: all, those with padding, with decoding sequences, with sequences that wait for their token, without any
+    sampling, and with chunks that are not the first of their prompt.
+
+    Args:
+        strict: on CUDA, fail if enqueuing a step waits for the device.
     """
     kinds = "static", "padded", "pending", "prompts", "padded prompts", "mixed", "pending mixed", "silent", "later"
     counts = dict.fromkeys(kinds, 0)
@@ -112,12 +115,12 @@ def played(
             if waiting:
                 scheduler.add(waiting.popleft())
         while (plan := scheduler.schedule()) is not None:
-            bucket = decode_capture_size(plan, sizes)
-            counts["static"] += bucket is not None
-            counts["padded"] += bucket is not None and bucket > len(plan.sequences)
+            size = decode_capture_size(plan, sizes)
+            counts["static"] += size is not None
+            counts["padded"] += size is not None and size > len(plan.sequences)
             pending = any(sequence.tokens == (PENDING_TOKEN,) for sequence in plan.sequences)
             counts["pending"] += pending
-            if bucket is None:
+            if size is None:
                 counts["prompts"] += 1
                 counts["padded prompts"] += (
                     plan.tokens <= max(prompt_sizes, default=0) and plan.tokens not in prompt_sizes
@@ -130,14 +133,14 @@ def played(
             if strict:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                drawing = runner.execute(plan)
+                async_output = runner.execute(plan)
             finally:
                 if strict:
                     torch.cuda.set_sync_debug_mode("default")
-            outstanding.append(drawing)
-        drawn = drawn_by(outstanding.popleft(), comm)
+            outstanding.append(async_output)
+        output = output_of_last_rank(outstanding.popleft(), comm)
         comm.check()
-        for progress in scheduler.update(drawn.number, drawn.tokens, drawn.logprobs):
-            found[progress.request_id].append(progress)
+        for step_output in scheduler.update(output.number, output.tokens, output.logprobs):
+            found[step_output.request_id].append(step_output)
     counts["preemptions"] = scheduler.stats().preemptions
     return found, counts

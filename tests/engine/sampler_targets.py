@@ -1,4 +1,4 @@
-"""What a rank of test_sampler.py runs: draws by the kernels of GPUs, under Triton's interpreter."""
+"""A function that a rank of test_sampler.py runs: sampling by the GPU kernels under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from shotcast.engine.sampling_params import SamplingParams
 from shotcast.kernels.triton import sampling
 
 
-def drawn(row: torch.Tensor, kinds: list[SamplingParams], count: int, output: tuple[int, ...]) -> list[list[int]]:
-    """For each of ``kinds`` how often ``count`` requests draw each token from ``row``; all in one step."""
+def token_counts(
+    row: torch.Tensor, kinds: list[SamplingParams], count: int, output: tuple[int, ...]
+) -> list[list[int]]:
+    """Return how often ``count`` requests of each of ``kinds`` sample each token from ``row``, all in one step."""
     vocab, rows = len(row), len(kinds) * count
     sampling.TILE = sampling.BLOCK = vocab
     sampler = Sampler(rows, vocab, "cpu", salt=1, kernels=True)
@@ -18,5 +20,5 @@ def drawn(row: torch.Tensor, kinds: list[SamplingParams], count: int, output: tu
         sampler.assign(slot, kinds[slot // count], f"request {slot}", output)
     best = torch.stack((row.argmax(), torch.tensor(1))).expand(rows, -1).contiguous()
     logits = row.expand(rows, -1).contiguous()
-    told = sampler.sample(logits, range(rows), best, torch.zeros(rows, dtype=torch.int64), False).tokens
-    return [part.bincount(minlength=vocab).tolist() for part in told[:, 0].split(count)]
+    tokens = sampler.sample(logits, range(rows), best, torch.zeros(rows, dtype=torch.int64), False).tokens
+    return [part.bincount(minlength=vocab).tolist() for part in tokens[:, 0].split(count)]

@@ -1,4 +1,4 @@
-"""Outputs for an event loop, from news as the client has them: no ranks, no threads but the one that tells."""
+"""AsyncLLM with a scripted client: no ranks, and one thread that delivers the updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shotcast.errors import EngineDead
 
 
 class Client:
-    """Of an engine whose steps the test says. Tokens are letters."""
+    """A client whose steps the test scripts. Tokens are letters."""
 
     has_tokenizer = True
     byte_tokens = frozenset[int]()
@@ -29,14 +29,16 @@ class Client:
     def __init__(self) -> None:
         self.tokenizer = self
         self.info = SimpleNamespace(model=SimpleNamespace(eos=(0,)))
-        self.listening: dict[str, UpdateCallback] = {}
+        self.callbacks: dict[str, UpdateCallback] = {}
         self.aborted: list[str] = []
 
     def prompt_tokens(self, prompt: list[int]) -> tuple[int, ...]:
         return tuple(prompt)
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, listen: UpdateCallback) -> None:
-        self.listening[request_id] = listen
+    def submit(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, on_update: UpdateCallback
+    ) -> None:
+        self.callbacks[request_id] = on_update
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -52,18 +54,17 @@ class Client:
     decode_continuation = decode
 
     def step(self, **tokens: int | Exception | None) -> None:
-        """RequestUpdate of a step, on a thread: the token of each request; None for its end."""
-        news = []
+        """Deliver the updates of a step on a thread: the token of each request; None for its end."""
+        updates = []
         for name, token in tokens.items():
             if isinstance(token, Exception):
-                news.append(RequestUpdate(name, token, 0.0))
+                updates.append(RequestUpdate(name, token, 0.0))
             else:
-                drawn = () if token is None else (token,)
-                news.append(
-                    RequestUpdate(name, EngineCoreOutput(name, drawn, None, "length" if token is None else None), 0.0)
-                )
-        (listen,) = {self.listening[name] for name in tokens}
-        thread = threading.Thread(target=listen, args=(news,))
+                ids, finish_reason = ((), "length") if token is None else ((token,), None)
+                output = EngineCoreOutput(name, ids, None, finish_reason)  # type: ignore[arg-type]
+                updates.append(RequestUpdate(name, output, 0.0))
+        (on_update,) = {self.callbacks[name] for name in tokens}
+        thread = threading.Thread(target=on_update, args=(updates,))
         thread.start()
         thread.join()
 
@@ -84,32 +85,32 @@ async def settle() -> None:
 
 @settings(max_examples=50)
 @given(st.data())
-def test_all_tokens_come_in_order(data: st.DataObject) -> None:
-    """However the steps fall between the looks of the loop."""
+def test_all_tokens_arrive_in_order(data: st.DataObject) -> None:
+    """The order holds for any interleaving of steps with the event loop."""
 
     async def main() -> None:
         llm, client = engine()
         names = ["a", "b", "c"]
         tokens: dict[str, list[int]] = {name: [] for name in names}
-        told: dict[str, list[Any]] = {name: [] for name in names}
+        received: dict[str, list[Any]] = {name: [] for name in names}
         for name in names:
-            llm.start([1], SamplingParams(), name, lambda output, name=name: told[name].append(output.delta))
+            llm.start([1], SamplingParams(), name, lambda output, name=name: received[name].append(output.delta))
         for _ in range(data.draw(st.integers(1, 10))):
-            drawing = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
-            for name in drawing:
+            stepping = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+            for name in stepping:
                 tokens[name].append(ord("a") + len(tokens[name]))
-            client.step(**{name: tokens[name][-1] for name in drawing})
+            client.step(**{name: tokens[name][-1] for name in stepping})
             if data.draw(st.booleans()):
                 await settle()
         await settle()
         for name in names:
-            assert "".join(told[name]) == "".join(map(chr, tokens[name]))
+            assert "".join(received[name]) == "".join(map(chr, tokens[name]))
             assert llm._running[name][0].copy().tokens == tokens[name]
 
     asyncio.run(main())
 
 
-def test_the_loop_is_woken_up_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_wakes_up_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         llm, client = engine()
         loop = asyncio.get_running_loop()
@@ -124,73 +125,73 @@ def test_the_loop_is_woken_up_once_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(main())
 
 
-def test_what_goes_wrong_with_one_is_told_to_that_one() -> None:
+def test_an_error_reaches_only_its_own_request() -> None:
     async def main() -> None:
         llm, client = engine()
-        told: dict[str, list[Any]] = {"a": [], "b": [], "c": []}
-        for name in told:
-            llm.start([1], SamplingParams(), name, told[name].append)
+        received: dict[str, list[Any]] = {"a": [], "b": [], "c": []}
+        for name in received:
+            llm.start([1], SamplingParams(), name, received[name].append)
         client.step(a=FAULT, b=EngineDead("gone"), c=ord("x"))
         client.step(a=ord("y"), b=ord("y"), c=None)
         await settle()
-        assert [type(one) for one in told["a"]] == [ZeroDivisionError]
-        assert [type(one) for one in told["b"]] == [EngineDead]
-        assert [one.finished for one in told["c"]] == [True, True]  # always the same, which has grown since
-        assert told["c"][0].text == "x"
+        assert [type(one) for one in received["a"]] == [ZeroDivisionError]
+        assert [type(one) for one in received["b"]] == [EngineDead]
+        assert [one.finished for one in received["c"]] == [True, True]  # always the same object, which has grown since
+        assert received["c"][0].text == "x"
         assert llm._running == {}
 
     asyncio.run(main())
 
 
-def test_a_listener_that_fails_keeps_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_does_not_affect_the_others(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         llm, client = engine()
-        told: list[Any] = []
+        received: list[Any] = []
 
         def fail(output: RequestOutput | Exception) -> None:
             raise ZeroDivisionError
 
         llm.start([1], SamplingParams(), "a", fail)
-        llm.start([1], SamplingParams(), "b", told.append)
+        llm.start([1], SamplingParams(), "b", received.append)
         client.step(a=ord("x"), b=ord("x"))
         await settle()
-        assert [one.text for one in told] == ["x"]
+        assert [one.text for one in received] == ["x"]
         assert "request a" in caplog.text
 
     asyncio.run(main())
 
 
-def test_news_for_a_loop_that_is_gone_harm_nobody() -> None:
-    """Least of all the thread that tells them, which tells others too."""
+def test_updates_for_a_closed_loop_do_no_harm() -> None:
+    """In particular not the client's thread, which serves other loops too."""
     llm, client = engine()
 
     async def main() -> None:
         llm.start([1], SamplingParams(), "a", lambda output: None)
 
     asyncio.run(main())
-    client.listening["a"]([RequestUpdate("a", EngineCoreOutput("a", (1,)), 0.0)])
+    client.callbacks["a"]([RequestUpdate("a", EngineCoreOutput("a", (1,)), 0.0)])
 
 
-def test_an_end_that_the_ranks_do_not_know_is_told_to_them() -> None:
-    """By a stop string; and of a request that was aborted nothing more is heard."""
+def test_the_ranks_learn_of_an_end_by_a_stop_string() -> None:
+    """A stop string ends a request; and the callback of an aborted request is not called again."""
 
     async def main() -> None:
         llm, client = engine()
-        told: list[RequestOutput | Exception] = []
-        llm.start([1], SamplingParams(stop=("b",)), "a", told.append)
-        llm.start([1], SamplingParams(), "c", told.append)
+        received: list[RequestOutput | Exception] = []
+        llm.start([1], SamplingParams(stop=("b",)), "a", received.append)
+        llm.start([1], SamplingParams(), "c", received.append)
         client.step(a=ord("a"))
         client.step(a=ord("b"))
         await settle()
         assert client.aborted == ["a"]
         llm.abort("c")
         llm.abort("c")
-        count = len(told)
+        count = len(received)
         client.step(a=ord("x"), c=ord("x"))
         await settle()
         assert client.aborted == ["a", "c"]
-        assert len(told) == count == 2
-        (output,) = {id(one): one for one in told}.values()
+        assert len(received) == count == 2
+        (output,) = {id(one): one for one in received}.values()
         assert isinstance(output, RequestOutput)
         assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "b")
 

@@ -1,4 +1,4 @@
-"""The block manager: who holds what, what is found again, what is forgotten first."""
+"""The block manager: references, prefixes that are found again, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.errors import ConfigError
 
 
 def filled(manager: BlockManager, tokens: list[int]) -> tuple[list[int], list[bytes]]:
-    """Blocks that hold ``tokens``, full ones, published."""
+    """Allocate and publish the full blocks of ``tokens``."""
     digests: list[bytes] = []
     manager.extend_digests(digests, tokens, len(tokens) // manager.block_size)
     blocks = manager.allocate(len(digests))
@@ -34,7 +34,7 @@ def test_a_prefix_is_found_again_and_a_block_in_use_stays() -> None:
         manager.allocate(1)
 
 
-def test_the_longest_idle_goes_first_and_ends_before_starts() -> None:
+def test_the_longest_idle_block_is_evicted_first_and_ends_before_starts() -> None:
     manager = BlockManager(4, 1)
     old, old_digests = filled(manager, [1, 2])
     new, new_digests = filled(manager, [3, 4])
@@ -47,7 +47,7 @@ def test_the_longest_idle_goes_first_and_ends_before_starts() -> None:
     assert manager.match(new_digests) == new
 
 
-def test_an_empty_block_is_handed_out_before_one_that_holds_something() -> None:
+def test_an_empty_block_is_handed_out_before_a_published_one() -> None:
     manager = BlockManager(2, 1)
     blocks, digests = filled(manager, [1])
     manager.release(blocks)
@@ -55,17 +55,17 @@ def test_an_empty_block_is_handed_out_before_one_that_holds_something() -> None:
     assert manager.match(digests) == blocks
 
 
-def test_a_block_that_is_handed_out_again_forgets_what_it_was() -> None:
+def test_a_block_that_is_handed_out_again_is_not_found() -> None:
     manager = BlockManager(2, 1)
     blocks, digests = filled(manager, [1, 2])
     manager.release(blocks)
-    manager.release(manager.allocate(2))  # and nothing was published
+    manager.release(manager.allocate(2))  # nothing was published
     assert manager.match(digests) == []
     filled(manager, [1, 2])
     assert len(manager.match(digests)) == 2
 
 
-def test_matched_blocks_that_nobody_holds_are_not_counted_twice() -> None:
+def test_matched_idle_blocks_are_not_counted_twice() -> None:
     manager = BlockManager(3, 1)
     blocks, _ = filled(manager, [1, 2])
     manager.release(blocks)
@@ -75,7 +75,7 @@ def test_matched_blocks_that_nobody_holds_are_not_counted_twice() -> None:
     assert manager.fits(blocks, 1)
 
 
-def test_blocks_are_shared_until_the_last_lets_go() -> None:
+def test_blocks_are_shared_until_the_last_release() -> None:
     manager = BlockManager(2, 1)
     blocks, _ = filled(manager, [1])
     manager.acquire(blocks)
@@ -87,7 +87,7 @@ def test_blocks_are_shared_until_the_last_lets_go() -> None:
         manager.release(blocks)
 
 
-def test_of_two_blocks_with_the_same_contents_the_first_is_found() -> None:
+def test_the_first_of_two_blocks_with_the_same_contents_is_found() -> None:
     manager = BlockManager(3, 1)
     first, digests = filled(manager, [1])
     second, _ = filled(manager, [1])
@@ -99,12 +99,12 @@ def test_of_two_blocks_with_the_same_contents_the_first_is_found() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8), st.integers(1, 3))
-def test_a_digest_stands_for_the_block_and_all_before_it(a: list[int], b: list[int], size: int) -> None:
+def test_a_digest_identifies_the_block_and_all_before_it(a: list[int], b: list[int], size: int) -> None:
     manager = BlockManager(1, size)
 
     def digests(tokens: list[int]) -> list[bytes]:
         found: list[bytes] = []
-        for count in range(1, len(tokens) // size + 1):  # one by one is the same as at once
+        for count in range(1, len(tokens) // size + 1):  # one by one gives the same as all at once
             manager.extend_digests(found, tokens, count)
         return found
 

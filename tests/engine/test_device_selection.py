@@ -1,4 +1,4 @@
-"""Where an engine runs, by what there is."""
+"""The device of an engine, by the GPUs of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shotcast.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "ranks", "local", "chosen"),
+    ("device", "gpus", "ranks", "local", "chosen"),
     [
         ("auto", 0, 1, None, "cpu"),
         ("auto", 1, 1, None, "cuda"),
@@ -26,40 +26,40 @@ from shotcast.errors import ConfigError
     ],
 )
 def test_the_device(
-    monkeypatch: pytest.MonkeyPatch, asked: str, gpus: int, ranks: int, local: str | None, chosen: str
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, ranks: int, local: str | None, chosen: str
 ) -> None:
-    there(monkeypatch, gpus, local)
-    assert select_device(EngineConfig("m", tensor_parallel=ranks, device=asked)).device == chosen
+    fake_gpus(monkeypatch, gpus, local)
+    assert select_device(EngineConfig("m", tensor_parallel=ranks, device=device)).device == chosen
 
 
-@pytest.mark.parametrize(("gpus", "said"), [(0, "no usable GPU"), (3, "4 ranks on CUDA need as many GPUs, and 3")])
-def test_too_few_gpus_for_what_was_asked(monkeypatch: pytest.MonkeyPatch, gpus: int, said: str) -> None:
-    there(monkeypatch, gpus, None)
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("gpus", "message"), [(0, "no usable GPU"), (3, "4 ranks on CUDA need as many GPUs, and 3")])
+def test_too_few_gpus_for_cuda(monkeypatch: pytest.MonkeyPatch, gpus: int, message: str) -> None:
+    fake_gpus(monkeypatch, gpus, None)
+    with pytest.raises(ConfigError, match=message):
         select_device(EngineConfig("m", tensor_parallel=2, pipeline_parallel=2, device="cuda"))
 
 
 def test_gpus_that_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    there(monkeypatch, 1, None)
+    fake_gpus(monkeypatch, 1, None)
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
-    for asked in ("auto", "cuda"):
-        assert select_device(EngineConfig("m", tensor_parallel=2, device=asked)).device == "cuda"
+    for device in ("auto", "cuda"):
+        assert select_device(EngineConfig("m", tensor_parallel=2, device=device)).device == "cuda"
 
 
-def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    there(monkeypatch, 1, None)
+def test_too_few_gpus_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    fake_gpus(monkeypatch, 1, None)
     with caplog.at_level(logging.WARNING):
         select_device(EngineConfig("m", tensor_parallel=2))
     assert "2 ranks need as many GPUs, and 1 are visible" in caplog.text
 
 
 def test_a_dtype_that_the_device_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    there(monkeypatch, 0, None)
+    fake_gpus(monkeypatch, 0, None)
     with pytest.raises(ConfigError, match="dtype on cpu must be one of float32, bfloat16, not 'float16'"):
         select_device(EngineConfig("m", dtype="float16"))
 
 
-def there(monkeypatch: pytest.MonkeyPatch, gpus: int, local: str | None) -> None:
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, local: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if local is None:

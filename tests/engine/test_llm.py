@@ -1,4 +1,4 @@
-"""The engine with a real model on real ranks: SmolLM2-135M, against Transformers and against itself."""
+"""The engine with a real model on real ranks: SmolLM2-135M, compared with Transformers and with itself."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ PROMPTS = [
     "Ein Satz auf Deutsch:",
 ]
 CLOSE = 1e-4
-"""Logits as near as this, relative to the largest, may change places between two ways to add up."""
+"""Logits as close as this, relative to the largest, may change order with the order of summation."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_tokenizer() -> Iterator[None]:
-    """Engines of these tests share it: transformers takes four seconds to read a vocabulary."""
+    """The tokenizer that the engines of these tests share: transformers takes four seconds to read a vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", functools.cache(Tokenizer.load))
         yield
@@ -68,7 +68,7 @@ def one_tokenizer() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """Transformers' own reading of the same file."""
+    """The same file, read by Transformers."""
     from transformers import AutoModelForCausalLM
 
     path = find_model("smollm2")
@@ -88,7 +88,7 @@ def greedy(length: int, **options: Any) -> SamplingParams:
 
 @torch.inference_mode()
 def assert_greedy(reference: Any, outputs: Sequence[RequestOutput], ties: int = 2) -> None:
-    """Each output is what Transformers would say; where it first is not, the two best logits are close."""
+    """Check that each output equals that of Transformers; where it first differs, the two best logits must be close."""
     parted = 0
     for output in outputs:
         known = torch.tensor([*output.prompt_tokens, *output.tokens])
@@ -115,7 +115,7 @@ def test_greedy_outputs_are_those_of_transformers(llm: LLM, reference: Any) -> N
     ("tensor", "stages"),
     [(1, 2), *[pytest.param(*layout, marks=pytest.mark.full) for layout in ((1, 1), (3, 1), (2, 2))]],
 )
-def test_other_layouts(reference: Any, tensor: int, stages: int) -> None:
+def test_outputs_do_not_depend_on_the_layout(reference: Any, tensor: int, stages: int) -> None:
     with LLM("smollm2", tensor_parallel=tensor, pipeline_parallel=stages, max_model_len=256) as llm:
         assert_greedy(reference, llm.generate(PROMPTS[:8], greedy(24)))
 
@@ -130,7 +130,7 @@ def test_an_answer(llm: LLM) -> None:
     assert "<|im_end|>" not in ended.text
 
 
-def test_text_grows_and_times_make_sense(llm: LLM) -> None:
+def test_text_and_times_grow(llm: LLM) -> None:
     seen = list(llm.stream(PROMPTS[2], greedy(20)))
     assert "".join(output.delta for output in seen) == seen[-1].text
     assert all(later.text.startswith(earlier.text) for earlier, later in itertools.pairwise(seen))
@@ -161,14 +161,14 @@ def test_logprobs_are_those_of_transformers(llm: LLM, reference: Any) -> None:
     with torch.inference_mode():
         wanted = reference(known[None, :-1]).logits[0, len(output.prompt_tokens) - 1 :].log_softmax(-1)
     assert len(output.logprobs) == len(output.tokens)
-    for place, said in enumerate(output.logprobs):
-        assert said.token == output.tokens[place]
-        assert said.logprob == pytest.approx(wanted[place, said.token].item(), abs=1e-3)
-        best = wanted[place].topk(3)
-        assert [value for _, value in said.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+    for position, entry in enumerate(output.logprobs):
+        assert entry.token == output.tokens[position]
+        assert entry.logprob == pytest.approx(wanted[position, entry.token].item(), abs=1e-3)
+        best = wanted[position].topk(3)
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
-def test_a_seed_gives_the_same_in_any_company(llm: LLM) -> None:
+def test_a_seed_gives_the_same_output_in_any_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12)
     alone = llm.generate(PROMPTS[3], params)[0]
     others = [SamplingParams(temperature=1.0, max_tokens=12) for _ in range(6)]
@@ -198,9 +198,9 @@ def test_a_closed_stream_ends_the_request(llm: LLM) -> None:
     assert llm.stats().kv_blocks_used == 0
 
 
-def test_bad_prompts_are_refused_and_nothing_is_lost(llm: LLM) -> None:
-    for prompt, said in (([[]], "empty"), ([1, 99999], "99999"), ([-1], "-1"), ([5] * 1024, "1024 tokens")):
-        with pytest.raises(ConfigError, match=said):
+def test_bad_prompts_are_refused_and_leave_nothing_behind(llm: LLM) -> None:
+    for prompt, message in (([[]], "empty"), ([1, 99999], "99999"), ([-1], "-1"), ([5] * 1024, "1024 tokens")):
+        with pytest.raises(ConfigError, match=message):
             llm.generate(prompt, greedy(2))
     for nothing in (5, [[True]], [[1.5]], [["a"]], torch.tensor([1.0])):
         with pytest.raises(ConfigError, match=r"the prompt (must hold|holds)"):
@@ -232,7 +232,7 @@ def test_token_ids_of_any_integer_type(llm: LLM) -> None:
 
 
 def test_little_memory_changes_no_output(reference: Any) -> None:
-    """The cache holds a fraction of what runs: sequences lose their blocks and are computed again."""
+    """The cache has room for a fraction of the sequences, so they lose their blocks and are computed again."""
     one_token = 2 * 30 * 3 * 64 * 4
     with LLM("smollm2", max_model_len=112, kv_cache_bytes=one_token * 160, prefix_caching=False) as llm:
         outputs = llm.generate(PROMPTS[:6], greedy(40))
@@ -240,7 +240,7 @@ def test_little_memory_changes_no_output(reference: Any) -> None:
         assert_greedy(reference, outputs)
 
 
-def test_prompts_beyond_a_step_pass_in_chunks(reference: Any) -> None:
+def test_prompts_longer_than_a_step_run_in_chunks(reference: Any) -> None:
     prompt = " ".join(PROMPTS)
     with LLM("smollm2", max_model_len=512, max_batch_tokens=40, max_sequences=4) as llm:
         outputs = llm.generate([prompt, PROMPTS[0]], greedy(8))
@@ -250,23 +250,23 @@ def test_prompts_beyond_a_step_pass_in_chunks(reference: Any) -> None:
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (signal.SIGKILL, "killed by SIGKILL"),
         pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.full),
     ],
 )
-def test_a_killed_rank_fails_what_runs_at_once(how: signal.Signals, told: str) -> None:
+def test_a_killed_rank_fails_running_requests_at_once(how: signal.Signals, message: str) -> None:
     with LLM("smollm2", tensor_parallel=2, max_model_len=1024) as llm:
         pids = llm.pids
         stream = llm.stream(PROMPTS[2], greedy(900))
         next(stream)
         os.kill(pids[1], how)
         started = time.monotonic()
-        with pytest.raises(EngineDead, match=told):
+        with pytest.raises(EngineDead, match=message):
             list(stream)
         assert time.monotonic() - started < 10
-        with pytest.raises(EngineDead, match=told):
+        with pytest.raises(EngineDead, match=message):
             llm.generate(PROMPTS[0], greedy(2))
     assert_gone(pids)
 
@@ -286,7 +286,7 @@ def test_a_stopped_rank_is_named_within_the_timeout() -> None:
 
 
 @pytest.mark.timing
-def test_close_ends_the_ranks_and_what_waits() -> None:
+def test_close_ends_the_ranks_and_waiting_requests() -> None:
     llm = LLM("smollm2", max_model_len=1024)
     errors: list[BaseException] = []
 
@@ -325,13 +325,13 @@ def test_close_with_a_step_in_each_stage_is_no_death() -> None:
 
 
 @pytest.mark.timing
-def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Path) -> None:
+def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
         os.kill(llm.pids[0], signal.SIGSTOP)
         started = time.monotonic()
         steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
-        for number in range(400):  # far more than a pipe holds
+        for number in range(400):  # far more than fit into a pipe
             llm._client.submit(str(number), (1,) * 2000, greedy(2), steps.put)
         assert time.monotonic() - started < 2
         for _ in range(400):
@@ -342,7 +342,7 @@ def test_a_stopped_rank_0_holds_nobody_up_and_gives_no_sign_of_life(tmp_path: Pa
 
 @pytest.mark.timing
 @pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
-def test_a_script_that_does_not_close_ends_all_the_same(tmp_path: Path, end: str, status: int) -> None:
+def test_a_script_that_does_not_close_the_engine_still_ends(tmp_path: Path, end: str, status: int) -> None:
     save_tiny(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
@@ -376,8 +376,8 @@ def test_a_forked_process_ends_without_the_engine(tmp_path: Path) -> None:
 
 
 def run(script: Path, status: int = 0) -> str:
-    """What a script prints, that says nothing on stderr and leaves no temporary file."""
-    with tempfile.TemporaryDirectory() as folder:  # pytest's is too long a path for sockets
+    """Run a script that writes nothing to stderr and leaves no temporary file, and return its output."""
+    with tempfile.TemporaryDirectory() as folder:  # the path of pytest's folder is too long for sockets
         result = subprocess.run(
             [sys.executable, str(script)],
             capture_output=True,
@@ -390,11 +390,11 @@ def run(script: Path, status: int = 0) -> str:
     return result.stdout
 
 
-def test_a_listener_hears_once_a_step_of_all_its_requests(llm: LLM) -> None:
+def test_a_callback_is_called_once_per_step_for_all_its_requests(llm: LLM) -> None:
     steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
     for number in range(4):
-        llm._client.submit(f"heard-{number}", (number + 5,), greedy(40), steps.put)
-    tokens: dict[str, int] = dict.fromkeys((f"heard-{number}" for number in range(4)), 0)
+        llm._client.submit(f"shared-{number}", (number + 5,), greedy(40), steps.put)
+    tokens: dict[str, int] = dict.fromkeys((f"shared-{number}" for number in range(4)), 0)
     together = 0
     while set(tokens.values()) != {40}:
         updates = steps.get(timeout=30)
@@ -407,7 +407,7 @@ def test_a_listener_hears_once_a_step_of_all_its_requests(llm: LLM) -> None:
     assert together == 4
 
 
-def test_one_bad_prompt_ends_those_before_it(llm: LLM) -> None:
+def test_a_bad_prompt_ends_the_requests_before_it(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="empty"):
         llm.generate([PROMPTS[2], []], greedy(900))
     llm.generate(PROMPTS[0], greedy(2))
@@ -431,7 +431,7 @@ def assert_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, not 'float64'"),
@@ -463,12 +463,12 @@ def assert_gone(pids: list[int]) -> None:
         ({"pipeline_parallel": 31}, "9 heads and 30 layers cannot be divided between 1 ranks and 31 stages"),
     ],
 )
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str) -> None:
     def start(*_: object) -> None:
         pytest.fail("processes were started for it")
 
     monkeypatch.setattr(RankGroup, "start", start)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         LLM(**{"model": "smollm2", **options})
 
 
@@ -479,7 +479,7 @@ def save_tiny(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path) -> None:
+def test_invalid_logits_fail_only_their_request(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
@@ -497,7 +497,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path) -> 
         assert last.finish_reason == "error"
 
 
-def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace("LlamaForCausalLM", "MambaForCausalLM"))
@@ -506,7 +506,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"tensor_parallel": 5}, "4 heads"),
         ({"pipeline_parallel": 3}, "2 layers"),
@@ -516,7 +516,7 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path) -> None:
         ({"memory_fraction": 1e-9}, "the weights of a rank take"),
     ],
 )
-def test_what_the_model_rules_out_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     save_tiny(tmp_path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         LLM(str(tmp_path), **options)

@@ -25,14 +25,17 @@ from shotcast.errors import EngineDead
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 VOCAB = 500
 BAD = 499
-"""A token whose embedding is no number."""
+"""A token whose embedding is NaN."""
 LAYOUTS = [
     pytest.param(tensor, stages, marks=pytest.mark.skipif(not enough_gpus(tensor * stages), reason="too few GPUs"))
     for tensor, stages in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 ]
 HALF = {"bfloat16": 5e-3, "float16": 1e-3}
-"""How far roundings may put tokens below the likeliest in the mean. Plain PyTorch in that dtype, over 2816 tokens of
-this model: 1.1e-3 and 1.1e-4, and for one token 0.12 and 0.04; unrelated tokens are about 1 below."""
+"""The mean distance below the likeliest token that rounding may cause.
+
+Plain PyTorch in these dtypes, over 2816 tokens of this model, has means of 1.1e-3 and 1.1e-4, and for single tokens
+0.12 and 0.04; unrelated tokens are about 1 below.
+"""
 HALF_AT_MOST = 0.2
 TWO = pytest.mark.skipif(not enough_gpus(2), reason="needs two GPUs")
 
@@ -54,7 +57,7 @@ def reference() -> Any:
     )
     model = transformers.LlamaForCausalLM(config).float().eval().cuda()
     model.model.embed_tokens.weight.data[BAD] = float("nan")
-    model.lm_head.weight.data[BAD] = 0  # and it is hardly drawn
+    model.lm_head.weight.data[BAD] = 0  # so that it is hardly ever sampled
     return model
 
 
@@ -77,13 +80,16 @@ def greedy(length: int, **options: Any) -> SamplingParams:
 
 @torch.inference_mode()
 def logits_of(reference: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """[tokens - 1, vocab], after each but the last. On a GPU, in full float32: a busy CPU takes seconds for each."""
+    """Return the logits after each token but the last, [tokens - 1, vocab].
+
+    They are computed on a GPU in full float32: a busy CPU takes seconds for each.
+    """
     return reference(tokens[None, :-1].to(reference.device)).logits[0].cpu()
 
 
 @torch.inference_mode()
 def below_the_likeliest(reference: Any, output: RequestOutput) -> torch.Tensor:
-    """By how much the logit of each token is below the largest, as a part of the row's largest magnitude."""
+    """Return how far the logit of each token is below the largest, relative to the row's largest magnitude."""
     known = torch.tensor([*output.prompt_tokens, *output.tokens])
     logits = logits_of(reference, known)[len(output.prompt_tokens) - 1 :]
     taken = logits.gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
@@ -92,7 +98,7 @@ def below_the_likeliest(reference: Any, output: RequestOutput) -> torch.Tensor:
 
 @torch.inference_mode()
 def assert_greedy(reference: Any, outputs: list[RequestOutput], close: float) -> None:
-    """Every token is the likeliest, or as likely but for ``close`` of the largest logit; logprobs are the model's."""
+    """Check that every token is the likeliest up to ``close`` of the largest logit, and the log-probabilities."""
     for output in outputs:
         known = torch.tensor([*output.prompt_tokens, *output.tokens])
         logits = logits_of(reference, known)[len(output.prompt_tokens) - 1 :]
@@ -102,7 +108,7 @@ def assert_greedy(reference: Any, outputs: list[RequestOutput], close: float) ->
 
 
 def assert_close(reference: Any, outputs: list[RequestOutput], dtype: str) -> None:
-    """As :func:`assert_greedy` for float32; in half precision, the mean tells what single tokens cannot."""
+    """Apply :func:`assert_greedy` in float32; in half precision, check the mean instead of single tokens."""
     if dtype == "float32":
         assert_greedy(reference, outputs, 1e-4)
         return
@@ -112,8 +118,8 @@ def assert_close(reference: Any, outputs: list[RequestOutput], dtype: str) -> No
 
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
-def test_float32_is_what_transformers_computes(folder: str, reference: Any, tensor: int, stages: int) -> None:
-    """More requests than slots, prompts in chunks, and all numbers of sequences up to 7."""
+def test_float32_matches_transformers(folder: str, reference: Any, tensor: int, stages: int) -> None:
+    """There are more requests than slots, prompts in chunks, and all numbers of sequences up to 7."""
     options = {"dtype": "float32", "max_model_len": 200, "max_sequences": 7, "max_batch_tokens": 64}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         outputs = llm.generate(prompts(20), [greedy(10 + number, logprobs=2) for number in range(20)])
@@ -126,7 +132,7 @@ def test_float32_is_what_transformers_computes(folder: str, reference: Any, tens
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
-    """Prompts in chunks, beside sequences that decode."""
+    """Prompts run in chunks, together with sequences that decode."""
     options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16, "max_batch_tokens": 100}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         assert_close(reference, llm.generate(prompts(12), greedy(16)), dtype)
@@ -134,10 +140,10 @@ def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stage
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_fp8_is_close(folder: str, reference: Any, tensor: int, stages: int) -> None:
-    """Prompts together are products in FP8, tokens of few sequences those of a few rows with FP8 weights.
+    """Prompts use FP8 products; tokens of few sequences use products of a few rows with FP8 weights.
 
-    Any one token may be another, as roundings to FP8 go one way or the other; so it is the mean that is close: that of
-    the same model with FP8 by plain PyTorch is 0.03 to 0.04, that of tokens which have nothing to do with it about 1.
+    Any single token may differ, since rounding to FP8 goes either way, so the mean is checked: with FP8 in plain
+    PyTorch it is 0.03 to 0.04 for the same model, and about 1 for unrelated tokens.
     """
     options = {"quantization": "fp8", "max_model_len": 200, "max_sequences": 32}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
@@ -165,16 +171,16 @@ def test_sequence_parallel(folder: str, reference: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_steps_of_any_length_are_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
-    """A prompt of each length around the sizes of graphs, alone; then all, in chunks, from blocks that hold them."""
+    """Run a prompt of each length around the sizes of graphs, alone; then all in chunks, with cached prefixes."""
     options = {"dtype": dtype, "max_model_len": 400, "max_sequences": 8, "max_batch_tokens": 300}
-    drawn = torch.Generator().manual_seed(8)
+    generator = torch.Generator().manual_seed(8)
     lengths = 1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 192, 193, 256, 257, 299, 300, 301, 390
-    asked = [torch.randint(50, BAD, (length,), generator=drawn).tolist() for length in lengths]
+    prompt_list = [torch.randint(50, BAD, (length,), generator=generator).tolist() for length in lengths]
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
-        alone = [llm.generate(prompt, greedy(4))[0] for prompt in asked]
+        alone = [llm.generate(prompt, greedy(4))[0] for prompt in prompt_list]
         assert_close(reference, alone, dtype)
         cached = llm.stats().cached_tokens
-        together = llm.generate([[*prompt[:200], 60] for prompt in asked], greedy(9))
+        together = llm.generate([[*prompt[:200], 60] for prompt in prompt_list], greedy(9))
         assert llm.stats().cached_tokens > cached
         assert_close(reference, together, dtype)
 
@@ -231,7 +237,7 @@ def test_graphs_and_lookahead_change_no_output_and_the_host_never_waits(folder: 
         static: tuple[int, ...], lookahead: int, blocks: int
     ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
         options = folder, requests(), 7, blocks, static, lookahead, stages, "cuda"
-        ranks = shotcast.spawn(targets.answered, tensor * stages, *options, timeout_s=200)
+        ranks = shotcast.spawn(targets.outputs_of, tensor * stages, *options, timeout_s=200)
         assert all(found == ranks[-1][0] for found, _ in ranks)
         return ranks[-1]
 
@@ -248,7 +254,7 @@ def test_graphs_and_lookahead_change_no_output_and_the_host_never_waits(folder: 
 
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
-def test_logits_that_are_no_numbers_fail_their_request_alone(folder: str, tensor: int, stages: int) -> None:
+def test_invalid_logits_fail_only_their_request(folder: str, tensor: int, stages: int) -> None:
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", max_model_len=100) as llm:
         good, bad, other = llm.generate([[60, 61], [60, BAD], [63]], greedy(8))
         assert (bad.tokens, bad.finish_reason) == ([], "error")
@@ -258,7 +264,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(folder: str, tensor
 
 
 def test_requests_end_where_they_should(folder: str) -> None:
-    """End tokens and stop tokens, each with a step that was planned ahead and is dropped; and requests that leave."""
+    """End tokens and stop tokens drop a step that was planned ahead; and requests are aborted."""
     with LLM(folder, device="cuda", dtype="float32", max_model_len=300, max_sequences=4) as llm:
         whole = llm.generate(prompts(1), greedy(40))[0].tokens
         stop = next(token for place, token in enumerate(whole) if place > 4 and token not in whole[:place])
@@ -274,7 +280,7 @@ def test_requests_end_where_they_should(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
-def test_the_time_of_communication_is_told(folder: str, tensor: int, stages: int) -> None:
+def test_the_time_of_communication_is_measured(folder: str, tensor: int, stages: int) -> None:
     options = {"max_model_len": 200, "max_sequences": 4}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         llm.generate(prompts(2), greedy(20))
@@ -297,7 +303,7 @@ def test_the_time_of_communication_is_told(folder: str, tensor: int, stages: int
 
 @TWO
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
-def test_a_killed_rank_fails_what_runs_at_once(folder: str, tensor: int, stages: int) -> None:
+def test_a_killed_rank_fails_running_requests_at_once(folder: str, tensor: int, stages: int) -> None:
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", max_model_len=1000) as llm:
         pids = llm.pids
         stream = llm.stream(prompts(1)[0], greedy(900))
@@ -321,7 +327,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(folder: str) -> None:
         assert time.monotonic() - started < 25
 
 
-def test_auto_is_cuda_here(folder: str) -> None:
+def test_auto_selects_cuda(folder: str) -> None:
     with LLM(folder, max_model_len=100) as llm:
         assert (llm.config.device, llm.dtype) == ("cuda", "bfloat16")
         assert len(llm.generate(prompts(1), greedy(4))[0].tokens) == 4

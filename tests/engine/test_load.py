@@ -1,4 +1,4 @@
-"""What a rank takes before it computes."""
+"""Loading of a rank: workspaces, and the GPUs that FP8 needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shotcast.models.presets import preset
 from shotcast.transport.triton.layout import Layout
 
 LARGE = 4 << 20
-"""The longest message within a stage, in these tests."""
+"""The longest message within a stage in these tests."""
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ LARGE = 4 << 20
         ("cuda", 4096, 4096, MAX_WORKSPACE_MESSAGE),
     ],
 )
-def test_a_workspace_holds_the_longest_message_that_it_can(
+def test_a_workspace_holds_the_longest_message_up_to_the_limit(
     device: str, tokens: int, sequences: int, expected: int
 ) -> None:
     config = EngineConfig("m", device=device, max_batch_tokens=tokens, max_sequences=sequences)
@@ -45,21 +45,23 @@ def test_a_workspace_holds_the_longest_message_that_it_can(
 def test_only_ranks_that_share_layers_take_a_large_workspace(
     tensor: int, stages: int, expected: tuple[int, int]
 ) -> None:
-    """By the layout of GPUs, whose workspaces are in proportion; those of compiled ranks end at some 4 MiB."""
-    found = interpret(targets.workspaces, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=60)
+    """GPU workspaces are proportional to the message, while those of compiled CPU ranks end at about 4 MiB."""
+    found = interpret(
+        targets.workspace_bytes, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=60
+    )
     assert found == [tuple(Layout.for_messages(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
 
 
-def test_a_rank_alone_has_no_algorithm_that_a_workspace_could_bound() -> None:
-    interpret(targets.alone, 1, "ring", env=GPU_COLLECTIVES, timeout_s=60)
+def test_a_single_rank_is_not_limited_by_its_workspace() -> None:
+    interpret(targets.norm_on_one_rank, 1, "ring", env=GPU_COLLECTIVES, timeout_s=60)
 
 
-def test_what_goes_between_stages_may_be_longer_than_their_workspace() -> None:
-    interpret(targets.passed_on, 4, 2, 2, LEAST + 4096, env=GPU_COLLECTIVES, timeout_s=100)
+def test_messages_between_stages_may_be_longer_than_their_workspace() -> None:
+    interpret(targets.pass_to_next_stage, 4, 2, 2, LEAST + 4096, env=GPU_COLLECTIVES, timeout_s=100)
 
 
 @pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
-def test_fp8_needs_a_gpu_that_multiplies_in_it(found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_needs_a_gpu_of_capability_8_9(found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     refusal = pytest.raises(UnsupportedError, match=r"A GPU has 8\.[06]")

@@ -1,4 +1,4 @@
-"""Steps on static memory with padding, and steps planned ahead, against steps computed one after the other."""
+"""Steps on static memory with padding, and steps planned ahead, compared with eager steps one after the other."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from shotcast.layers.step_timer import HostStepTimer
 
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
-"""Tokens of steps with prompts on static memory."""
+"""Numbers of tokens for which steps with prompts run on static memory."""
 BAD = 200
-"""A token whose embedding is no number."""
+"""A token whose embedding is NaN."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def outputs(found: dict[str, list[EngineCoreOutput]]) -> dict[str, tuple[list[in
 
 
 class FixedModel:
-    """Its next token is 3, whatever came before."""
+    """A model whose next token is always 3."""
 
     config = SimpleNamespace(vocab=5)
     parallel = SimpleNamespace(timer=HostStepTimer(), last=True)
@@ -98,21 +98,21 @@ class FixedModel:
         return Logits(torch.eye(5)[3:4], torch.tensor([[3, 1]]))
 
 
-def test_a_rank_that_nobody_asks_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_report_samples_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def runner(reports: bool) -> ModelRunner:
         return ModelRunner(FixedModel(), 4, 4, 2, 16, 0, reports=reports)  # type: ignore[arg-type]
 
     prompt = ScheduledSequence(0, 0, (1, 2), (0,), True, True, SamplingParams(temperature=0.0), "first", ())
-    drawing = runner(True).execute(StepPlan(7, (prompt,)))
-    assert drawing is not None
-    assert drawing.result() == ModelRunnerOutput(7, (3,), (None,))
+    output = runner(True).execute(StepPlan(7, (prompt,)))
+    assert output is not None
+    assert output.result() == ModelRunnerOutput(7, (3,), (None,))
 
     def sample(*args: Any) -> None:
-        raise AssertionError("it drew")
+        raise AssertionError("it sampled")
 
     monkeypatch.setattr(Sampler, "sample", sample)
     assert runner(False).execute(StepPlan(7, (prompt,))) is None
-    with pytest.raises(AssertionError, match="it drew"):
+    with pytest.raises(AssertionError, match="it sampled"):
         runner(True).execute(StepPlan(7, (prompt,)))
 
 
@@ -122,7 +122,7 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, 
         static: tuple[int, ...], lookahead: int, blocks: int
     ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
         options = str(folder), requests(), 7, blocks, static, lookahead, stages
-        ranks = interpret(targets.answered, tensor * stages, *options)
+        ranks = interpret(targets.outputs_of, tensor * stages, *options)
         assert all(found == ranks[-1][0] for found, _ in ranks)
         return ranks[-1]
 
@@ -136,7 +136,7 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, 
     assert min(counts["padded prompts"], counts["mixed"], counts["pending mixed"]) > 3
     assert min(counts["silent"], counts["later"]) > 0
     assert counts["eager"] == 0
-    assert counts["heads"] == counts["prompts"] - counts["silent"], "the head is computed where somebody draws"
+    assert counts["heads"] == counts["prompts"] - counts["silent"], "the head is computed only for steps that sample"
     for name, progress in plain.items():
         for one, other in zip(progress, ahead[name], strict=True):
             assert (one.logprobs is None) == (other.logprobs is None)
@@ -149,11 +149,15 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, 
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_logits_that_are_no_numbers_end_their_request_alone(folder: Path, static: bool) -> None:
+def test_invalid_logits_end_only_their_request(folder: Path, static: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    asked = [Request("good", (30, 31), params), Request("bad", (30, BAD), params), Request("other", (33, 34), params)]
-    options = str(folder), asked, 4, 64, SIZES if static else (), int(static)
-    ((found, _),) = interpret(targets.answered, 1, *options)
+    request_list = [
+        Request("good", (30, 31), params),
+        Request("bad", (30, BAD), params),
+        Request("other", (33, 34), params),
+    ]
+    options = str(folder), request_list, 4, 64, SIZES if static else (), int(static)
+    ((found, _),) = interpret(targets.outputs_of, 1, *options)
     assert outputs(found)["bad"] == ([], "error")
     assert "not numbers" in found["bad"][-1].error
     for name in ("good", "other"):
@@ -162,19 +166,19 @@ def test_logits_that_are_no_numbers_end_their_request_alone(folder: Path, static
 
 
 @given(st.integers(1, 600), st.data())
-def test_a_bucket_is_the_next_size(sequences: int, data: st.DataObject) -> None:
+def test_a_decode_step_takes_the_next_size(sequences: int, data: st.DataObject) -> None:
     sizes = decode_capture_sizes(sequences)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == sequences
     count = data.draw(st.integers(1, sequences))
     plan = StepPlan(0, tuple(ScheduledSequence(slot, 3, (1,), (), False, True) for slot in range(count)))
-    bucket = decode_capture_size(plan, sizes)
-    assert bucket is not None
-    assert count <= bucket <= max(count + 7, count * 1.25)
-    assert all(size < count or size >= bucket for size in sizes)
+    size = decode_capture_size(plan, sizes)
+    assert size is not None
+    assert count <= size <= max(count + 7, count * 1.25)
+    assert all(size < count or size >= size for size in sizes)
 
 
-def test_sizes_are_as_they_are_written_down() -> None:
+def test_decode_sizes_match_the_documentation() -> None:
     assert decode_capture_sizes(1) == (1,)
     assert decode_capture_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert decode_capture_sizes(128)[4:] == (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
@@ -190,7 +194,7 @@ def test_a_step_with_prompts_takes_the_next_size(most: int, data: st.DataObject)
     assert min(size for size in sizes if size >= count) <= max(16, 2 * count if count <= 128 else 1.5 * count)
 
 
-def test_numbers_of_tokens_are_as_they_are_written_down() -> None:
+def test_prefill_sizes_match_the_documentation() -> None:
     assert prefill_capture_sizes(16) == (16,)
     assert prefill_capture_sizes(100) == (16, 32, 64, 100)
     assert prefill_capture_sizes(2048) == (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -201,7 +205,7 @@ BLOCK, ROWS, WIDTH = 4, 6, 30
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    """Sequences that decode, of which some wait for their token, and chunks of prompts."""
+    """Generate plans with sequences that decode, some of which wait for their token, and chunks of prompts."""
     made = []
     for slot in draw(st.permutations(range(ROWS)))[: draw(st.integers(1, ROWS))]:
         count = draw(st.just(1) | st.integers(2, 40))
@@ -216,16 +220,16 @@ def plans(draw: st.DrawFn) -> StepPlan:
 
 @given(plans(), st.integers(1, 50), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9))
 def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, cells: int, more: int) -> None:
-    """Token by token, all that a graph reads; and no tile too many for the room there is."""
+    """Check every field that a graph reads, token by token, and that the tiles fit into their room."""
     tables = np.random.default_rng(3).permutation(ROWS * WIDTH).astype(np.int32).reshape(ROWS, WIDTH)
-    of = build_input_batch(plan, tables, BLOCK)
-    bucket = plan.tokens + padding
-    layout = prefill_layout(bucket, ROWS, max_tiles(bucket, ROWS, most) + more)
+    batch = build_input_batch(plan, tables, BLOCK)
+    size = plan.tokens + padding
+    layout = prefill_layout(size, ROWS, max_tiles(size, ROWS, most) + more)
     filled = np.arange(2 * cells, dtype=np.int32).reshape(cells, 2)
     out = np.full(layout.block_updates.start + 2 * cells, 12345, np.int32)
-    pack_prefill(of, filled, most, 77, 88, layout, out)
+    pack_prefill(batch, filled, most, 77, 88, layout, out)
 
-    tokens, positions, slots, drawn, rows, owners = [], [], [], [], [], []
+    tokens, positions, slots, logits_indices, rows, owners = [], [], [], [], [], []
     for sequence in plan.sequences:
         for place, token in enumerate(sequence.tokens, sequence.num_computed):
             tokens.append(-1 - sequence.slot if token == PENDING_TOKEN else token)
@@ -233,16 +237,16 @@ def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, 
             slots.append(tables[sequence.slot, place // BLOCK] * BLOCK + place % BLOCK)
             owners.append((sequence.slot, place))
         if sequence.do_sample:
-            drawn.append(len(tokens) - 1)
+            logits_indices.append(len(tokens) - 1)
             rows.append(sequence.slot)
     assert out[layout.tokens].tolist() == tokens + [0] * padding
     assert out[layout.positions].tolist() == positions + [0] * padding
     assert out[layout.cache_slots].tolist() == slots + [88] * padding
-    assert out[layout.logits_indices].tolist() == drawn + [0] * (ROWS - len(drawn))
+    assert out[layout.logits_indices].tolist() == logits_indices + [0] * (ROWS - len(logits_indices))
     assert out[layout.logits_rows].tolist() == rows + [77] * (ROWS - len(rows))
     assert out[layout.num_block_updates] == cells
     assert out[layout.block_updates].tolist() == list(range(2 * cells))
-    covered: list[tuple[int, int] | None] = [(-1, -1)] * bucket
+    covered: list[tuple[int, int] | None] = [(-1, -1)] * size
     for row, first, count, start in out[layout.tiles].reshape(-1, TILE_FIELDS).tolist():
         assert count <= most
         for place in range(count):
@@ -265,7 +269,7 @@ def test_steps_that_no_graph_serves(odd: ScheduledSequence) -> None:
     assert decode_capture_size(StepPlan(0, (usual,)), ()) is None
 
 
-def test_a_step_is_packed_with_padding_that_is_nobodys() -> None:
+def test_a_decode_step_is_packed_with_padding() -> None:
     out = np.full((4, FIELDS), 99, np.int32)
     plan = StepPlan(
         0,
@@ -275,8 +279,8 @@ def test_a_step_is_packed_with_padding_that_is_nobodys() -> None:
     assert out.tolist() == [[6, 8, 41, 3], [2, 5, PENDING_TOKEN, -1], [9, 0, 0, -1], [9, 0, 0, -1]]
 
 
-def test_what_was_not_captured_is_not_replayed() -> None:
-    """It would be computed on what memory holds by then, the step before."""
+def test_a_graph_that_was_not_captured_is_not_replayed() -> None:
+    """It would compute on the current contents of memory, which belong to the step before."""
     graphs = CudaGraphs(torch.device("cpu"), HostStepTimer())
     calls: list[int] = []
     graphs.get_or_capture("step", lambda: calls.append(1))
@@ -286,16 +290,16 @@ def test_what_was_not_captured_is_not_replayed() -> None:
         graphs.get("another")
 
 
-def test_the_room_of_a_step_is_that_of_the_size_that_takes_most() -> None:
-    """Smaller sizes may have smaller tiles, of which there is more to say than of the largest size's tokens."""
-    tables, drawn = torch.zeros(65, 2, dtype=torch.int32), torch.zeros(65, dtype=torch.int64)
+def test_the_packed_step_has_room_for_the_size_that_needs_most() -> None:
+    """Smaller sizes may have smaller tiles, whose table may take more room than the tokens of the largest size."""
+    tables, last_tokens = torch.zeros(65, 2, dtype=torch.int32), torch.zeros(65, dtype=torch.int64)
     model: Any = SimpleNamespace(
         max_tile_tokens=lambda size: 32 if size > 512 else 8,
         config=SimpleNamespace(hidden=8),
         dtype=torch.float32,
         parallel=SimpleNamespace(last=True),
     )
-    state = DeviceState(model, [], tables, drawn, None)
+    state = DeviceState(model, [], tables, last_tokens, None)
     made = PrefillGraphs(state, (512, 513), (64,), CudaGraphs(torch.device("cpu"), HostStepTimer()))
     before = {size: layout.block_updates.start for size, layout in made._layouts.items()}
     assert before[512] > before[513]

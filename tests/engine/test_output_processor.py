@@ -1,4 +1,4 @@
-"""Outputs whose text is read as it grows, and those whose text is read at their end."""
+"""The output processor: text that is made as tokens arrive, or at the end of the output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ END = 0
 
 
 class Letters:
-    """A tokenizer of letters, one a token; 0 is an end token and has none."""
+    """A tokenizer with one letter per token; 0 is an end token without text."""
 
     byte_tokens = frozenset[int]()
 
     def __init__(self) -> None:
-        self.logprob_rows = 0
+        self.calls = 0
 
     def decode_continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self.decode(ids)
@@ -31,44 +31,44 @@ class Letters:
         return self.decode([token])
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        self.logprob_rows += 1
+        self.calls += 1
         return "".join(chr(ord("a") + token) for token in ids)
 
 
-def built(late: bool, tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[Any, list[str], int]:
-    """The output, its text as it grew, and how often the tokenizer had been asked before the last."""
+def process(at_end: bool, tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[Any, list[str], int]:
+    """Return the output, its text after each token, and the tokenizer's calls before the last token."""
     letters = Letters()
-    builder = OutputProcessor("a", (1,), SamplingParams(stop=stop), letters, (END,), late)  # type: ignore[arg-type]
+    processor = OutputProcessor("a", (1,), SamplingParams(stop=stop), letters, (END,), at_end)  # type: ignore[arg-type]
     grown, read = [], 0
     for number, token in enumerate(tokens):
         last = number == len(tokens) - 1
-        read = letters.logprob_rows
+        read = letters.calls
         finish = None if not last else "stop" if ends else "length"
-        one = EngineCoreOutput("a", (token,), None, finish, token if last and ends else None)  # type: ignore[arg-type]
-        grown.append(builder.update(one, float(number)).text)
-        if builder.copy().finished:
+        step = EngineCoreOutput("a", (token,), None, finish, token if last and ends else None)  # type: ignore[arg-type]
+        grown.append(processor.update(step, float(number)).text)
+        if processor.copy().finished:
             break
-    return builder.copy(), grown, read
+    return processor.copy(), grown, read
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.booleans(), st.sampled_from([(), ("bc",)]))
-def test_late_text_is_the_same_text(tokens: list[int], ends: bool, stop: tuple[str, ...]) -> None:
-    (early, _, _), (late, grown, read) = (built(when, tokens, stop, ends) for when in (False, True))
-    assert (early.text, early.tokens, early.finish_reason) == (late.text, late.tokens, late.finish_reason)
+def test_text_made_at_the_end_is_the_same(tokens: list[int], ends: bool, stop: tuple[str, ...]) -> None:
+    (early, _, _), (at_end, grown, read) = (process(when, tokens, stop, ends) for when in (False, True))
+    assert (early.text, early.tokens, early.finish_reason) == (at_end.text, at_end.tokens, at_end.finish_reason)
     if not stop:
         assert read == 0
         assert set(grown[:-1]) <= {""}
 
 
-def test_a_stop_string_ends_an_output_when_it_comes() -> None:
-    output, _, _ = built(True, [1, 2, 3, 4], ("c",), False)
+def test_a_stop_string_ends_an_output_at_once() -> None:
+    output, _, _ = process(True, [1, 2, 3, 4], ("c",), False)
     assert (output.text, output.finish_reason, output.stop_reason) == ("b", "stop", "c")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_copy_does_not_grow(late: bool) -> None:
-    builder = OutputProcessor("a", (1,), SamplingParams(logprobs=0), None, (END,), late)
-    builder.update(EngineCoreOutput("a", (3,), ()), 0.0)
-    before = builder.copy()
-    builder.update(EngineCoreOutput("a", (4,), ()), 1.0)
-    assert (before.tokens, builder.copy().tokens) == ([3], [3, 4])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_copy_does_not_grow(at_end: bool) -> None:
+    processor = OutputProcessor("a", (1,), SamplingParams(logprobs=0), None, (END,), at_end)
+    processor.update(EngineCoreOutput("a", (3,), ()), 0.0)
+    before = processor.copy()
+    processor.update(EngineCoreOutput("a", (4,), ()), 1.0)
+    assert (before.tokens, processor.copy().tokens) == ([3], [3, 4])

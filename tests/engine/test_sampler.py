@@ -1,4 +1,4 @@
-"""The sampler, against float64 references, by statistics, and in what its draws may not depend on."""
+"""The sampler: compared with float64 references, by statistics, and for independence from batch and slot."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def best_of(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((best, torch.ones_like(best)), dim=1)
 
 
-def draw_all(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> SamplerOutput:
-    drawn = torch.full([max(slots) + 2], -1, device=x.device)
-    made = sampler.sample(x, slots, best_of(x), drawn, False)
+def sample_all(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> SamplerOutput:
+    last_tokens = torch.full([max(slots) + 2], -1, device=x.device)
+    made = sampler.sample(x, slots, best_of(x), last_tokens, False)
     if x.device.type == "cpu":
-        assert drawn[list(slots)].tolist() == made.tokens[:, 0].tolist()
-        assert int((drawn == -1).sum()) == len(drawn) - len(slots)
+        assert last_tokens[list(slots)].tolist() == made.tokens[:, 0].tolist()
+        assert int((last_tokens == -1).sum()) == len(last_tokens) - len(slots)
     return made
 
 
 def tokens_of(sampler: Sampler, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    return draw_all(sampler, x, slots).tokens[:, 0]
+    return sample_all(sampler, x, slots).tokens[:, 0]
 
 
 def reference(row: torch.Tensor, p: SamplingParams, output: tuple[int, ...] = ()) -> list[float]:
-    """Probabilities, one filter after the other."""
+    """Return the probabilities, computed filter by filter."""
     x = [float(value) for value in row]
     for token in range(len(x)):
         count = output.count(token)
@@ -77,8 +77,8 @@ def reference(row: torch.Tensor, p: SamplingParams, output: tuple[int, ...] = ()
     return [weights[token] / total if token in kept else 0.0 for token in range(len(x))]
 
 
-def draws(row: torch.Tensor, p: SamplingParams, count: int, output: tuple[int, ...] = ()) -> torch.Tensor:
-    """Of as many requests."""
+def samples(row: torch.Tensor, p: SamplingParams, count: int, output: tuple[int, ...] = ()) -> torch.Tensor:
+    """Sample one token from ``row`` for each of ``count`` requests."""
     sampler = Sampler(count, len(row), "cpu", salt=1)
     for slot in range(count):
         sampler.assign(slot, p, f"request {slot}", output)
@@ -86,7 +86,10 @@ def draws(row: torch.Tensor, p: SamplingParams, count: int, output: tuple[int, .
 
 
 def chi_square(observed: list[int], expected: list[float]) -> float:
-    """Standard deviations above what chance gives (Wilson and Hilferty). Where nothing is expected, nothing may be."""
+    """Return the chi-square statistic as standard deviations above its mean (Wilson and Hilferty).
+
+    Fail if a value occurs whose expectation is 0.
+    """
     assert all(o == 0 for o, e in zip(observed, expected, strict=True) if e == 0)
     pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e >= 5]
     rest = [(o, e) for o, e in zip(observed, expected, strict=True) if 0 < e < 5]
@@ -122,43 +125,43 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("p", SETTINGS, ids=[f"{number}" for number in range(len(SETTINGS))])
-def test_draws_have_the_distribution_that_is_asked_for(p: SamplingParams) -> None:
+def test_samples_have_the_requested_distribution(p: SamplingParams) -> None:
     row = logits(1)[0]
     output = (int(row.argmax()),) * 2 + (3, 4, 4, 4)
     count = 4000
-    observed = draws(row, p, count, output).bincount(minlength=VOCAB).tolist()
+    observed = samples(row, p, count, output).bincount(minlength=VOCAB).tolist()
     expected = [count * probability for probability in reference(row, p, output)]
     assert abs(chi_square(observed, expected)) < 4
 
 
-def test_kernels_draw_from_the_distribution_that_is_asked_for() -> None:
-    """All settings in one step, by Triton's interpreter."""
+def test_kernels_sample_from_the_requested_distribution() -> None:
+    """All settings are sampled in one step, by Triton's interpreter."""
     row = logits(1)[0]
     output = (int(row.argmax()),) * 2 + (3, 4, 4, 4)
     kinds = [SETTINGS[number] for number in (10, 11, 16)]
-    (found,) = interpret(targets.drawn, 1, row, kinds, 120, output)
+    (found,) = interpret(targets.token_counts, 1, row, kinds, 120, output)
     for p, observed in zip(kinds, found, strict=True):
         assert abs(chi_square(observed, [120 * probability for probability in reference(row, p, output)])) < 4
 
 
-def test_places_of_one_output_are_independent_and_have_the_distribution() -> None:
-    """Pairs of successive draws of one request."""
+def test_positions_of_one_output_are_independent() -> None:
+    """This tests pairs of successive tokens of one request."""
     row = logits(1, vocab=4, scale=1.0)[0]
     sampler = Sampler(1, 4, "cpu", salt=0)
     sampler.assign(0, params(seed=7), "a", ())
-    drawn = [int(tokens_of(sampler, row[None], [0])) for _ in range(8001)]
+    last_tokens = [int(tokens_of(sampler, row[None], [0])) for _ in range(8001)]
     probabilities = row.softmax(0).tolist()
     observed = [0] * 16
-    for first, second in itertools.pairwise(drawn):
+    for first, second in itertools.pairwise(last_tokens):
         observed[4 * first + second] += 1
     expected = [8000 * a * b for a in probabilities for b in probabilities]
     assert chi_square(observed, expected) < 4
 
 
-def test_a_large_flat_vocabulary_is_drawn_from_evenly() -> None:
+def test_a_large_flat_vocabulary_is_sampled_evenly() -> None:
     vocab, count = 50_000, 1000
-    tokens = draws(torch.zeros(vocab), params(), count)
-    # About count^2 / (2 vocab) = 10 pairs of the same.
+    tokens = samples(torch.zeros(vocab), params(), count)
+    # About count^2 / (2 vocab) = 10 pairs are equal.
     assert count - 30 < len(tokens.unique())
     assert chi_square((tokens // (vocab // 20)).bincount(minlength=20).tolist(), [count / 20] * 20) < 4
 
@@ -173,11 +176,11 @@ def scrambled(x: int, key: tuple[int, int]) -> int:
     return x ^ (x >> 15)
 
 
-def test_the_hash_is_the_one_that_is_written_down() -> None:
-    """Products wrap and shifts bring in zeros, in vectors and in what is left over after them."""
-    draw = random.Random(0)
-    values = [draw.randrange(2**32) for _ in range(77)]
-    keys = [(draw.randrange(2**32), draw.randrange(2**32)) for _ in range(3)]
+def test_the_hash_matches_its_definition() -> None:
+    """Products wrap and shifts bring in zeros, in vectors and in the remainder after them."""
+    generator = random.Random(0)
+    values = [generator.randrange(2**32) for _ in range(77)]
+    keys = [(generator.randrange(2**32), generator.randrange(2**32)) for _ in range(3)]
 
     def signed(value: int) -> int:
         return value - 2**32 if value >= 2**31 else value
@@ -187,7 +190,7 @@ def test_the_hash_is_the_one_that_is_written_down() -> None:
     assert scramble(x, key).tolist() == [[signed(scrambled(value, pair)) for value in values] for pair in keys]
 
 
-def test_noise_is_uniform_and_has_no_pattern_over_tokens_places_and_seeds() -> None:
+def test_noise_is_uniform_and_has_no_pattern_over_tokens_positions_and_seeds() -> None:
     tokens = scramble(torch.arange(256, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
 
     def noise(keys: list[bytes]) -> torch.Tensor:
@@ -241,7 +244,7 @@ def test_top_k_and_top_p_keep_what_the_reference_keeps(row: list[float], top_k: 
     assume(max(row) > -math.inf)
     p = params(top_k=top_k, top_p=top_p)
     weights = sorted((math.exp(value - max(row)) for value in row), reverse=True)[: top_k or None]
-    for end in range(len(weights)):  # where rounding decides is no place to compare
+    for end in range(len(weights)):  # leave out cases that rounding decides
         assume(top_p == 1 or abs(sum(weights[: end + 1]) - top_p * sum(weights)) > 1e-5)
     kept = {token for token, probability in enumerate(reference(torch.tensor(row), p)) if probability}
     count = max(count, top_k)
@@ -255,13 +258,13 @@ def test_top_k_and_top_p_keep_what_the_reference_keeps(row: list[float], top_k: 
     assert mine == kept if complete.item() or count == len(row) else mine <= kept
 
 
-def test_top_p_of_one_keeps_what_rounding_would_lose() -> None:
+def test_top_p_of_one_keeps_tokens_that_rounding_would_lose() -> None:
     found = torch.tensor([[0.0, -50.0, -80.0]])
     one = torch.ones(1, dtype=torch.float64)
     assert nucleus(found, one, torch.tensor([0]), one)[0].all()
 
 
-def test_many_equal_ones_are_in_order_too() -> None:
+def test_many_equal_logits_are_in_order_too() -> None:
     x = torch.zeros(2, 5000)
     for count in (3000, 5000):
         assert likeliest(x, count)[1].equal(torch.arange(count).expand(2, -1))
@@ -269,20 +272,18 @@ def test_many_equal_ones_are_in_order_too() -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 3.0])
 @pytest.mark.parametrize("cached", [1, 2**16])
-def test_a_nucleus_beyond_the_few_that_are_looked_at_first(
-    monkeypatch: pytest.MonkeyPatch, scale: float, cached: int
-) -> None:
+def test_a_nucleus_larger_than_the_first_search(monkeypatch: pytest.MonkeyPatch, scale: float, cached: int) -> None:
     row = logits(1, scale=scale)[0]
     p = params(top_p=0.8)
-    before = draws(row, p, 500)
+    before = samples(row, p, 500)
     monkeypatch.setattr(torch_sampling, "FIRST_NUCLEUS", 4)
     monkeypatch.setattr(torch_sampling, "CACHED_LOGITS", cached)
-    assert draws(row, p, 500).equal(before)
+    assert samples(row, p, 500).equal(before)
     assert len(before.unique()) > (4 if scale == 0.01 else 1)
 
 
-def test_top_k_beyond_the_few_beside_a_row_without() -> None:
-    """Rows that a CPU works on at once."""
+def test_top_k_larger_than_the_first_search_next_to_a_row_without() -> None:
+    """The rows are processed together on a CPU."""
     x = logits(2, vocab=4096, scale=0.1)
     sampler = Sampler(2, 4096, "cpu", salt=0)
     sampler.assign(0, params(top_k=2000), "a", ())
@@ -297,7 +298,7 @@ def test_top_k_beyond_the_few_beside_a_row_without() -> None:
 def test_a_low_temperature_takes_the_likeliest(temperature: float, changes: dict[str, float]) -> None:
     row = logits(1, scale=100.0)[0]
     row[[3, 9]] = row.max() + 1
-    assert set(draws(row, params(temperature=temperature, **changes), 50).tolist()) == {3, 9}
+    assert set(samples(row, params(temperature=temperature, **changes), 50).tolist()) == {3, 9}
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
@@ -323,20 +324,20 @@ def test_nothing_runs_when_all_are_greedy() -> None:
     for slot in range(2):
         sampler.assign(slot, params(temperature=0, top_k=5), "a", ())
     x = logits(2)
-    best, drawn = best_of(x), torch.zeros(2, dtype=torch.int64)
+    best, last_tokens = best_of(x), torch.zeros(2, dtype=torch.int64)
     with Operations() as operations:
-        made = sampler.sample(x, [0, 1], best, drawn, True)
+        made = sampler.sample(x, [0, 1], best, last_tokens, True)
     assert operations.names == []
     assert made.tokens is best
 
 
-def test_others_leave_the_likeliest_as_they_are() -> None:
+def test_sampling_does_not_modify_best() -> None:
     sampler = Sampler(2, VOCAB, "cpu", salt=0)
     sampler.assign(0, params(temperature=0), "a", ())
     sampler.assign(1, params(temperature=5.0, seed=1), "b", ())
     x = logits(2)
     best = best_of(x)
-    best[1, 1] = 0  # what is known of a row stays with it
+    best[1, 1] = 0  # the flag of a row stays with it
     kept = best.clone()
     changed = 0
     for _ in range(20):
@@ -361,14 +362,14 @@ def mixed(count: int) -> list[SamplingParams]:
 
 
 def outputs(order: list[int], slots: list[int], again_at: int | None, salt: int = 5) -> dict[int, list[int]]:
-    """What requests give whose logits depend on their own output, in batches of this order and these slots."""
+    """Return the outputs of requests whose logits depend on their output, in batches of this order and these slots."""
     kinds = mixed(len(order))
     sampler = Sampler(32, VOCAB, "cpu", salt=salt)
     texts: dict[int, list[int]] = {number: [] for number in order}
     for number, slot in zip(order, slots, strict=True):
         sampler.assign(slot, kinds[number], f"{number}", ())
     for step in range(10):
-        if step == again_at:  # pre-empted, and elsewhere now
+        if step == again_at:  # preempted, and in another slot now
             slots = [31 - slot for slot in slots]
             for number, slot in zip(order, slots, strict=True):
                 sampler.assign(slot, kinds[number], f"{number}", texts[number])
@@ -379,7 +380,7 @@ def outputs(order: list[int], slots: list[int], again_at: int | None, salt: int 
     return texts
 
 
-def test_draws_depend_on_neither_batch_nor_slot_nor_pre_emption() -> None:
+def test_samples_depend_on_neither_batch_nor_slot_nor_preemption() -> None:
     plain = outputs(list(range(12)), list(range(12)), None)
     assert outputs(list(range(11, -1, -1)), [2 * number for number in range(12)], None) == plain
     assert outputs(list(range(12)), list(range(12)), 4) == plain
@@ -395,16 +396,16 @@ def test_draws_depend_on_neither_batch_nor_slot_nor_pre_emption() -> None:
     assert alone == plain
 
 
-def test_requests_without_a_seed_draw_by_salt_and_name_and_those_with_one_by_that() -> None:
+def test_requests_without_a_seed_sample_by_salt_and_id() -> None:
     first, second = (outputs(list(range(12)), list(range(12)), None, salt) for salt in (1, 2))
     differ = {number for number in range(12) if first[number] != second[number]}
     assert differ == {number for number in range(12) if not mixed(12)[number].greedy and mixed(12)[number].seed is None}
     row = logits(1, scale=0.1)[0]
-    assert len(draws(row, params(), 50).unique()) > 10
-    assert len(draws(row, params(seed=4), 50).unique()) == 1
+    assert len(samples(row, params(), 50).unique()) > 10
+    assert len(samples(row, params(seed=4), 50).unique()) == 1
 
 
-def test_penalties_count_what_is_drawn_and_a_new_request_starts_over() -> None:
+def test_penalties_count_samples_and_a_new_request_starts_over() -> None:
     x = torch.zeros(1, 4)
     sampler = Sampler(1, 4, "cpu", salt=0)
     for _ in range(2):
@@ -412,13 +413,13 @@ def test_penalties_count_what_is_drawn_and_a_new_request_starts_over() -> None:
         assert [int(tokens_of(sampler, x, [0])) for _ in range(5)] == [1, 2, 3, 0, 1]
 
 
-def test_logits_are_left_as_they_are() -> None:
+def test_logits_are_not_modified() -> None:
     x = logits(6)
     before = x.clone()
     sampler = Sampler(6, VOCAB, "cpu", salt=0)
     for slot, kind in enumerate(mixed(6)):
         sampler.assign(slot, kind, "a", (1, 2))
-    draw_all(sampler, x, range(6))
+    sample_all(sampler, x, range(6))
     assert x.equal(before)
 
 
@@ -434,7 +435,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     ]
     for slot, kind in enumerate(kinds):
         sampler.assign(slot, kind, "a", (1,))
-    made = draw_all(sampler, x, range(4))
+    made = sample_all(sampler, x, range(4))
     tokens = made.tokens[:, 0]
     found = token_logprobs(tokens.tolist(), made.logprob_rows, made.logprobs)
     expected = x.double().log_softmax(1)
@@ -454,17 +455,17 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 def test_more_log_probabilities_than_tokens() -> None:
     sampler = Sampler(1, 3, "cpu", salt=0)
     sampler.assign(0, params(logprobs=20), "a", ())
-    made = draw_all(sampler, logits(1, vocab=3), [0])
+    made = sample_all(sampler, logits(1, vocab=3), [0])
     (entry,) = token_logprobs(made.tokens[:, 0].tolist(), made.logprob_rows, made.logprobs)
     assert entry is not None
     assert len(entry.top) == 3
 
 
-def test_tokens_of_no_probability_are_not_drawn() -> None:
+def test_impossible_tokens_are_not_sampled() -> None:
     row = torch.full([VOCAB], -math.inf)
     row[[3, 9]] = 0.0
     for p in (params(), params(top_k=5), params(top_p=0.999), params(min_p=0.01)):
-        assert set(draws(row, p, 200).tolist()) == {3, 9}
+        assert set(samples(row, p, 200).tolist()) == {3, 9}
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, VOCAB), torch.zeros(1, 4), torch.zeros(1, VOCAB, dtype=torch.bfloat16)])
@@ -472,12 +473,12 @@ def test_other_logits_are_refused(x: torch.Tensor) -> None:
     sampler = Sampler(1, VOCAB, "cpu", salt=0)
     sampler.assign(0, params(), "a", ())
     with pytest.raises(ConfigError, match=r"the logits of 1 slots must be float32 \[1, 32\], not"):
-        draw_all(sampler, x, [0])
+        sample_all(sampler, x, [0])
 
 
-def test_a_slot_that_is_nobodys_is_refused() -> None:
+def test_an_unassigned_slot_is_refused() -> None:
     with pytest.raises(ConfigError, match="slot 1 is not assigned to a request"):
-        draw_all(Sampler(2, VOCAB, "cpu", salt=0), logits(1), [1])
+        sample_all(Sampler(2, VOCAB, "cpu", salt=0), logits(1), [1])
 
 
 def test_a_salt_of_64_bits_signed() -> None:
@@ -514,16 +515,16 @@ def gpu_logits(kind: str, rows: int, step: int) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["steep", "bfloat16", "flat", "equal"])
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_a_gpu_draws_the_same_and_the_host_never_waits(count: int, kind: str) -> None:
+def test_a_gpu_samples_the_same_and_the_host_never_waits(count: int, kind: str) -> None:
     kinds = everything(count)
     cpu, gpu = Sampler(count, GPU_VOCAB, "cpu", salt=3), Sampler(count, GPU_VOCAB, "cuda", salt=3)
     gpu.warm_up()
     for slot, p in enumerate(kinds):
         cpu.assign(slot, p, f"{slot}", (1, 2, 3))
     given = [gpu_logits(kind, count, step).pin_memory() for step in range(3)]
-    drawn = torch.full([count + 1], -1, device="cuda")
+    last_tokens = torch.full([count + 1], -1, device="cuda")
     runs = []
-    # The first time, PyTorch's part loads kernels, which waits.
+    # At the first call PyTorch loads kernels, which waits for the device.
     for mode in ("default", "error", "error"):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
@@ -533,14 +534,14 @@ def test_a_gpu_draws_the_same_and_the_host_never_waits(count: int, kind: str) ->
             made = []
             for host in given:
                 x = host.to("cuda", non_blocking=True)
-                told = gpu.sample(x, range(count), best_of(x), drawn, False).tokens
-                made.append((told, drawn.clone()))
+                tokens = gpu.sample(x, range(count), best_of(x), last_tokens, False).tokens
+                made.append((tokens, last_tokens.clone()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        runs.append([told[:, 0].tolist() for told, _ in made])
-        for told, entered in made:
-            assert entered.tolist() == [*told[:, 0].tolist(), -1]
-            assert told[:, 1].tolist() == [1] * count
+        runs.append([tokens[:, 0].tolist() for tokens, _ in made])
+        for tokens, entered in made:
+            assert entered.tolist() == [*tokens[:, 0].tolist(), -1]
+            assert tokens[:, 1].tolist() == [1] * count
     assert runs[0] == runs[1] == runs[2]
     for host, found in zip(given, runs[0], strict=True):
         assert found == tokens_of(cpu, host, range(count)).tolist()
@@ -548,8 +549,8 @@ def test_a_gpu_draws_the_same_and_the_host_never_waits(count: int, kind: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 8, 64])
-def test_what_draws_on_a_gpu_take(count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints it; for rows as models give them, and flat ones. More than a millisecond would be another algorithm."""
+def test_times_of_sampling_on_a_gpu(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the times for rows like those of models, and flat ones. More than a millisecond would be a regression."""
     kinds = {
         "temperature": params(temperature=0.8),
         "top_p": params(temperature=0.8, top_p=0.9),
@@ -562,15 +563,15 @@ def test_what_draws_on_a_gpu_take(count: int, capsys: pytest.CaptureFixture[str]
         for slot in range(count):
             sampler.assign(slot, p, f"{slot}", (1, 2, 3))
         x = gpu_logits(kind, count, 0).cuda()
-        best, drawn = best_of(x), torch.zeros(count, dtype=torch.int64, device="cuda")
+        best, last_tokens = best_of(x), torch.zeros(count, dtype=torch.int64, device="cuda")
         device_us, host_us = [], []
         for _ in range(30):
             torch.cuda.synchronize()
-            torch.cuda._sleep(1_000_000)  # the device is behind the host, as it is in a step
+            torch.cuda._sleep(1_000_000)  # the device runs behind the host, as in a step
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             started = time.perf_counter()
             begin.record()
-            sampler.sample(x, range(count), best, drawn, False)
+            sampler.sample(x, range(count), best, last_tokens, False)
             end.record()
             host_us.append((time.perf_counter() - started) * 1e6)
             end.synchronize()

@@ -1,4 +1,4 @@
-"""What may be asked of the engine, and what is refused."""
+"""Validation of sampling parameters and engine options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_token_ids_are_of_any_integer_type(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (None, "words must hold token ids, not None"),
         (7, "words must hold token ids, not 7"),
@@ -53,13 +53,13 @@ def test_token_ids_are_of_any_integer_type(given: Any) -> None:
         (torch.tensor([1.5]), "words holds tensor"),
     ],
 )
-def test_what_are_no_token_ids_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_token_ids_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         checked_token_ids(given, "words")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"temperature": -1}, "temperature must be a number of at least 0, not -1"),
         ({"temperature": math.nan}, "temperature must be a number"),
@@ -77,22 +77,22 @@ def test_what_are_no_token_ids_is_refused(given: Any, said: str) -> None:
         ({"logprobs": 21}, "logprobs must be None or a whole number from 0 to 20"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_parameters_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SamplingParams(**options)
 
 
 @given(name=st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]), value=ANYTHING)
-def test_any_value_is_taken_or_named(name: str, value: Any) -> None:
-    assert names_it_or_none(lambda: hash(SamplingParams(**{name: value})), name)
+def test_any_value_is_accepted_or_the_error_names_it(name: str, value: Any) -> None:
+    assert accepts_or_names(lambda: hash(SamplingParams(**{name: value})), name)
 
 
 @given(name=st.sampled_from([field.name for field in dataclasses.fields(EngineConfig)]), value=ANYTHING)
-def test_any_option_is_taken_or_named(name: str, value: Any) -> None:
-    assert names_it_or_none(lambda: EngineConfig(**{"model": "smollm2", name: value}), name)
+def test_any_option_is_accepted_or_the_error_names_it(name: str, value: Any) -> None:
+    assert accepts_or_names(lambda: EngineConfig(**{"model": "smollm2", name: value}), name)
 
 
-def names_it_or_none(make: Callable[[], object], name: str) -> bool:
+def accepts_or_names(make: Callable[[], object], name: str) -> bool:
     try:
         make()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The scheduler, driving simulated ranks whose cache holds tokens: every output is what the request gives alone."""
+"""The scheduler with simulated ranks whose cache holds tokens: every output must equal that of the request alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def alone(request: Request, config: SchedulerConfig) -> tuple[list[int], str]:
-    """What a request gives without any other."""
+    """Return the output of a request that runs alone."""
     tokens = list(request.prompt)
     output: list[int] = []
     while True:
@@ -46,12 +46,12 @@ def alone(request: Request, config: SchedulerConfig) -> tuple[list[int], str]:
 class Slot:
     request_id: str
     table: list[int]
-    tokens: list[int]  # all that were computed, and what was drawn last
-    drawn: int | None = None
+    tokens: list[int]  # all computed tokens, and the token sampled last
+    last_token: int | None = None
 
 
 class Ranks:
-    """Carries out plans in order, on a cache of (request's token, place) by block, and looks at every read."""
+    """Executes plans in order on a cache that holds (token, position) by block, and checks every read."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
@@ -82,12 +82,12 @@ class Ranks:
             slot = self.slots[s.slot]
             tokens = list(s.tokens)
             if tokens == [PENDING_TOKEN]:
-                assert slot.drawn is not None
-                tokens = [slot.drawn]
-            # No more blocks than tokens take, each once.
+                assert slot.last_token is not None
+                tokens = [slot.last_token]
+            # The table has no more blocks than the tokens need, each once.
             assert len(slot.table) == -(-(s.num_computed + len(tokens)) // size) == len(set(slot.table))
             assert tokens == slot.tokens[s.num_computed : s.num_computed + len(tokens)]
-            # Nothing that this very step writes is read: not by this sequence (it starts after), nor by any other.
+            # No sequence reads what this step writes: neither this one (it starts after), nor any other.
             assert self.read(slot, s.num_computed) == slot.tokens[: s.num_computed]
             parts.append((s, slot, tokens))
         for s, slot, tokens in parts:
@@ -97,28 +97,28 @@ class Ranks:
             written |= blocks
             for place, token in enumerate(tokens, s.num_computed):
                 self.cache[slot.table[place // size]][place % size] = token
-        drawn = []
+        sampled = []
         for s, slot, tokens in parts:
             computed = s.num_computed + len(tokens)
             assert self.read(slot, computed) == slot.tokens[:computed]
             assert s.do_sample == (computed == len(slot.tokens))
             if s.do_sample:
-                slot.drawn = next_token(slot.tokens)
-                slot.tokens.append(slot.drawn)
+                slot.last_token = next_token(slot.tokens)
+                slot.tokens.append(slot.last_token)
                 assert len(slot.tokens) <= self.config.max_model_len
-                drawn.append(slot.drawn)
-        return drawn
+                sampled.append(slot.last_token)
+        return sampled
 
 
 class Engine:
-    """Scheduler and ranks; a few plans stay outstanding, as the scheduler likes."""
+    """A scheduler with its ranks; as many plans stay outstanding as the scheduler makes."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.scheduler = Scheduler(config)
         self.ranks = Ranks(config)
         self.plans: deque[StepPlan] = deque()
-        self.prompts: deque[dict[str, tuple[int, ...]]] = deque()  # when the plan was made
+        self.prompts: deque[dict[str, tuple[int, ...]]] = deque()  # as of the time of each plan
         self.made: list[StepPlan] = []
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -130,11 +130,11 @@ class Engine:
         self.outputs[request.request_id] = []
 
     def abort(self, request_id: str) -> None:
-        progress = self.scheduler.abort(request_id)
-        assert (progress is None) == (request_id in self.ended)
-        if progress is not None:
-            assert (progress.tokens, progress.finish_reason) == ((), "abort")
-            self.ended[request_id] = progress
+        output = self.scheduler.abort(request_id)
+        assert (output is None) == (request_id in self.ended)
+        if output is not None:
+            assert (output.tokens, output.finish_reason) == ((), "abort")
+            self.ended[request_id] = output
 
     def schedule(self) -> bool:
         plan = self.scheduler.schedule()
@@ -151,24 +151,24 @@ class Engine:
             return False
         plan = self.plans.popleft()
         assert plan.number == self.scheduler.oldest_outstanding
-        drawn = self.ranks.step(plan, self.prompts.popleft())
-        for progress in self.scheduler.update(plan.number, drawn):
-            assert progress.request_id not in self.ended
-            self.outputs[progress.request_id] += progress.tokens
-            assert progress.cached_tokens < len(self.requests[progress.request_id].prompt)
-            if progress.finish_reason:
-                self.ended[progress.request_id] = progress
+        sampled = self.ranks.step(plan, self.prompts.popleft())
+        for output in self.scheduler.update(plan.number, sampled):
+            assert output.request_id not in self.ended
+            self.outputs[output.request_id] += output.tokens
+            assert output.cached_tokens < len(self.requests[output.request_id].prompt)
+            if output.finish_reason:
+                self.ended[output.request_id] = output
         return True
 
     def drain(self) -> None:
-        """To the end, as an engine does it: as many plans as there may be, then the results of the oldest."""
+        """Run to the end like an engine: as many plans as possible, then the results of the oldest."""
         while self.scheduler.unfinished or self.plans:
             while self.schedule():
                 pass
-            assert self.update(), "requests are left, nothing can be scheduled, and no result is to come"
+            assert self.update(), "requests are left, but nothing can be scheduled and no result is outstanding"
 
     def check(self) -> None:
-        """All have ended, with the output that each gives alone, and everything was given back."""
+        """Check that all requests ended with the output of each alone, and that all slots and blocks are free."""
         for name, request in self.requests.items():
             output, finish = alone(request, self.config)
             if self.ended[name].finish_reason == "abort":
@@ -205,7 +205,7 @@ configs = st.builds(
     eos=st.sampled_from([(), (0,), (0, 1)]),
 )
 requests = st.builds(
-    # Prompts that share prefixes.
+    # The prompts share prefixes.
     lambda base, length, tail, params: ((base,) * length + tuple(tail), params),
     st.integers(0, 1),
     st.integers(0, 9),
@@ -229,7 +229,7 @@ actions = st.lists(
 
 @settings(max_examples=2000, derandomize=True)
 @given(configs, actions)
-def test_every_output_is_what_the_request_gives_alone(config: SchedulerConfig, actions: list[object]) -> None:
+def test_every_output_equals_that_of_the_request_alone(config: SchedulerConfig, actions: list[object]) -> None:
     engine = Engine(config)
     for number, action in enumerate(actions):
         if action in ("schedule", "turn"):
@@ -255,7 +255,7 @@ def test_every_output_is_what_the_request_gives_alone(config: SchedulerConfig, a
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("pipeline", [1, 2, 3])
 def test_a_tiny_cache_under_load(lookahead: int, pipeline: int) -> None:
-    """Much pre-emption and much sharing, and both do happen."""
+    """There is much preemption and much sharing, and both must occur."""
     draw = random.Random(1)
     engine = Engine(
         config(
@@ -284,7 +284,7 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int) -> None:
     engine.check()
 
 
-def test_a_prefix_is_taken_over_from_a_step_before_and_not_from_the_same() -> None:
+def test_a_prefix_is_reused_from_an_earlier_step_but_not_from_the_same() -> None:
     engine = Engine(config(max_batch_tokens=64))
     prompt = tuple(range(10))
     engine.add(request("a", prompt, max_tokens=4))
@@ -303,7 +303,7 @@ def test_a_prefix_is_taken_over_from_a_step_before_and_not_from_the_same() -> No
     engine.check()
 
 
-def test_a_prefix_may_be_taken_over_from_a_plan_that_is_outstanding() -> None:
+def test_a_prefix_may_be_reused_from_an_outstanding_plan() -> None:
     engine = Engine(config(pipeline=2))
     engine.add(request("a", tuple(range(10)), max_tokens=4))
     engine.schedule()
@@ -314,7 +314,7 @@ def test_a_prefix_may_be_taken_over_from_a_plan_that_is_outstanding() -> None:
     engine.check()
 
 
-def test_a_prompt_that_is_cached_throughout_leaves_a_token_to_compute() -> None:
+def test_a_fully_cached_prompt_leaves_a_token_to_compute() -> None:
     engine = Engine(config())
     for name in "ab":
         engine.add(request(name, tuple(range(8)), max_tokens=1))
@@ -333,7 +333,7 @@ def test_an_output_is_found_as_a_prefix_too() -> None:
     engine.check()
 
 
-def test_without_prefix_caching_nothing_is_taken_over() -> None:
+def test_without_prefix_caching_nothing_is_reused() -> None:
     engine = Engine(config(prefix_caching=False))
     for name in "ab":
         engine.add(request(name, tuple(range(10)), max_tokens=2))
@@ -341,7 +341,7 @@ def test_without_prefix_caching_nothing_is_taken_over() -> None:
     assert engine.scheduler.stats().cached_tokens == 0
 
 
-def test_decoding_sequences_go_first_and_prompts_take_what_is_left() -> None:
+def test_decoding_sequences_go_first_and_prompts_get_the_rest() -> None:
     engine = Engine(config(max_batch_tokens=6))
     engine.add(request("a", (1,), max_tokens=20))
     engine.schedule()
@@ -366,14 +366,14 @@ def test_lookahead_plans_a_token_that_is_not_known_yet() -> None:
     engine.update()
     assert engine.schedule()
     engine.update()
-    # The third token is being drawn, and there is no fourth.
+    # The third token is being sampled, and there is no fourth.
     assert not engine.schedule()
     engine.update()
     assert engine.ended["a"].finish_reason == "length"
     engine.check()
 
 
-def test_a_token_drawn_after_the_end_is_dropped() -> None:
+def test_a_token_sampled_after_the_end_is_dropped() -> None:
     first = next_token([1, 2])
     engine = Engine(config(lookahead=1, eos=(first,)))
     engine.add(request("a", (1, 2), max_tokens=5))
@@ -407,7 +407,7 @@ def test_a_pipeline_is_kept_full_with_even_batches(running: int, sizes: list[int
 def test_batches_of_a_pipeline_even_out_when_one_was_left_large() -> None:
     engine = Engine(config(max_sequences=8, max_batch_tokens=64, pipeline=2, max_model_len=100, num_blocks=400))
     for number in range(8):
-        short = number in (0, 1, 2)  # of the first four
+        short = number in (0, 1, 2)  # those of the first four
         engine.add(request(f"{number}", (number,), max_tokens=5 if short else 60, ignore_eos=True))
     for _ in range(40):
         while engine.schedule():
@@ -428,7 +428,7 @@ def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
 
 @pytest.mark.parametrize(("pipeline", "decoding"), [(2, 1), (4, 1), (4, 3)])
 def test_chunks_of_a_prompt_do_not_wait_for_tokens_in_a_pipeline(pipeline: int, decoding: int) -> None:
-    """Few decode, so that the next step of each is planned ahead. None is with a chunk that could go before it."""
+    """Few sequences decode, so the next step of each is planned ahead, but never with a chunk that could precede it."""
     engine = Engine(config(pipeline=pipeline, lookahead=1, max_batch_tokens=8, max_model_len=200, num_blocks=200))
     for number in range(decoding):
         engine.add(request(f"{number}", (number, 2), max_tokens=60))
@@ -455,7 +455,7 @@ def test_chunks_of_a_prompt_do_not_wait_for_tokens_in_a_pipeline(pipeline: int, 
     engine.check()
 
 
-def test_nobody_is_passed_over_where_a_pipeline_is_not_filled() -> None:
+def test_no_sequence_is_skipped_when_a_pipeline_is_not_full() -> None:
     engine = Engine(config(pipeline=2))
     for number in range(4):
         engine.add(request(f"{number}", (number,), max_tokens=30, ignore_eos=True))
@@ -469,7 +469,9 @@ def test_a_large_request_is_served_under_a_stream_of_small_ones() -> None:
     engine = Engine(config(num_blocks=16, max_sequences=4))
     for number in range(6):
         engine.add(request(f"{number}", (number,) * 9, max_tokens=6))
-    engine.add(request("large", tuple(range(12)) * 4, max_tokens=14, ignore_eos=True))  # nearly all of the cache
+    engine.add(
+        request("large", tuple(range(12)) * 4, max_tokens=14, ignore_eos=True)
+    )  # it needs nearly the whole cache
     number = 6
     while "large" not in engine.ended:
         assert number < 200
@@ -493,7 +495,7 @@ def test_first_come_first_served() -> None:
     assert started == [f"{number}" for number in range(12)]
 
 
-def test_the_last_to_arrive_is_pre_empted_and_keeps_its_output() -> None:
+def test_the_last_to_arrive_is_preempted_and_keeps_its_output() -> None:
     engine = Engine(config(num_blocks=6, max_model_len=24, max_batch_tokens=64))
     engine.add(request("first", (1, 2, 3, 4), max_tokens=18, ignore_eos=True))
     engine.add(request("last", (5, 6, 7, 8), max_tokens=12, ignore_eos=True))
@@ -508,7 +510,7 @@ def test_the_last_to_arrive_is_pre_empted_and_keeps_its_output() -> None:
     engine.check()
 
 
-def test_who_was_pre_empted_comes_before_who_arrived_later() -> None:
+def test_a_preempted_request_comes_before_later_ones() -> None:
     engine = Engine(config(num_blocks=6, max_model_len=24, max_batch_tokens=64))
     for name in ("first", "second"):
         engine.add(request(name, (len(name),) * 5, max_tokens=13, ignore_eos=True))
@@ -521,7 +523,7 @@ def test_who_was_pre_empted_comes_before_who_arrived_later() -> None:
     engine.check()
 
 
-def test_nobody_is_let_in_whom_the_next_block_of_another_would_throw_out() -> None:
+def test_no_request_is_admitted_that_the_next_block_of_another_would_preempt() -> None:
     engine = Engine(config(num_blocks=6, max_model_len=24))
     engine.add(request("a", (1,) * 9, max_tokens=6, ignore_eos=True))
     engine.schedule()
@@ -532,7 +534,7 @@ def test_nobody_is_let_in_whom_the_next_block_of_another_would_throw_out() -> No
     engine.check()
 
 
-def test_a_prompt_that_waits_for_blocks_keeps_later_ones_out() -> None:
+def test_a_prompt_that_waits_for_blocks_delays_later_ones() -> None:
     engine = Engine(config(block_size=1, num_blocks=24, max_batch_tokens=8, max_model_len=24))
     for name in "ab":
         engine.add(request(name, (ord(name),), max_tokens=5, ignore_eos=True))
@@ -543,7 +545,7 @@ def test_a_prompt_that_waits_for_blocks_keeps_later_ones_out() -> None:
     for _ in range(5):
         engine.schedule()
         engine.update()
-    # The last chunk lacks blocks for two steps, until the first two requests are done.
+    # The last chunk lacks blocks for two steps, until the first two requests have ended.
     assert [[len(s.tokens) for s in plan.sequences] for plan in engine.made[1:]] == [
         [1, 1, 6],
         [1, 1, 6],
@@ -576,7 +578,7 @@ def test_an_end_token_ends_unless_it_is_to_be_ignored() -> None:
         engine.check()
 
 
-def test_the_model_length_cuts_an_output() -> None:
+def test_the_model_length_limits_an_output() -> None:
     engine = Engine(config(max_model_len=8))
     engine.add(request("a", (1,) * 7, max_tokens=100))
     engine.add(request("b", (1,) * 3, max_tokens=100))
@@ -597,7 +599,7 @@ def test_log_probabilities_go_with_their_tokens() -> None:
     assert (first.logprobs, second.logprobs) == ((one,), None)
 
 
-def test_a_name_is_free_again_once_its_request_has_ended() -> None:
+def test_an_id_is_free_again_once_its_request_has_ended() -> None:
     engine = Engine(config(lookahead=1))
     engine.add(request("a", (1, 2), max_tokens=5))
     engine.schedule()
@@ -618,7 +620,7 @@ def test_a_name_is_free_again_once_its_request_has_ended() -> None:
         ((1,) * 30, 12, "30 tokens and an output of up to 12 take 11 blocks of 4 tokens, and the cache has 10"),
     ],
 )
-def test_what_cannot_be_served_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
+def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
     scheduler = Scheduler(config(num_blocks=10))
     with pytest.raises(ConfigError, match=message):
         scheduler.add(request("a", prompt, max_tokens=max_tokens))
@@ -632,7 +634,7 @@ def test_the_longest_request_that_fits_is_served() -> None:
     engine.check()
 
 
-def test_two_requests_of_one_name_are_refused() -> None:
+def test_two_requests_with_one_id_are_refused() -> None:
     scheduler = Scheduler(config())
     scheduler.add(request("a", (1,)))
     with pytest.raises(ConfigError, match="unfinished request 'a' already"):
@@ -667,13 +669,13 @@ def test_results_come_in_order_and_in_full() -> None:
         {"lookahead": 2},
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(change: dict[str, int]) -> None:
+def test_an_invalid_configuration_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(change))} must be .* not {next(iter(change.values()))}"):
         config(**change)
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Python and C functions called."""
+    """Count the calls of Python and C functions."""
     count = 0
 
     def count_one(frame: object, event: str, argument: object) -> None:
@@ -688,7 +690,7 @@ def calls(work: Callable[[], object]) -> int:
     return count
 
 
-def test_the_work_of_a_step_grows_with_those_that_decode_and_not_with_their_lengths() -> None:
+def test_the_work_of_a_step_grows_with_the_sequences_but_not_with_their_lengths() -> None:
     def step(running: int, steps: int) -> int:
         scheduler = Scheduler(
             config(max_sequences=running, num_blocks=20000, max_model_len=4096, max_batch_tokens=8192)
@@ -705,32 +707,32 @@ def test_the_work_of_a_step_grows_with_those_that_decode_and_not_with_their_leng
             turn()
         return calls(turn)
 
-    assert step(64, 210) == step(64, 10)  # the same place in a block
+    assert step(64, 210) == step(64, 10)  # the same position in a block
     assert step(256, 10) < 4.2 * step(64, 10)
     assert step(64, 10) < 64 * 40
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_logits_that_are_no_numbers_end_their_request_alone(lookahead: int) -> None:
+def test_invalid_logits_end_only_their_request(lookahead: int) -> None:
     engine = Engine(config(lookahead=lookahead, max_batch_tokens=32))
     for name in "ab":
         engine.add(request(name, tuple(range(9)), max_tokens=6))
     while engine.schedule():
         pass
-    # With lookahead the step after it is planned already.
+    # With lookahead, the next step is planned already.
     assert len(engine.made) == 1 + lookahead
     plan = engine.plans.popleft()
-    drawn = engine.ranks.step(plan, engine.prompts.popleft())
-    failed, good = engine.scheduler.update(plan.number, [INVALID_TOKEN, drawn[1]])
+    sampled = engine.ranks.step(plan, engine.prompts.popleft())
+    failed, good = engine.scheduler.update(plan.number, [INVALID_TOKEN, sampled[1]])
     assert (failed.request_id, failed.tokens, failed.finish_reason) == ("a", (), "error")
     assert "not numbers" in failed.error
-    engine.ended["a"] = failed._replace(finish_reason="abort")  # for the check at the end: its output is not the whole
+    engine.ended["a"] = failed._replace(finish_reason="abort")  # for the check at the end: its output is incomplete
     engine.outputs["b"] += good.tokens
     engine.drain()
     engine.check()
 
 
-def test_what_a_failed_request_left_in_the_cache_is_not_found() -> None:
+def test_cached_blocks_of_a_failed_request_are_not_found() -> None:
     engine = Engine(config())
     engine.add(request("a", tuple(range(9)), max_tokens=6))
     engine.schedule()

@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces, against a search of the whole text."""
+"""Stop strings in a text that arrives in pieces, compared with a search of the whole text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_any_pieces_give_what_a_search_of_the_whole_text_gives(pieces: list[str]
 
 
 @given(letters, stop_strings)
-def test_all_that_no_continuation_can_take_back_is_released(text: str, stops: tuple[str, ...]) -> None:
+def test_text_that_cannot_become_a_stop_string_is_released(text: str, stops: tuple[str, ...]) -> None:
     watch = StopStrings(stops)
     released, found = watch.push(text)
     if found is None:
@@ -52,5 +52,5 @@ def test_after_the_stop_string_nothing_is_released() -> None:
 
 
 @pytest.mark.parametrize(("last", "released"), [(False, "a"), (True, "aEN")])
-def test_the_end_lets_go_of_what_was_held_back(last: bool, released: str) -> None:
+def test_the_end_releases_text_that_was_held_back(last: bool, released: str) -> None:
     assert StopStrings(("END",)).push("aEN", last) == (released, None)

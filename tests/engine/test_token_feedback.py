@@ -1,4 +1,4 @@
-"""Tokens that go from the last stage to the first: what is taken when, and that stages never wait for each other."""
+"""Feedback of tokens from the last stage to the first: when they are received, and that no deadlock occurs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOTS = 6
 
 
 def planned(stages: int, seed: int, requests: int) -> list[StepPlan]:
-    """What a scheduler asks a pipeline for, with as many steps outstanding as it likes, down to few."""
+    """Return the plans of a scheduler for a pipeline, with varying numbers of outstanding steps."""
     draw = random.Random(seed)
     config = SchedulerConfig(SLOTS, 12, 4, 40, 40, lookahead=1, pipeline=stages, eos=(0,))
     scheduler, plans, outstanding = Scheduler(config), [], deque[StepPlan]()
@@ -41,7 +41,7 @@ def planned(stages: int, seed: int, requests: int) -> list[StepPlan]:
 
 
 class Stage:
-    """What a rank enqueues, in order: (what, its channel or step)."""
+    """A rank's queue of operations, in order: (operation, its channel or step)."""
 
     def __init__(self, stage: int, stages: int):
         self.stages, self.first, self.last = stages, stage == 0, stage == stages - 1
@@ -49,10 +49,10 @@ class Stage:
         self.queue: deque[tuple[str, Any]] = deque()
         self.feedback = TokenFeedback(self, torch.zeros(SLOTS + 1, dtype=torch.int64))  # type: ignore[arg-type]
 
-    def send_back(self, drawn: torch.Tensor) -> None:
+    def send_back(self, last_tokens: torch.Tensor) -> None:
         self.queue.append(("send", "tokens"))
 
-    def receive_back(self, drawn: torch.Tensor) -> None:
+    def receive_back(self, last_tokens: torch.Tensor) -> None:
         self.queue.append(("receive", "tokens"))
 
     def execute(self, plan: StepPlan) -> None:
@@ -66,19 +66,19 @@ class Stage:
 
 
 def run(stages: list[Stage], mailbox: int, between: int) -> list[StepPlan]:
-    """Let all stages go on as far as they can; the steps that the first one could compute.
+    """Run all stages as far as they can, and return the steps that the first stage could compute.
 
-    What each does next depends on messages alone, so whether they come to an end depends on no order of theirs.
+    Each operation depends on messages only, so whether the stages finish does not depend on the order of simulation.
 
     Args:
-        mailbox, between: messages that wait, of tokens and of what goes from stage to stage.
+        mailbox, between: capacity of the channels, in messages: of tokens, and of activations between stages.
     """
     channels: dict[Any, deque[int]] = {name: deque() for name in ("tokens", *range(len(stages)))}
     room = {name: mailbox if name == "tokens" else between for name in channels}
-    drew = dict.fromkeys(range(SLOTS), -1)  # by slot, the last step of the last stage that drew
-    table = dict(drew)  # the same, as the first one knows it
+    sampled = dict.fromkeys(range(SLOTS), -1)  # by slot, the last step in which the last stage sampled
+    table = dict(sampled)  # the same, as the first stage knows it
     sent: deque[dict[int, int]] = deque()
-    wanted = dict(drew)  # the last step of the first stage that draws
+    wanted = dict(sampled)  # by slot, the last step of the first stage that samples
     computed = []
     moving = True
     while moving:
@@ -92,7 +92,7 @@ def run(stages: list[Stage], mailbox: int, between: int) -> list[StepPlan]:
                             assert table[sequence.slot] == wanted[sequence.slot], "an old token is computed"
                     for sequence in which.sequences:
                         if sequence.do_sample:
-                            (drew if stage.last else {})[sequence.slot] = which.number
+                            (sampled if stage.last else {})[sequence.slot] = which.number
                             (wanted if stage.first else {})[sequence.slot] = which.number
                     if stage.first:
                         computed.append(which)
@@ -101,7 +101,7 @@ def run(stages: list[Stage], mailbox: int, between: int) -> list[StepPlan]:
                         break
                     channels[which].append(0)
                     if which == "tokens":
-                        sent.append(dict(drew))
+                        sent.append(dict(sampled))
                 else:
                     if not channels[which]:
                         break
@@ -122,7 +122,7 @@ def enqueued(stages: int, plans: list[StepPlan]) -> list[Stage]:
 
 
 @given(st.integers(2, 5), st.integers(0, 10**6), st.integers(1, 14), st.integers(1, 3))
-def test_every_step_has_its_tokens_and_no_stage_waits_for_ever(
+def test_every_step_has_its_tokens_and_no_stage_waits_forever(
     stages: int, seed: int, requests: int, between: int
 ) -> None:
     plans = planned(stages, seed, requests)
@@ -131,23 +131,23 @@ def test_every_step_has_its_tokens_and_no_stage_waits_for_ever(
     assert all(not rank.queue for rank in ranks[1:])
 
 
-def test_without_a_mailbox_stages_wait_for_each_other() -> None:
-    """The last stage cannot give its tokens before the first one takes them."""
+def test_without_a_mailbox_stages_deadlock() -> None:
+    """The last stage cannot send its tokens before the first one receives them."""
     plans = planned(2, 3, 8)
     assert any(sequence.tokens == (PENDING_TOKEN,) for plan in plans for sequence in plan.sequences)
     assert run(enqueued(2, plans), 3, 1) == plans
     assert run(enqueued(2, plans), 0, 1) != plans
 
 
-def test_what_nobody_needs_any_more_waits_in_the_mailbox() -> None:
-    """As many messages as may be planned ahead, of the last steps of all. The last stage must not wait with them."""
+def test_tokens_that_no_step_needs_stay_in_the_mailbox() -> None:
+    """The last steps leave as many messages as may be planned ahead, and the last stage must not wait for them."""
     plans = planned(2, 0, 2)
     ranks = enqueued(2, plans)
     assert run(ranks, 2, 1) == plans
     assert [what for what, _ in ranks[-1].queue] == ["send"]
 
 
-def test_a_step_waits_for_what_it_needs_alone() -> None:
+def test_a_step_waits_only_for_the_tokens_that_it_needs() -> None:
     def step(number: int, slot: int, token: int) -> StepPlan:
         sequence = SimpleNamespace(slot=slot, tokens=(token,), do_sample=True)
         return StepPlan(number, (sequence,))  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def test_a_step_waits_for_what_it_needs_alone() -> None:
         first.queue.clear()
         first.execute(step(number, slot, token))
         taken.append([what for what, _ in first.queue].count("receive"))
-    # Step 3 needs what step 0 drew, step 4 what 2 drew. Step 5 needs nothing, step 6 what 5 drew, and takes all.
+    # Step 3 needs the tokens of step 0, and step 4 those of 2. Step 5 needs none, and step 6 needs those of 5.
     assert taken == [6, 1, 2, 0, 3]
 
 
@@ -172,7 +172,7 @@ def test_a_mailbox_must_hold_a_message_more_than_there_are_stages(stages: int, r
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_stages_between_pass_nothing_on(stage: int) -> None:
+def test_inner_stages_do_nothing(stage: int) -> None:
     rank = Stage(stage, 3)
     rank.feedback.warm_up()
     assert [entry[0] for entry in rank.queue] == [["receive"], [], ["send"]][stage]

@@ -1,4 +1,4 @@
-"""Text to tokens and back, all at once and as tokens come."""
+"""The tokenizer and the incremental detokenizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ def save(folder: Path, backend: Backend, **options: Any) -> Path:
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     folder.mkdir(exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said | options))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | options))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     return folder
 
 
 def byte_level() -> Backend:
-    """As GPT-2, Llama 3 and Qwen: every byte has a token, so that characters may be cut anywhere."""
+    """Make a tokenizer like GPT-2, Llama 3 and Qwen: every byte has a token, so characters may be split anywhere."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "a"), ("a", "b"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "ĺ"), ("Ģ", "ð"), ("Ġ", "Ġ")]
     pieces = SPECIAL + alphabet + ["".join(pair) for pair in merges]
@@ -44,7 +49,10 @@ def byte_level() -> Backend:
 
 
 def sentencepiece() -> Backend:
-    """As Llama 2 and Mistral: spaces are "▁", one is put before a text, and unknown characters are spelled in bytes."""
+    """Make a tokenizer like Llama 2 and Mistral.
+
+    Spaces are "▁", one precedes a text, and unknown characters are spelled in bytes.
+    """
     pieces = (
         SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abAé\N{REPLACEMENT CHARACTER}") + ["▁a", "▁▁"]
     )
@@ -83,7 +91,7 @@ KINDS = ["byte level", "sentencepiece"]
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_make_the_whole(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
-    """For any tokens: special and unknown ones, and bytes that are no text. The whole is what follows a prompt."""
+    """This holds for any tokens: special and unknown ones, and bytes that are no text."""
     tokenizer = tokenizers[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=60))
     skip_special = data.draw(st.booleans())
@@ -99,28 +107,28 @@ def test_pieces_of_text_are_whole_characters(tokenizers: dict[str, Tokenizer], k
     tokenizer = tokenizers[kind]
     text = data.draw(st.text(st.sampled_from("ab A é😀😃\N{ZERO WIDTH JOINER}中\n"), max_size=30))
     pieces = streamed(tokenizer, tokenizer.encode(text))
-    # sentencepiece puts a space before a text
+    # sentencepiece adds a space before a text
     assert "".join(pieces) == (" " if kind == "sentencepiece" and text else "") + text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
 @given(st.lists(st.integers(0, 49155), max_size=60), st.booleans())
-def test_pieces_make_the_whole_of_a_real_one(smollm2: Tokenizer, ids: list[int], skip_special: bool) -> None:
+def test_pieces_make_the_whole_for_a_real_tokenizer(smollm2: Tokenizer, ids: list[int], skip_special: bool) -> None:
     assert "".join(streamed(smollm2, ids, skip_special)) == smollm2.decode(ids, skip_special)
 
 
-def test_text_comes_as_soon_as_it_is_known(tokenizers: dict[str, Tokenizer]) -> None:
+def test_text_is_released_as_soon_as_it_is_known(tokenizers: dict[str, Tokenizer]) -> None:
     byte_level, sentencepiece = (tokenizers[kind] for kind in KINDS)
     assert streamed(byte_level, byte_level.encode("ab a")) == ["ab", " a", ""]
     # é is one token; the emoji are a token of three bytes and one of the last
     assert streamed(byte_level, byte_level.encode("é😀😀")) == ["é", "", "😀", "", "😀", ""]
-    # a run of bytes is known when it has ended
+    # a run of bytes is known at its end
     assert streamed(sentencepiece, sentencepiece.encode("a😀b")) == [" a", "", "", "", "", "😀b", ""]
     assert streamed(sentencepiece, sentencepiece.encode("a😀")) == [" a", "", "", "", "", "😀"]
 
 
 def count_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """Tokens that are decoded altogether while ids come one by one."""
+    """Count the tokens that are decoded in total while ids arrive one by one."""
     decoded = 0
 
     class Counting:
@@ -148,7 +156,7 @@ def count_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
     ("kind", "piece"), [("byte level", "a"), ("byte level", "Ģ"), ("byte level", "ð"), ("sentencepiece", "<0x80>")]
 )
 def test_a_token_takes_constant_time(tokenizers: dict[str, Tokenizer], kind: str, piece: str) -> None:
-    """Also bytes that never become text: a run of them is not decoded over and over."""
+    """This holds for bytes that never become text too: a run of them is not decoded again and again."""
     tokenizer = tokenizers[kind]
     token = tokenizer._tokenizer.convert_tokens_to_ids(piece)
     few, many = (count_decoded(tokenizer, [token] * count) for count in (100, 1000))
@@ -172,11 +180,11 @@ def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:
     assert smollm2.eos == (2,)
     text = "Once upon a time, été 😀  two spaces"
     assert smollm2.decode(smollm2.encode(text)) == text
-    # each digit is a token, as the model was trained
+    # each digit is a token, as in the model's training
     assert [smollm2.decode([token]) for token in smollm2.encode("in 2024")] == ["in", " ", "2", "0", "2", "4"]
 
 
-def test_chat_by_the_model_s_template(smollm2: Tokenizer) -> None:
+def test_the_model_s_chat_template(smollm2: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     ids = smollm2.apply_chat_template(messages)
     assert smollm2.decode(ids, skip_special=False) == (
@@ -186,7 +194,7 @@ def test_chat_by_the_model_s_template(smollm2: Tokenizer) -> None:
     assert smollm2.decode(shorter, skip_special=False).endswith("Hello<|im_end|>\n")
 
 
-def test_chat_of_a_folder(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_chat_template_of_a_folder(tokenizers: dict[str, Tokenizer]) -> None:
     byte_level, sentencepiece = (tokenizers[kind] for kind in KINDS)
     ids = byte_level.apply_chat_template([{"role": "user", "content": "ab"}])
     assert byte_level.decode(ids, skip_special=False) == "<s>ab</s>"
@@ -202,7 +210,7 @@ def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])
 
 
-def test_what_has_no_tokenizer(tmp_path: Path) -> None:
+def test_models_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*LLM takes token ids"):
         Tokenizer.load("random:qwen3-8b")
     with pytest.raises(ConfigError, match=r"has none of tokenizer.json, .*"):

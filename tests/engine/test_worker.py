@@ -1,4 +1,4 @@
-"""What a rank that is not rank 0 does first: give its device work, or wait for what that has done."""
+"""The worker loop: enqueuing the next step takes precedence over waiting for an output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shotcast.engine.worker import worker_loop
 
 
 class Scripted:
-    """ModelRunner, follower and drawings at once; ``waiting`` plans are there when each step is taken."""
+    """A model runner and a channel; the plans numbered ``waiting`` have arrived when the step before is computed."""
 
     def __init__(self, waiting: list[int], ready: bool):
         self.log: list[str] = []
@@ -28,38 +28,38 @@ class Scripted:
         return StepPlan(self._number - 1, ()) if self._number < 4 else None
 
     def execute(self, plan: StepPlan) -> Any:
-        drawn = ModelRunnerOutput(plan.number, (), ())
+        output = ModelRunnerOutput(plan.number, (), ())
 
-        class AsyncModelRunnerOutput:
+        class Pending:
             looks = 0
 
             @property
-            def ready(drawing) -> bool:  # noqa: N805
-                drawing.looks += 1
-                return self._ready or drawing.looks > 4
+            def ready(pending) -> bool:  # noqa: N805
+                pending.looks += 1
+                return self._ready or pending.looks > 4
 
-            result = staticmethod(lambda: self.log.append(f"wait {plan.number}") or drawn)
+            result = staticmethod(lambda: self.log.append(f"wait {plan.number}") or output)
 
-        return AsyncModelRunnerOutput()
+        return Pending()
 
     def send_output(self, output: ModelRunnerOutput) -> None:
         self.log.append(f"report {output.number}")
 
 
-def followed(waiting: list[int], ready: bool) -> str:
+def logged(waiting: list[int], ready: bool) -> str:
     script = Scripted(waiting, ready)
     worker_loop(script, script, True, lambda: script.log.append("check"))  # type: ignore[arg-type]
     return ", ".join(script.log)
 
 
-def test_a_plan_that_waits_goes_before_waiting_for_the_device() -> None:
-    told = followed([1, 2], ready=False)
-    assert told.startswith(
+def test_a_waiting_plan_goes_before_waiting_for_the_device() -> None:
+    log = logged([1, 2], ready=False)
+    assert log.startswith(
         "take 0, check, take 1, check, take 2, check, wait 0, check, report 0, wait 1, check, report 1"
     )
-    assert told.endswith("wait 2, check, report 2, take 3")
+    assert log.endswith("wait 2, check, report 2, take 3")
 
 
 @pytest.mark.parametrize(("waiting", "ready"), [([], False), ([1, 2], True)])
-def test_what_is_ready_or_all_there_is_is_reported_at_once(waiting: list[int], ready: bool) -> None:
-    assert followed(waiting, ready).startswith("take 0, check, wait 0, check, report 0, take 1, check, wait 1, check")
+def test_an_output_that_is_ready_or_the_only_work_is_sent_at_once(waiting: list[int], ready: bool) -> None:
+    assert logged(waiting, ready).startswith("take 0, check, wait 0, check, report 0, take 1, check, wait 1, check")

@@ -37,7 +37,7 @@ class Live:
         return httpx.post(self.url + path, json=body, timeout=20, **options)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run it in the server's event loop."""
+        """Run a function in the server's event loop."""
         assert self.loop is not None
         self.loop.call_soon_threadsafe(function)
 
@@ -79,7 +79,7 @@ def live(engine: ScriptedEngine | None = None, **config: object) -> Iterator[Liv
     try:
         yield server
     finally:
-        with suppress(RuntimeError):  # its loop is closed: it has stopped by itself
+        with suppress(RuntimeError):  # its loop is closed, since it has stopped by itself
             server.call(server.engine.let_go)
             server.call(server.stop.set)
         server.join()

@@ -1,7 +1,7 @@
-"""An engine whose every token is known beforehand, for tests of what HTTP makes of it.
+"""An engine with known tokens, for tests of the HTTP server.
 
-A token is a character's code point, so prompts have as many tokens as characters. The output to a prompt is the
-alphabet, from the seed's letter on ("abc...", with seed 1 "bcd..."), and ends after ``length`` letters.
+The token of a character is its code point, so prompts have as many tokens as characters. The output of a prompt is the
+alphabet from the seed's letter on ("abc...", with seed 1 "bcd..."), and ends after ``length`` letters.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shotcast.errors import ConfigError, EngineDead
 
 END = 0
 HALF, OTHER_HALF = 1, 2
-"""Tokens that are parts of a character."""
+"""Tokens that are parts of one character."""
 
 NOTHING = "~"
-"""A character that is no token."""
+"""A character without a token."""
 
 NEVER = 3
-"""A token that cannot come: its probability is 0."""
+"""An impossible token: its probability is 0."""
 
 
 class ScriptedTokenizer:
@@ -42,15 +42,15 @@ class ScriptedTokenizer:
 
 
 class ScriptedEngine:
-    """The engine, and what it was asked.
+    """A scripted engine that records its requests.
 
     Attributes:
-        length: letters of an output, before its end token.
-        delay_s: between tokens.
-        hold_after: outputs stop growing at this many tokens until ``let_go``.
-        dies_at: the engine dies when an output gets to this many tokens.
-        fault: raised by every request, at ``fault_at`` tokens.
-        end_reason, end_error: the finish reason of an output that ends by itself, and what it says went wrong.
+        length: letters of an output before its end token.
+        delay_s: seconds between tokens.
+        hold_after: outputs stop growing at this many tokens until ``let_go`` is called.
+        dies_at: the engine dies when an output reaches this many tokens.
+        fault: the error that every request raises at ``fault_at`` tokens.
+        end_reason, end_error: the finish reason and the error of an output that ends by itself.
         started, aborted, finished: ids of requests.
     """
 

@@ -1,4 +1,4 @@
-"""Answers to /v1/completions and /v1/chat/completions, as OpenAI's own client reads them."""
+"""Responses of /v1/completions and /v1/chat/completions, as OpenAI's own client reads them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def test_completion(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="letters", prompt="hello")
-    assert answer.object == "text_completion"
-    assert answer.id.startswith("cmpl-")
-    assert answer.model == "letters"
-    (choice,) = answer.choices
+    response = client.completions.create(model="letters", prompt="hello")
+    assert response.object == "text_completion"
+    assert response.id.startswith("cmpl-")
+    assert response.model == "letters"
+    (choice,) = response.choices
     assert (choice.text, choice.finish_reason, choice.logprobs) == ("abcde", "stop", None)
-    assert answer.usage is not None
-    assert answer.usage.model_dump(exclude_none=True) == {
+    assert response.usage is not None
+    assert response.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": 5,
         "completion_tokens": 6,
         "total_tokens": 11,
@@ -61,14 +61,14 @@ def test_chat(server: Live, client: openai.OpenAI) -> None:
         {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "annotations": []},
         {"role": "user", "content": "more"},
     ]
-    answer = client.chat.completions.create(model="letters", messages=messages)
-    assert answer.object == "chat.completion"
-    assert answer.id.startswith("chatcmpl-")
-    (choice,) = answer.choices
+    response = client.chat.completions.create(model="letters", messages=messages)
+    assert response.object == "chat.completion"
+    assert response.id.startswith("chatcmpl-")
+    (choice,) = response.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "abcde", "stop")
     expected = "<system>be brief<user>hello<assistant>yes<user>more"
     assert server.engine.tokenizer.decode(server.engine.prompts[-1]) == expected
-    assert answer.usage.prompt_tokens == len(expected)
+    assert response.usage.prompt_tokens == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_chat(server: Live, client: openai.OpenAI) -> None:
 )
 def test_prompts(server: Live, client: openai.OpenAI, prompt: object, prompts: list[list[int]]) -> None:
     server.engine.prompts.clear()
-    answer = client.completions.create(model="letters", prompt=prompt, n=2, seed=3)
+    response = client.completions.create(model="letters", prompt=prompt, n=2, seed=3)
     assert server.engine.prompts == [one for one in prompts for _ in range(2)]
-    assert [choice.index for choice in answer.choices] == list(range(2 * len(prompts)))
-    assert [choice.text for choice in answer.choices] == ["defgh", "efghi"] * len(prompts)
-    assert answer.usage.prompt_tokens == sum(map(len, prompts))
-    assert answer.usage.completion_tokens == 6 * 2 * len(prompts)
-    assert answer.usage.prompt_tokens_details.cached_tokens == sum(len(one) // 2 for one in prompts)
+    assert [choice.index for choice in response.choices] == list(range(2 * len(prompts)))
+    assert [choice.text for choice in response.choices] == ["defgh", "efghi"] * len(prompts)
+    assert response.usage.prompt_tokens == sum(map(len, prompts))
+    assert response.usage.completion_tokens == 6 * 2 * len(prompts)
+    assert response.usage.prompt_tokens_details.cached_tokens == sum(len(one) // 2 for one in prompts)
 
 
 def test_parameters_reach_the_engine(server: Live, client: openai.OpenAI) -> None:
@@ -114,7 +114,7 @@ def test_parameters_reach_the_engine(server: Live, client: openai.OpenAI) -> Non
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (7, 0.25, True, (3, 4))
 
 
-def test_what_asks_for_nothing_is_accepted(server: Live) -> None:
+def test_values_that_request_nothing_are_accepted(server: Live) -> None:
     body = {"model": "letters", "messages": HELLO, "tools": [], "tool_choice": "none", "logit_bias": {}, "audio": None}
     body |= {
         "response_format": {"type": "text"},
@@ -124,8 +124,8 @@ def test_what_asks_for_nothing_is_accepted(server: Live) -> None:
         "stream": False,
         "logprobs": None,
     }
-    answer = server.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
     assert server.engine.params[-1].top_k == 0
 
 
@@ -135,21 +135,21 @@ def test_seeds_of_choices_stay_within_64_bits(server: Live, client: openai.OpenA
 
 
 def test_stop(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="letters", prompt="x", stop="cd")
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
-    assert answer.choices[0].stop_reason == "cd"
-    answer = client.completions.create(model="letters", prompt="x", max_tokens=2)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "length")
+    response = client.completions.create(model="letters", prompt="x", stop="cd")
+    assert (response.choices[0].text, response.choices[0].finish_reason) == ("ab", "stop")
+    assert response.choices[0].stop_reason == "cd"
+    response = client.completions.create(model="letters", prompt="x", max_tokens=2)
+    assert (response.choices[0].text, response.choices[0].finish_reason) == ("ab", "length")
 
 
 def test_echo(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="letters", prompt=["x", "yz"], echo=True, n=2)
-    assert [choice.text for choice in answer.choices] == ["xabcde", "xabcde", "yzabcde", "yzabcde"]
+    response = client.completions.create(model="letters", prompt=["x", "yz"], echo=True, n=2)
+    assert [choice.text for choice in response.choices] == ["xabcde", "xabcde", "yzabcde", "yzabcde"]
     stream = client.completions.create(model="letters", prompt=[104, 105], echo=True, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "hiabcde"
 
 
-def test_output_length_defaults_to_what_the_model_takes(server: Live, client: openai.OpenAI) -> None:
+def test_output_length_defaults_to_the_model_limit(server: Live, client: openai.OpenAI) -> None:
     client.completions.create(model="letters", prompt="x" * 150)
     assert server.engine.params[-1].max_tokens == 50
     client.chat.completions.create(model="letters", messages=HELLO, max_completion_tokens=4)
@@ -186,10 +186,10 @@ def test_chat_stream_of_several_choices(client: openai.OpenAI) -> None:
 
 def test_bytes_of_a_stream(server: Live) -> None:
     body = {"model": "letters", "messages": HELLO, "stream": True, "max_tokens": 1}
-    answer = server.post("/v1/chat/completions", body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.headers["cache-control"] == "no-cache"
-    *events, done, rest = answer.text.split("\n\n")
+    response = server.post("/v1/chat/completions", body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    *events, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     said = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
     assert [choice["delta"] for choice in said] == [{"role": "assistant", "content": ""}, {"content": "a"}]
@@ -197,24 +197,24 @@ def test_bytes_of_a_stream(server: Live) -> None:
 
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="letters", prompt="x", logprobs=4)
-    logprobs = answer.choices[0].logprobs
+    response = client.completions.create(model="letters", prompt="x", logprobs=4)
+    logprobs = response.choices[0].logprobs
     assert logprobs.tokens == ["a", "b", "c", "d", "e"]
     assert logprobs.token_logprobs == [-0.5] * 5
     assert logprobs.text_offset == [0, 1, 2, 3, 4]
     assert logprobs.top_logprobs[1] == {"b": -0.5, "\ufffd": -1.5, chr(NEVER): -9999.0}
-    answer = client.completions.create(model="letters", prompt="x", logprobs=0)
-    assert answer.choices[0].logprobs.top_logprobs[0] == {"a": -0.5}
+    response = client.completions.create(model="letters", prompt="x", logprobs=0)
+    assert response.choices[0].logprobs.top_logprobs[0] == {"a": -0.5}
 
 
 class Named(ScriptedTokenizer):
-    """END has a name, as special tokens do, and leaves no text."""
+    """A tokenizer in which END has a name, like a special token, but no text."""
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
         return ("" if skip_special else "<end>") if token == END else " " + self.decode([token])
 
 
-def test_tokens_of_logprobs_are_as_they_follow_others() -> None:
+def test_logprobs_show_tokens_as_they_follow_others() -> None:
     entries = [TokenLogprob(token, -1.0, 1, ((END, -2.0),)) for token in (ord("a"), END, ord("b"))]
     output = RequestOutput("r", (1,), [97, END, 98], " a b", finish_reason="length", logprobs=entries)
     body = CompletionBody(model="m", prompt="x", logprobs=1)
@@ -234,7 +234,7 @@ def test_tokens_of_logprobs_are_as_they_follow_others() -> None:
 
 @given(st.text())
 def test_an_event_is_one_line(text: str) -> None:
-    """Also for clients that take more than line feeds for its end."""
+    """This also holds for clients that end lines at other characters than line feeds."""
     line, *rest = event({"text": f"a\u2028b\u2029c\x85{text}"}).decode().splitlines()
     assert rest == [""]
     assert json.loads(line.removeprefix("data: ")) == {"text": f"a\u2028b\u2029c\x85{text}"}
@@ -265,24 +265,24 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
-        ({"stop_token_ids": [ord("c")]}, ["a", "b"]),  # the token that ended it is none of the text's
+        ({"stop_token_ids": [ord("c")]}, ["a", "b"]),  # the token that ended it is not part of the text
         ({"stop": "c"}, ["a", "b", "c"]),
         ({"max_tokens": 3}, ["a", "b", "c"]),
     ],
 )
 def test_logprobs_up_to_the_end(server: Live, options: dict[str, object], tokens: list[str]) -> None:
-    answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "logprobs": 0, **options}).json()
-    assert answer["choices"][0]["logprobs"]["tokens"] == tokens
+    response = server.post("/v1/completions", {"model": "letters", "prompt": "x", "logprobs": 0, **options}).json()
+    assert response["choices"][0]["logprobs"]["tokens"] == tokens
 
 
-def test_text_that_is_held_back_is_no_chunk() -> None:
-    answer = CompletionResponse(CompletionBody(model="letters", prompt="x"), "letters", ScriptedTokenizer())
+def test_held_back_text_makes_no_chunk() -> None:
+    response = CompletionResponse(CompletionBody(model="letters", prompt="x"), "letters", ScriptedTokenizer())
     output = RequestOutput("", (1,), text="a", tokens=[97])
-    assert [chunk["choices"][0]["text"] for chunk in answer.chunks(0, output)] == ["a"]
+    assert [chunk["choices"][0]["text"] for chunk in response.chunks(0, output)] == ["a"]
     output.tokens.append(HALF)
-    assert answer.chunks(0, output) == []
+    assert response.chunks(0, output) == []
     output.finish_reason = "stop"
-    (chunk,) = answer.chunks(0, output)
+    (chunk,) = response.chunks(0, output)
     assert (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) == ("", "stop")
 
 
@@ -325,8 +325,8 @@ def test_a_hundred_streams_at_once() -> None:
     assert texts == ["".join(chr(97 + (start + i) % 26) for i in range(20)) for start in range(100)]
 
 
-def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
-    """The engine does not wait for clients, and the server does not pile up what they have not read."""
+def test_slow_readers_get_fewer_and_larger_chunks() -> None:
+    """The engine does not wait for clients, and the server does not queue what they have not read."""
 
     async def main() -> list[list[str]]:
         engine = ScriptedEngine()
@@ -348,14 +348,16 @@ def test_whoever_reads_slowly_gets_fewer_and_larger_pieces() -> None:
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=10), st.sampled_from(["stop", "length"]), st.booleans())
 def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReason, chat: bool) -> None:
-    """Whatever piles up between two chunks of a stream: text, log-probabilities, ending and usage are the same."""
+    """Text, log-probabilities, ending and usage do not depend on how the stream is divided into chunks."""
     options = {"model": "letters", "logprobs": True if chat else 1, "stream_options": {"include_usage": True}}
-    answer: ApiResponse[Any]
+    response: ApiResponse[Any]
     if chat:
         chat_body = ChatBody(**options, messages=HELLO, stream=True)
-        answer = ChatCompletionResponse(chat_body, "letters", ScriptedTokenizer())
+        response = ChatCompletionResponse(chat_body, "letters", ScriptedTokenizer())
     else:
-        answer = CompletionResponse(CompletionBody(**options, prompt="x", stream=True), "letters", ScriptedTokenizer())
+        response = CompletionResponse(
+            CompletionBody(**options, prompt="x", stream=True), "letters", ScriptedTokenizer()
+        )
     output = RequestOutput("", (1,), logprobs=[])
     chunks = []
     for number, size in enumerate(sizes):
@@ -368,8 +370,8 @@ def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReaso
             output.logprobs.append(TokenLogprob(output.tokens[-1], -0.25 * len(output.tokens), 1, ()))
         if last:
             output.finish_reason = finish
-        chunks += answer.chunks(0, output)
-    whole = answer.complete({0: output})
+        chunks += response.chunks(0, output)
+    whole = response.complete({0: output})
     choices = [chunk["choices"][0] for chunk in chunks]
     (expected,) = whole["choices"]
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
@@ -382,4 +384,4 @@ def test_chunks_of_any_size_make_the_whole(sizes: list[int], finish: FinishReaso
             assert [one for said in logprobs for one in said[name]] == all_of_them
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [finish]
     assert len(choices) <= len(sizes) + chat
-    assert answer.usage_chunk({0: output})["usage"] == whole["usage"]
+    assert response.usage_chunk({0: output})["usage"] == whole["usage"]

@@ -1,4 +1,4 @@
-"""How requests and the server come to an end: clients that leave, engines that die, signals."""
+"""The ends of requests and of the server: clients that disconnect, engines that die, signals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def raw_request(server: Live, body: object) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 2], ids=["before the first token", "after some"])
-def test_a_client_that_leaves_aborts_its_sequences(stream: bool, after: int) -> None:
+def test_a_client_that_disconnects_aborts_its_sequences(stream: bool, after: int) -> None:
     engine = held(after)
     with live(engine) as server:
         with raw_request(server, {"model": "letters", "prompt": ["x", "y"], "n": 2, "stream": stream}) as connection:
@@ -67,7 +67,7 @@ def test_a_client_that_leaves_aborts_its_sequences(stream: bool, after: int) -> 
         assert 'shotcast_requests_total{finish_reason="abort"} 4.0' in metrics
 
 
-def test_a_client_that_leaves_early_disturbs_nobody() -> None:
+def test_an_early_disconnect_disturbs_no_other_client() -> None:
     engine = held()
     with live(engine) as server:
         with server.client().completions.create(model="letters", prompt="stays", stream=True) as stream:
@@ -80,7 +80,7 @@ def test_a_client_that_leaves_early_disturbs_nobody() -> None:
         assert len(engine.finished) == 1
 
 
-def test_a_body_that_breaks_off() -> None:
+def test_an_incomplete_body() -> None:
     with live() as server:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head(99) + b"{")
@@ -126,12 +126,12 @@ def test_engine_dies_before_the_first_token(stream: bool) -> None:
         assert server.join() == 1
 
 
-def test_a_dead_engine_is_told_until_the_server_is_gone() -> None:
+def test_a_dead_engine_is_reported_until_the_server_ends() -> None:
     engine = ScriptedEngine()
     with live(engine) as server:
         with httpx.Client(base_url=server.url) as client:
             assert client.get("/health").json() == {"status": "ok"}
-            engine.dead = RuntimeError("rank 0 was killed")  # before the server has noticed
+            engine.dead = RuntimeError("rank 0 was killed")  # before the server notices
             completion = client.post("/v1/completions", json={"model": "letters", "prompt": "x"})
             for answer, status in ((client.get("/health"), 503), (completion, 500)):
                 assert answer.status_code == status
@@ -144,7 +144,7 @@ def test_a_dead_engine_is_told_until_the_server_is_gone() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_output_that_ends_with_an_error_is_one(stream: bool) -> None:
+def test_an_output_that_ends_with_an_error_is_an_error(stream: bool) -> None:
     engine = ScriptedEngine()
     engine.end_reason, engine.end_error = "error", "the logits are not numbers"
     with live(engine) as server:
@@ -166,7 +166,7 @@ def test_an_output_that_the_engine_aborts_is_an_error(stream: bool) -> None:
         assert "[DONE]" not in answer.text
 
 
-def test_stop_lets_requests_end() -> None:
+def test_stop_lets_requests_finish() -> None:
     engine = held()
     with live(engine) as server:
         stream = server.client().completions.create(model="letters", prompt="x", stream=True)
@@ -208,7 +208,7 @@ def test_engine_dies_while_the_server_stops() -> None:
 
 @contextmanager
 def process(drain_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server of its own, whose outputs never end by themselves, and its address."""
+    """Start a server process whose outputs never end by themselves, and yield it with its address."""
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -258,7 +258,7 @@ def test_a_second_signal_does_not_wait() -> None:
         assert time.monotonic() - started < 15
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_in_use() -> None:
     engine = ScriptedEngine()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -267,7 +267,7 @@ def test_a_port_that_is_taken() -> None:
     assert engine.closed
 
 
-def test_a_host_that_others_reach_needs_a_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_public_host_without_a_key_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     for host, key, warned in (("0.0.0.0", None, True), ("0.0.0.0", "key", False), ("127.0.0.1", None, False)):
         caplog.clear()
         with live(host=host, api_key=key):
@@ -275,7 +275,7 @@ def test_a_host_that_others_reach_needs_a_key(caplog: pytest.LogCaptureFixture) 
 
 
 class Told:
-    """An engine of which the test says what is told, before anybody looks."""
+    """An engine whose updates the test scripts before anybody reads them."""
 
     dead = None
 
@@ -296,7 +296,7 @@ class Told:
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 @pytest.mark.parametrize("choices", [1, 2])
 def test_an_output_that_grew_before_it_failed_is_a_failure(reason: FinishReason, status: int, choices: int) -> None:
-    """Though it was told before, unread: it is the same object, which says by then how it ended."""
+    """The earlier, unread update is the same object, which by then says how it ended."""
 
     async def main() -> None:
         engine: Any = Told()

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def samples(url: str) -> dict[str, float]:
-    """By name, with the labels after it."""
+    """Return the samples of ``/metrics`` by name with labels."""
     answer = httpx.get(f"{url}/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -17,7 +17,7 @@ def samples(url: str) -> dict[str, float]:
     return found
 
 
-def test_engine_counters_are_those_of_the_moment() -> None:
+def test_engine_counters_are_current() -> None:
     with live() as server:
         found = samples(server.url)
         expected = {
@@ -52,7 +52,7 @@ def test_requests_and_responses_are_counted() -> None:
     assert found["shotcast_responses_total status=200"] == 2
     assert found["shotcast_responses_total status=404"] == 1
     assert found["shotcast_responses_total status=500"] == 1
-    # The engine says 0.25 s to the first token and 0.125 s for each further one: six tokens twice, and one.
+    # The engine reports 0.25 s to the first token and 0.125 s for each further one: twice six tokens, and once one.
     assert found["shotcast_ttft_seconds_count"] == 3
     assert found["shotcast_ttft_seconds_sum"] == 3 * 0.25
     assert found["shotcast_tpot_seconds_count"] == 2

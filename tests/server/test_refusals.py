@@ -1,4 +1,4 @@
-"""Requests that are not served, and what their senders are told."""
+"""Requests that are rejected, and their error responses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def server() -> Iterator[Live]:
         yield server
 
 
-def refused(answer: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
-    """The message of an error in OpenAI's shape."""
-    assert answer.status_code == status, answer.text
-    assert answer.json().keys() == {"error"}
-    error = answer.json()["error"]
+def refused(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
+    """Check an error response in OpenAI's format, and return its message."""
+    assert response.status_code == status, response.text
+    assert response.json().keys() == {"error"}
+    error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param
     if code is not None:
@@ -137,7 +137,7 @@ def test_bad_chats(server: Live, wrong: dict[str, object], param: str, says: str
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_is_not_supported_is_named(server: Live, name: str) -> None:
+def test_unsupported_parameters_are_named(server: Live, name: str) -> None:
     body = {"model": "letters", "messages": HELLO, name: {"something": 1}}
     message = refused(server.post("/v1/chat/completions", body), 400, name, "unsupported_parameter")
     assert message == f"{name} is not supported"
@@ -154,12 +154,12 @@ def test_context_length(server: Live) -> None:
     server.engine.max_model_len = 50
     try:
         for tokens in (50, 90):
-            answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * tokens})
-            assert "at most 50" in refused(answer, 400, "prompt", "context_length_exceeded")
-        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 40, "max_tokens": 11})
-        assert "max_tokens is 11" in refused(answer, 400, "max_tokens", "context_length_exceeded")
-        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 40, "max_tokens": 10})
-        assert answer.status_code == 200
+            response = server.post("/v1/completions", {"model": "letters", "prompt": "x" * tokens})
+            assert "at most 50" in refused(response, 400, "prompt", "context_length_exceeded")
+        response = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 40, "max_tokens": 11})
+        assert "max_tokens is 11" in refused(response, 400, "max_tokens", "context_length_exceeded")
+        response = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 40, "max_tokens": 10})
+        assert response.status_code == 200
     finally:
         server.engine.max_model_len = 200
 
@@ -171,12 +171,12 @@ def test_context_length_without_other_limits() -> None:
         for asked, gets in ((None, 10), (10, 10)):
             assert server.post("/v1/completions", ask | {"max_tokens": asked}).status_code == 200
             assert server.engine.params[-1].max_tokens == gets
-        answer = server.post("/v1/completions", ask | {"max_tokens": 11})
-        assert "max_tokens is 11" in refused(answer, 400, "max_tokens", "context_length_exceeded")
+        response = server.post("/v1/completions", ask | {"max_tokens": 11})
+        assert "max_tokens is 11" in refused(response, 400, "max_tokens", "context_length_exceeded")
 
 
 @pytest.mark.parametrize(("value", "status"), [(False, 200), (None, 200), (True, 400)])
-def test_stream_options_that_ask_for_nothing(server: Live, value: bool | None, status: int) -> None:
+def test_stream_options_that_request_nothing(server: Live, value: bool | None, status: int) -> None:
     options = {"include_usage": True, "include_obfuscation": value}
     body = {"model": "letters", "prompt": "x", "stream": True, "stream_options": options}
     assert server.post("/v1/completions", body).status_code == status
@@ -184,8 +184,8 @@ def test_stream_options_that_ask_for_nothing(server: Live, value: bool | None, s
 
 @pytest.mark.parametrize(("asked", "gets"), [(None, 60), (59, 59), (60, 60), (1000, 60)])
 def test_max_output_tokens_caps_and_is_the_default(server: Live, asked: int | None, gets: int) -> None:
-    answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "max_tokens": asked})
-    assert answer.status_code == 200
+    response = server.post("/v1/completions", {"model": "letters", "prompt": "x", "max_tokens": asked})
+    assert response.status_code == 200
     assert server.engine.params[-1].max_tokens == gets
 
 
@@ -197,29 +197,31 @@ def test_max_output_tokens_caps_and_is_the_default(server: Live, asked: int | No
         b'{"model": "letters", "prompt": "x", "temperature": ' + b"1" * 400 + b"}",
     ],
 )
-def test_bodies_that_are_no_requests(server: Live, raw: bytes) -> None:
-    answer = httpx.post(
+def test_invalid_bodies(server: Live, raw: bytes) -> None:
+    response = httpx.post(
         f"{server.url}/v1/completions", content=raw, headers={"Content-Type": "application/json; charset=utf-8"}
     )
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_other_content_types(server: Live, kind: str | None) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
-    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"model": "letters", "prompt": "x"}', headers=headers)
-    assert "application/json" in refused(answer, 415)
+    response = httpx.post(
+        f"{server.url}/v1/completions", content=b'{"model": "letters", "prompt": "x"}', headers=headers
+    )
+    assert "application/json" in refused(response, 415)
 
 
 def test_no_such_model_path_or_method(server: Live) -> None:
-    answer = server.post("/v1/completions", {"model": "other", "prompt": "x"})
-    assert "'letters'" in refused(answer, 404, "model", "model_not_found")
+    response = server.post("/v1/completions", {"model": "other", "prompt": "x"})
+    assert "'letters'" in refused(response, 404, "model", "model_not_found")
     refused(httpx.get(f"{server.url}/v1/models/other"), 404, "model", "model_not_found")
     assert "GET /v2: Not Found" in refused(httpx.get(f"{server.url}/v2"), 404)
-    answer = httpx.get(f"{server.url}/v1/completions")
-    refused(answer, 405)
-    assert answer.headers["allow"] == "POST"
+    response = httpx.get(f"{server.url}/v1/completions")
+    refused(response, 405)
+    assert response.headers["allow"] == "POST"
 
 
 def test_bodies_up_to_the_limit(server: Live) -> None:
@@ -234,11 +236,11 @@ def test_bodies_up_to_the_limit(server: Live) -> None:
     headers = {"Content-Type": "application/json"}
     for size, status in ((2000, 200), (2001, 413)):
         assert len(padded(size)) == size
-        # With Content-Length, and in chunks without.
+        # Both with Content-Length, and in chunks without.
         for content in (padded(size), pieces(padded(size))):
-            answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
-            assert answer.status_code == status, answer.text
-    refused(answer, 413, code="body_too_large")
+            response = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+            assert response.status_code == status, response.text
+    refused(response, 413, code="body_too_large")
 
 
 def test_a_body_is_refused_before_its_end(server: Live) -> None:
@@ -261,12 +263,12 @@ def test_key() -> None:
         for header in (None, "s3cret", "Bearer", "Basic s3cret", "Bearer s3cret2", b"Bearer \xe9"):
             headers = {} if header is None else {"Authorization": header}
             for path in ("/v1/models", "/v1/models/letters", "/metrics"):
-                answer = httpx.get(server.url + path, headers=headers)
-                refused(answer, 401, code="invalid_api_key")
-                assert answer.headers["www-authenticate"] == "Bearer"
-        # Without the key nobody gets the server to read a body.
-        answer = httpx.post(f"{server.url}/v1/completions", content=b"{" * 5000)
-        refused(answer, 401)
+                response = httpx.get(server.url + path, headers=headers)
+                refused(response, 401, code="invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
+        # Without the key, the server does not read a body.
+        response = httpx.post(f"{server.url}/v1/completions", content=b"{" * 5000)
+        refused(response, 401)
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/metrics", headers={"Authorization": "bearer s3cret"}).status_code == 200
 
@@ -284,11 +286,11 @@ def test_full_queue() -> None:
         client = server.client()
         with client.completions.create(model="letters", prompt="x", n=2, stream=True) as stream:
             next(stream)
-            # One place is left: not enough for two, enough for one.
-            answer = server.post("/v1/completions", {"model": "letters", "prompt": ["x", "y"]})
-            assert "2 of 3 queue places" in refused(answer, 429, code="queue_full")
-            assert answer.json()["error"]["type"] == "rate_limit_error"
-            assert int(answer.headers["retry-after"]) >= 1
+            # One place is left: too few for two outputs, enough for one.
+            response = server.post("/v1/completions", {"model": "letters", "prompt": ["x", "y"]})
+            assert "2 of 3 queue places" in refused(response, 429, code="queue_full")
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            assert int(response.headers["retry-after"]) >= 1
             with client.completions.create(model="letters", prompt="x", stream=True) as other:
                 next(other)
                 with pytest.raises(openai.RateLimitError):
@@ -296,7 +298,7 @@ def test_full_queue() -> None:
                 server.call(engine.let_go)
                 list(other)
             list(stream)
-        # Whoever is done, or was refused for another reason, holds no place.
+        # Requests that ended, or were rejected for another reason, hold no place.
         for _ in range(4):
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="letters", prompt="x" * 300)
@@ -305,7 +307,7 @@ def test_full_queue() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses(stream: bool) -> None:
+def test_requests_that_the_engine_rejects(stream: bool) -> None:
     engine = ScriptedEngine()
     engine.fault = ConfigError("token 99 is none of the model's")
     with live(engine) as server:
@@ -319,11 +321,11 @@ def test_a_fault_during_a_stream(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine()
     engine.fault, engine.fault_at = RuntimeError("a secret of the house"), 2
     with live(engine) as server:
-        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": True})
-    *_, last, rest = answer.text.split("\n\n")
+        response = server.post("/v1/completions", {"model": "letters", "prompt": "x", "stream": True})
+    *_, last, rest = response.text.split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "internal error; the server's log has more"
     assert rest == ""
-    assert "secret" not in answer.text
+    assert "secret" not in response.text
     assert "a secret of the house" in caplog.text
 
 

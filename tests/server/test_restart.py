@@ -1,4 +1,4 @@
-"""A server whose engines die, one after the other."""
+"""A server whose engines die one after another."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timing
 
 
 class Starts:
-    """What ``run_with_restarts`` is given: engines and errors in turn, the last for ever, and what it made of them.
+    """The arguments of ``run_with_restarts``: engines and errors in turn, the last one repeatedly, and what happened.
 
-    Each engine dies ``lives_s`` after the server listens; to the ``stopped``-th start a signal comes instead, or, with
+    Each engine dies ``lives_s`` after the server listens; the ``stopped``-th start gets a signal instead, or, with
     ``both``, just before.
     """
 
@@ -53,7 +53,7 @@ class Starts:
         return run_with_restarts(self, ServerConfig(port=0), self.listening, self.pauses.append, lambda: self.now)
 
 
-def test_the_next_engine_serves_where_the_dead_one_did() -> None:
+def test_the_next_engine_serves_at_the_same_port() -> None:
     first, second, third = (ScriptedEngine() for _ in range(3))
     turns = first, ConfigError("too little memory"), EngineDead("rank 0 was killed"), second, third
     starts = Starts(*turns, lives_s=STABLE_S, stopped=5)
@@ -69,7 +69,7 @@ def test_the_next_engine_serves_where_the_dead_one_did() -> None:
         httpx.get(f"http://127.0.0.1:{starts.ports[0]}/health")
 
 
-def test_a_signal_is_not_lost_where_the_engine_dies_of_it() -> None:
+def test_a_signal_is_not_lost_if_the_engine_dies_of_it() -> None:
     starts = Starts(ScriptedEngine(), stopped=1, both=True)
     assert starts.run() == 0
     assert (starts.begun, starts.pauses) == (1, [])
@@ -83,7 +83,7 @@ def test_the_first_engine_has_to_start(error: Exception) -> None:
     assert (starts.begun, starts.pauses) == (1, [])
 
 
-def test_what_cannot_be_started_is_given_up() -> None:
+def test_engines_that_cannot_be_started_are_given_up() -> None:
     starts = Starts(ScriptedEngine(), ConfigError("too little memory"))
     with pytest.raises(ConfigError, match="too little memory"):
         starts.run()
@@ -98,14 +98,14 @@ def test_engines_that_die_at_once_are_given_up() -> None:
     assert starts.pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_nothing_is_loaded_for_a_port_that_is_taken() -> None:
+def test_nothing_is_loaded_for_a_port_in_use() -> None:
     starts = Starts(ScriptedEngine())
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen on"):
         run_with_restarts(starts, ServerConfig(port=taken.getsockname()[1]))
     assert starts.begun == 0
 
 
-def test_nobody_is_let_in_before_the_engine_is_ready() -> None:
+def test_no_client_connects_before_the_engine_is_ready() -> None:
     starts = Starts(ScriptedEngine(), ScriptedEngine(), lives_s=STABLE_S, stopped=2)
     refused: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""``shotcast serve`` as people run it: a process, two ranks, a real model, the real client."""
+"""``shotcast serve`` as users run it: a process, two ranks, a real model, OpenAI's client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time", "Water
 
 
 class Served:
-    """A server in a process of its own, with its log."""
+    """A server process with its log."""
 
     def __init__(self, *options: str):
         command = [sys.executable, "-m", "shotcast", "serve", "--port", "0", "--max-model-len", "512", *options]
@@ -54,7 +54,7 @@ class Served:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0, timeout=100)
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks, that is of all descendants those that share a symmetric workspace."""
+        """Return the processes of the ranks: the descendants that share a symmetric workspace."""
         found = []
         for status in Path("/proc").glob("[0-9]*/cmdline"):
             pid = int(status.parent.name)
@@ -124,7 +124,7 @@ def test_completion_chat_and_stream_agree(served: Served) -> None:
     assert complete(client, PROMPTS[1], stop=["8"]).endswith("7, ")
 
 
-def test_errors_say_what_is_wrong(served: Served) -> None:
+def test_errors_name_the_problem(served: Served) -> None:
     client = served.client()
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         client.completions.create(model="gpt-4", prompt="x")
@@ -135,13 +135,13 @@ def test_errors_say_what_is_wrong(served: Served) -> None:
     assert complete(client, PROMPTS[0], 2)
 
 
-def test_200_requests_at_once_are_answered_as_one_by_one(served: Served) -> None:
+def test_200_requests_at_once_have_the_outputs_of_one_by_one(served: Served) -> None:
     client = served.client()
     alone = [complete(client, prompt, 12) for prompt in PROMPTS]
     with ThreadPoolExecutor(200) as pool:
         answers = list(pool.map(lambda number: complete(client, PROMPTS[number % len(PROMPTS)], 12), range(200)))
     assert len(answers) == 200
-    # Sums of other batches may be rounded otherwise, and the two best tokens then change places
+    # In other batches, sums may be rounded differently, which can swap the two best tokens.
     assert sum(answer != alone[number % len(PROMPTS)] for number, answer in enumerate(answers)) <= 2
     metrics = httpx.get(f"http://127.0.0.1:{served.port}/metrics").text
     said = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line and line[0] != "#"}
@@ -151,7 +151,7 @@ def test_200_requests_at_once_are_answered_as_one_by_one(served: Served) -> None
     assert said["shotcast_communication_seconds_total"] > 0
 
 
-def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
+def test_a_client_that_disconnects_ends_its_request(served: Served) -> None:
     client = served.client()
     with client.completions.create(
         model="smollm2", prompt=PROMPTS[2], max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
@@ -188,9 +188,9 @@ def test_a_killed_rank_fails_the_stream_and_ends_the_server() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_end_while_the_model_loads(tmp_path: Path, number: signal.Signals) -> None:
-    """As a supervisor may, who expects that nothing is left."""
-    folder = tempfile.mkdtemp(prefix="t", dir="/tmp")  # of a path that is short enough for sockets
+def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) -> None:
+    """A supervisor may do so, and expects that nothing is left behind."""
+    folder = tempfile.mkdtemp(prefix="t", dir="/tmp")  # a path that is short enough for sockets
     command = [sys.executable, "-m", "shotcast", "serve", "--port", "0", "-t", "2"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, "TMPDIR": folder})

@@ -24,7 +24,7 @@ from shotcast.server.config import ServerConfig
         ({"drain_s": float("inf")}, "drain_s"),
     ],
 )
-def test_what_cannot_be(wrong: dict[str, object], says: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         ServerConfig(**wrong)
     if wrong.get("api_key"):
