@@ -12,7 +12,7 @@ from shotcast.errors import ConfigError
 from shotcast.wire import CallPlan, Fault, Header, Op
 
 NAMES = (*registered(), *(f"added_{number}" for number in range(wire.MAX_ALGORITHMS)))[: wire.MAX_ALGORITHMS]
-"""As many algorithms as headers tell apart."""
+"""The largest number of algorithms that headers can tell apart."""
 
 
 def header_of(plan: CallPlan) -> int:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shotcast
 from shotcast.bench import tune, tune_table
-from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, implementations, search, settled
+from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, eligible_candidates, search, settled
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
 from shotcast.collectives.choice.choice import Candidate
@@ -114,8 +114,8 @@ class TestSearch:
     def test_fp8_is_never_an_implementation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         everything = tuple(Candidate(name, LaunchShape()) for name in registered())
         monkeypatch.setattr(tune, "candidates", lambda asked: everything)
-        assert {c.algorithm for c in implementations(problem(), False)} == {"one_shot", "two_shot", "vendor"}
-        assert {c.algorithm for c in implementations(problem(), True)} == set(registered()) - {"two_shot_fp8"}
+        assert {c.algorithm for c in eligible_candidates(problem(), False)} == {"one_shot", "two_shot", "vendor"}
+        assert {c.algorithm for c in eligible_candidates(problem(), True)} == set(registered()) - {"two_shot_fp8"}
 
     def test_launches_found_before_are_all_that_is_measured(self) -> None:
         shape = launch_shapes(problem(), "two_shot")[2]
@@ -176,7 +176,7 @@ class TestSearch:
         try:
             found = search(asked, Bench(time), 1.0, any_bits)
         except ShotcastError:
-            assert all(times[c] is None for c in implementations(asked, any_bits))
+            assert all(times[c] is None for c in eligible_candidates(asked, any_bits))
             return
         best = found.best
         assert obstacle(asked, best.algorithm) == ""
@@ -184,7 +184,7 @@ class TestSearch:
         assert any_bits or best.algorithm == "vendor" or keeps_bits(asked, best.algorithm)
         assert {c for c, time_us in times.items() if time_us is None} == set(found.wrong)
         assert best.time_us == times[Candidate(best.algorithm, best.launch)]
-        first = [times[c] for c in implementations(asked, any_bits)]
+        first = [times[c] for c in eligible_candidates(asked, any_bits)]
         assert best.time_us <= GAIN * min(time_us for time_us in first if time_us is not None)
         assert [one.time_us for one in found.others] == sorted(one.time_us for one in found.others)
 

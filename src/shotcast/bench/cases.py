@@ -19,7 +19,7 @@ from shotcast.collectives.algorithm import imported
 from shotcast.collectives.communicator import Communicator
 
 Reference = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""For each named value: the expected result in float64, and the error bound of each element."""
+"""The expected result of each named value in float64, and the error bound of its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,17 @@ class Case:
     def calls(self, names: Sequence[str]) -> list[BenchCall]:
         """Return the calls of those implementations that take this tensor."""
         context = self.context
-        made = []
+        calls = []
         # the size of an all_gather is that of its result
-        whole = self._new() if self.op == "all_gather" else self.x
-        legal = (*context.comm.candidates(whole, op=self.op), "auto") if context.comm is not None else ()
+        message = self._new() if self.op == "all_gather" else self.x
+        legal = (*context.comm.candidates(message, op=self.op), "auto") if context.comm is not None else ()
         for name in names:
             if implementations.is_own(name):
                 if name in legal or name in implementations.FUSED:
-                    made.append(self._own(name))
+                    calls.append(self._own(name))
             elif baselines.supports(name, str(context.dtype).split(".")[-1], self.nbytes, context.world_size):
-                made.append(self._other(name))
-        return made
+                calls.append(self._other(name))
+        return calls
 
     def _own(self, name: str) -> BenchCall:
         call = baselines.own_call(name, self.op, self.context.comm, self.x, self._new())
@@ -111,19 +111,19 @@ class Case:
         if self.op == "all_gather":
             gathered = torch.cat([self._input(rank) for rank in range(world_size)]).double()
             return {"sum": (gathered, torch.zeros_like(gathered))}
-        mine = slice(None)
+        own_part = slice(None)
         if self.op == "reduce_scatter":
-            mine = slice(self.context.rank * self._part, (self.context.rank + 1) * self._part)
-        expected = torch.zeros_like(self.x.reshape(-1)[mine], dtype=torch.float64)
+            own_part = slice(self.context.rank * self._part, (self.context.rank + 1) * self._part)
+        expected = torch.zeros_like(self.x.reshape(-1)[own_part], dtype=torch.float64)
         magnitude = torch.zeros_like(expected)
         for rank in range(world_size):
-            values = self._input(rank).reshape(-1)[mine].double()
+            values = self._input(rank).reshape(-1)[own_part].double()
             expected += values
             magnitude += values.abs()
         bound = magnitude * (world_size * torch.finfo(self.context.dtype).eps)
         results = {"sum": (expected, bound)}
         for name in implementations.lossy_algorithms():
             error_bound = imported(implementations.algorithms()[name].error_bound)
-            inputs = (self._input(rank).reshape(-1)[mine].double() for rank in range(world_size))
+            inputs = (self._input(rank).reshape(-1)[own_part].double() for rank in range(world_size))
             results[name] = (expected, bound + error_bound(inputs))
         return results

@@ -303,7 +303,7 @@ def _row(
 ) -> EngineRow:
     """Return the row of a point, with its roofline.
 
-    The roofline reads once the weights, and the keys and values of the sequences that are computed together.
+    The roofline counts one read of the weights, and one of the keys and values of the sequences computed together.
     """
     item = getattr(torch, dtype).itemsize
     cache_item = 4 if config.device == "cpu" else item

@@ -126,8 +126,8 @@ def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
     head = ["", *(implementations.label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
     cells = []
     for nbytes in _sizes(rows):
-        here = {row.algorithm: row for row in rows if row.nbytes == nbytes}
-        line = [size_name(nbytes), *(_us(here.get(column)) for column in columns)]
+        by_name = {row.algorithm: row for row in rows if row.nbytes == nbytes}
+        line = [size_name(nbytes), *(_us(by_name.get(column)) for column in columns)]
         ratio = _ratio(fastest(rows, nbytes, library), fastest(rows, nbytes, own_bits))
         cells.append(line + ([ratio] if compared else []))
     return head, cells
@@ -137,11 +137,11 @@ def _summary(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     families = measured_families(rows)
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     for world_size in _world_sizes(rows):
-        mine = [row for row in rows if row.world_size == world_size]
+        group = [row for row in rows if row.world_size == world_size]
         first, *others = families
-        head += [f"{_ranks(mine[0])}: {first}", *others]
+        head += [f"{_ranks(group[0])}: {first}", *others]
         for line, nbytes in zip(cells, _sizes(rows), strict=True):
-            best = {name: fastest(mine, nbytes, belongs) for name, belongs in families.items()}
+            best = {name: fastest(group, nbytes, belongs) for name, belongs in families.items()}
             least = min((row.time_us for row in best.values() if row and row.time_us is not None), default=0.0)
             line += [f"**{_us(row)}**" if row and row.time_us == least else _us(row) for row in best.values()]
     return head, cells
@@ -151,12 +151,12 @@ def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
     for world_size in _world_sizes(rows):
-        mine = [row for row in rows if row.world_size == world_size]
-        head += [f"{_ranks(mine[0])}: {name} / shotcast", "ring / two-shot"]
+        group = [row for row in rows if row.world_size == world_size]
+        head += [f"{_ranks(group[0])}: {name} / shotcast", "ring / two-shot"]
         for line, nbytes in zip(cells, _sizes(rows), strict=True):
-            ring = fastest(mine, nbytes, lambda row: row.algorithm == "ring")
-            two_shot = fastest(mine, nbytes, lambda row: row.algorithm == "two_shot")
-            line += [_ratio(fastest(mine, nbytes, library), fastest(mine, nbytes, own_bits)), _ratio(ring, two_shot)]
+            ring = fastest(group, nbytes, lambda row: row.algorithm == "ring")
+            two_shot = fastest(group, nbytes, lambda row: row.algorithm == "two_shot")
+            line += [_ratio(fastest(group, nbytes, library), fastest(group, nbytes, own_bits)), _ratio(ring, two_shot)]
     return head, cells
 
 
@@ -171,11 +171,15 @@ def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
     head += [f"above plain: {implementations.label(name)}" for name in above]
     cells = []
     for nbytes in _sizes(rows):
-        here = {row.algorithm: row for row in rows if row.nbytes == nbytes}
-        line = [str(next(iter(here.values())).tokens), size_name(nbytes), *(_us(here.get(name)) for name in columns)]
+        by_name = {row.algorithm: row for row in rows if row.nbytes == nbytes}
+        line = [
+            str(next(iter(by_name.values())).tokens),
+            size_name(nbytes),
+            *(_us(by_name.get(name)) for name in columns),
+        ]
         for group in above.values():
             best = fastest(rows, nbytes, lambda row, group=group: row.algorithm in group)  # type: ignore[misc]
-            more = None if best is None else above_plain_us(best, here.values())
+            more = None if best is None else above_plain_us(best, by_name.values())
             line.append("" if more is None else f"{more:+.1f}")
         cells.append(line)
     return head, cells
@@ -194,18 +198,18 @@ def _between(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     for nbytes in _sizes(rows):
         line, savings = [], []
         for measure in ("call", "between"):
-            here = [row for row in rows if row.measure == measure]
-            own, theirs = fastest(here, nbytes, own_bits), fastest(here, nbytes, library)
+            measured = [row for row in rows if row.measure == measure]
+            own, other = fastest(measured, nbytes, own_bits), fastest(measured, nbytes, library)
             saved = None
-            if own is not None and theirs is not None:
-                saved = theirs.time_us - own.time_us  # type: ignore[operator]
+            if own is not None and other is not None:
+                saved = other.time_us - own.time_us  # type: ignore[operator]
             savings.append(saved)
-            line += [_us(own), _us(theirs), "" if saved is None else f"{saved:.1f}"]
+            line += [_us(own), _us(other), "" if saved is None else f"{saved:.1f}"]
         back, between = savings
-        kept = f"{between / back:.0%}" if back is not None and between is not None and back > 0 else ""
-        works = [row for row in worked if row.nbytes == nbytes and row.work_us is not None]
-        alone = _microseconds(works[0].work_us) if works else ""
-        cells.append([size_name(nbytes), str(works[0].tokens) if works else "", alone, *line, kept])
+        kept_share = f"{between / back:.0%}" if back is not None and between is not None and back > 0 else ""
+        work_rows = [row for row in worked if row.nbytes == nbytes and row.work_us is not None]
+        alone = _microseconds(work_rows[0].work_us) if work_rows else ""
+        cells.append([size_name(nbytes), str(work_rows[0].tokens) if work_rows else "", alone, *line, kept_share])
     return head, cells
 
 

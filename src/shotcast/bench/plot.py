@@ -104,9 +104,9 @@ def _figure(rows: Sequence[Row], caption: str) -> Any:
     over = _reference(timed)
     bottom = _floor(timed, over)
     for column, world_size in enumerate(world_sizes):
-        here = [row for row in timed if row.world_size == world_size]
-        _latency(grid[0][column], here, f"{world_size} ranks")
-        _speedup(grid[1][column], here, over, bottom)
+        panel = [row for row in timed if row.world_size == world_size]
+        _latency(grid[0][column], panel, f"{world_size} ranks")
+        _speedup(grid[1][column], panel, over, bottom)
     # set after all columns are drawn, as they share the axis
     grid[1][0].set_ylim(bottom=bottom)
     grid[0][0].set_ylabel("host time of a call (µs)" if measure == "host" else "time of a call (µs)")

@@ -56,7 +56,7 @@ Measure = Callable[[Sequence[Candidate], float], Mapping[Candidate, float | None
 
 @dataclass(frozen=True, slots=True)
 class TuneConfig:
-    """What to tune. It is picklable, as it is sent to the ranks.
+    """The calls to tune for. It is picklable, as it is sent to the ranks.
 
     Attributes:
         sizes: bytes of the whole tensor, ascending. Where the choices of neighbouring sizes differ, sizes between them
@@ -142,7 +142,7 @@ class Point:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def implementations(problem: CollectiveProblem, any_bits: bool) -> list[Candidate]:
+def eligible_candidates(problem: CollectiveProblem, any_bits: bool) -> list[Candidate]:
     """Return the candidates that may be chosen, with their default launches."""
     return [
         candidate
@@ -172,20 +172,20 @@ def search(
     Raises:
         ShotcastError: no candidate gives right results.
     """
-    first = implementations(problem, any_bits)
+    first = eligible_candidates(problem, any_bits)
     defaults = {candidate.algorithm: candidate.launch for candidate in first}
     if launches is not None:
         first = [Candidate(c.algorithm, launches.get(c.algorithm, c.launch)) for c in first]
     wrong: dict[Candidate, None] = {}
 
-    def right(asked: Sequence[Candidate], share: float) -> dict[Candidate, float]:
-        times = measure(asked, seconds * share) if asked else {}
+    def measure_right(requested: Sequence[Candidate], share: float) -> dict[Candidate, float]:
+        times = measure(requested, seconds * share) if requested else {}
         wrong.update((candidate, None) for candidate, time_us in times.items() if time_us is None)
         return {candidate: time_us for candidate, time_us in times.items() if time_us is not None}
 
     # twice, so that one disturbance (such as an idle GPU at the first calls) does not eliminate an algorithm
-    times = right(first, _SHARES[0] / 2)
-    again = right(list(times), _SHARES[0] / 2)
+    times = measure_right(first, _SHARES[0] / 2)
+    again = measure_right(list(times), _SHARES[0] / 2)
     times = {candidate: min(time_us, again[candidate]) for candidate, time_us in times.items() if candidate in again}
     if not times:
         raise ShotcastError(
@@ -200,12 +200,12 @@ def search(
             for launch in launch_shapes(problem, c.algorithm)
             if launch != c.launch
         ]
-        brief = right(shapes, _SHARES[1])
+        brief = measure_right(shapes, _SHARES[1])
         for algorithm in dict.fromkeys(c.algorithm for c in near):
             fastest = sorted((c for c in brief if c.algorithm == algorithm), key=lambda c: brief[c])
             finalists += fastest[:FINALISTS]
         finalists.sort(key=lambda c: list(defaults).index(c.algorithm))
-    final = right(finalists, _SHARES[2])
+    final = measure_right(finalists, _SHARES[2])
     if not final:
         raise ShotcastError(
             f"algorithms gave right results and then wrong ones for {problem.op.label} of {problem.dtype}, "
@@ -220,7 +220,7 @@ def _decide(timed: Sequence[Timed], wrong: tuple[Candidate, ...]) -> Choice:
         return timed.time_us * (1.0 if timed.by_default and timed.algorithm != LIBRARY else GAIN)
 
     best = min(timed, key=with_handicap)
-    others = sorted((one for one in timed if one is not best), key=lambda one: one.time_us)
+    others = sorted((other for other in timed if other is not best), key=lambda other: other.time_us)
     return Choice(best, tuple(others), wrong)
 
 
@@ -234,10 +234,10 @@ def settled(points: Sequence[Point]) -> list[Point]:
     for point in sorted(points, key=lambda point: point.nbytes):
         best, others, last = point.choice.best, point.choice.others, before.get(point.key)
         if last is not None and last.algorithm != LIBRARY:
-            for one in others:
-                if one.written == last.written and one.time_us <= GAIN * best.time_us:
-                    rest = sorted((best, *(other for other in others if other is not one)), key=lambda t: t.time_us)
-                    point = dataclasses.replace(point, choice=Choice(one, tuple(rest), point.choice.wrong))
+            for other in others:
+                if other.written == last.written and other.time_us <= GAIN * best.time_us:
+                    rest = sorted((best, *(timed for timed in others if timed is not other)), key=lambda t: t.time_us)
+                    point = dataclasses.replace(point, choice=Choice(other, tuple(rest), point.choice.wrong))
                     break
         before[point.key] = point.choice.best
         found.append(point)
@@ -257,8 +257,8 @@ class Tuner(harness.RankHarness):
         super().__init__(bench, (), comm.device, group, control)
         self.context = dataclasses.replace(self.context, comm=comm)
         self.comm = comm
-        self._asked: list[Candidate] = []
-        self._kept: TuneCase | None = None
+        self._requested: list[Candidate] = []
+        self._cached: TuneCase | None = None
 
     def points(self) -> list[Point]:
         config = self.tune_config
@@ -289,7 +289,7 @@ class Tuner(harness.RankHarness):
 
     def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
         self.context = dataclasses.replace(self.context, dtype=getattr(torch, dtype))
-        self._kept = None  # freed before the next is made, as both may not fit
+        self._cached = None  # freed before the next is made, as both may not fit
         self.config = dataclasses.replace(
             self.config, op=op, dtype=dtype, sizes=(nbytes,), eager=mode == "eager", warmup_iters=3
         )
@@ -297,33 +297,33 @@ class Tuner(harness.RankHarness):
         if known is not None:
             # an eager call runs the same kernel as a captured one; only the host's share differs
             launches = {}
-            for one in sorted((known.best, *known.others), key=lambda one: one.time_us):
-                launches.setdefault(one.algorithm, one.launch)
+            for timed in sorted((known.best, *known.others), key=lambda timed: timed.time_us):
+                launches.setdefault(timed.algorithm, timed.launch)
             launches[known.best.algorithm] = known.best.launch
         problem = CollectiveProblem(Op[op.upper()], nbytes, dtype, self.comm.topology)
         return search(problem, self._measure, self.tune_config.seconds, self.tune_config.any_bits, launches)
 
-    def _measure(self, asked: Sequence[Candidate], seconds: float) -> dict[Candidate, float | None]:
-        self._asked = list(asked)
-        self.config = dataclasses.replace(self.config, budget_s=seconds / len(asked))
+    def _measure(self, requested: Sequence[Candidate], seconds: float) -> dict[Candidate, float | None]:
+        self._requested = list(requested)
+        self.config = dataclasses.replace(self.config, budget_s=seconds / len(requested))
         rows = list(self._size(self.config.sizes[0], seed=0))
-        return {asked[int(row.algorithm)]: row.time_us for row in rows}
+        return {requested[int(row.algorithm)]: row.time_us for row in rows}
 
     def _case(self, nbytes: int, seed: int) -> Case:
-        if self._kept is None:
-            self._kept = TuneCase(self.context, self.config.op, nbytes, seed)
-        self._kept.asked = self._asked
-        return self._kept
+        if self._cached is None:
+            self._cached = TuneCase(self.context, self.config.op, nbytes, seed)
+        self._cached.requested = self._requested
+        return self._cached
 
 
 class TuneCase(Case):
     """One size for all stages of its search: calls of the requested candidates, and one reference."""
 
-    asked: Sequence[Candidate] = ()
+    requested: Sequence[Candidate] = ()
     _known: Reference | None = None
 
     def calls(self, names: Sequence[str]) -> list[BenchCall]:
-        return [self.call(str(number), candidate) for number, candidate in enumerate(self.asked)]
+        return [self.call(str(number), candidate) for number, candidate in enumerate(self.requested)]
 
     def call(self, name: str, candidate: Candidate) -> BenchCall:
         comm, op, out = self.context.comm, Op[self.op.upper()], self._new()

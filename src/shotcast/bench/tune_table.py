@@ -60,17 +60,19 @@ def document(
 
 
 def _measurement(point: Point) -> dict[str, Any]:
-    def plain(one: Timed) -> list[Any]:
-        return [one.algorithm, _launch(one), round(one.time_us, 3)]
+    def as_json(timed: Timed) -> list[Any]:
+        return [timed.algorithm, _launch(timed), round(timed.time_us, 3)]
 
     return {
         "mode": point.mode,
         "op": point.op,
         "dtype": point.dtype,
         "nbytes": point.nbytes,
-        "chosen": plain(point.choice.best),
+        "chosen": as_json(point.choice.best),
         "others": [
-            plain(one) for number, one in enumerate(point.choice.others) if number < 3 or one.algorithm == LIBRARY
+            as_json(timed)
+            for number, timed in enumerate(point.choice.others)
+            if number < 3 or timed.algorithm == LIBRARY
         ],
     }
 
@@ -98,55 +100,56 @@ def merged(old: str, new: str, name: str) -> str:
     """
     after = table.parse(new, "just measured", implementations.algorithms())
     before = mergeable(old, name, after.part, after.world_size)
-    stays = before.rows.keys() - after.rows.keys()
-    names = {"/".join(key) for key in stays}
-    kept, came = json.loads(old), json.loads(new)
+    kept_keys = before.rows.keys() - after.rows.keys()
+    names = {"/".join(key) for key in kept_keys}
+    old_document, new_document = json.loads(old), json.loads(new)
 
-    def still(run: Any) -> bool:
+    def is_current(run: Any) -> bool:
         return (
             not isinstance(run, dict)
             or not isinstance(run.get("entries"), list)
             or not names.isdisjoint(run["entries"])
         )
 
-    provenance = {date: run for date, run in kept.get("provenance", {}).items() if still(run)}
+    provenance = {date: run for date, run in old_document.get("provenance", {}).items() if is_current(run)}
     measurements = [
-        one
-        for one in kept.get("measurements", [])
-        if isinstance(one, dict) and (one.get("mode"), one.get("op"), one.get("dtype")) in stays
+        measurement
+        for measurement in old_document.get("measurements", [])
+        if isinstance(measurement, dict)
+        and (measurement.get("mode"), measurement.get("op"), measurement.get("dtype")) in kept_keys
     ]
     return table.render(
         after.part,
         after.world_size,
-        {key: before.rows[key] for key in before.rows if key in stays} | after.rows,
-        provenance | came["provenance"],
-        measurements + came["measurements"],
+        {key: before.rows[key] for key in before.rows if key in kept_keys} | after.rows,
+        provenance | new_document["provenance"],
+        measurements + new_document["measurements"],
     )
 
 
 def view(points: Sequence[Point], world_size: int, device: str) -> View:
     """Return the choices as a table to read."""
-    shown = View(title=f"{world_size} {device} ranks", title_justify="left", box=None)
+    table_view = View(title=f"{world_size} {device} ranks", title_justify="left", box=None)
     for name in ("mode", "op", "type", "size", "algorithm", "launch", "us", "next best", "us"):
-        shown.add_column(name, justify="right" if name in ("size", "us") else "left", no_wrap=True)
+        table_view.add_column(name, justify="right" if name in ("size", "us") else "left", no_wrap=True)
     for point in points:
         best, others = point.choice.best, point.choice.others
         second = (
             (f"{others[0].algorithm} {_launch(others[0])}".strip(), f"{others[0].time_us:.2f}") if others else ("", "")
         )
-        shown.add_row(
+        table_view.add_row(
             point.mode, point.op, point.dtype, format_size(point.nbytes), best.algorithm, _launch(best),
             f"{best.time_us:.2f}", *second,
         )  # fmt: skip
-    return shown
+    return table_view
 
 
-def _launch(one: Timed) -> str:
-    if one.algorithm == LIBRARY:
+def _launch(timed: Timed) -> str:
+    if timed.algorithm == LIBRARY:
         return ""
-    if one.by_default:
+    if timed.by_default:
         return "default"
-    return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(one.launch).items() if value)
+    return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(timed.launch).items() if value)
 
 
 def wrong(points: Iterable[Point]) -> list[str]:
