@@ -29,11 +29,11 @@ from typing import Any
 from .explore import Kind
 
 Address = tuple[Any, ...]
-"""(owner, region, *index): a word in the memory of rank ``owner``. The region decides what the word is at first."""
+"""(owner, region, *index): a word in the memory of rank ``owner``. The region determines its initial value."""
 
 
 class Instruction:
-    """What a program can do. The value of a ``yield`` is the result of the instruction."""
+    """An operation of a program. The value of a ``yield`` is the result of the instruction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,11 @@ POLLS: dict[str, Callable[[int], int]] = {
 CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *SEND_RECV)
 WIDE = {"v4.b32", "v2.b64"}
 MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 232}
-"""By ranks: as many slots are in flight. Two blocks of four warps share a multiprocessor's 65,536 up to 256."""
+"""Registers by number of ranks, which is that of the slots in flight.
+
+With up to 256, the 65,536 registers of a multiprocessor are enough for two blocks of four warps."""
 MAX_STACK = 24
-"""Bytes of addresses that the assembler may put aside to hold more blocks; a tile takes 16 a slot."""
+"""Bytes of addresses that the assembler may spill to hold more blocks; a tile takes 16 for each slot."""
 
 
 @dataclass(frozen=True, order=True)

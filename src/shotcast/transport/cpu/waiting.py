@@ -29,7 +29,7 @@ from shotcast.transport.cpu.layout import (
 )
 
 DONE, TIMED_OUT, MISMATCHED, ABORTED = 0, 1, 2, 3
-"""What a schedule returns."""
+"""The statuses that a schedule returns."""
 
 _YIELD_NS = 1_000_000
 
