@@ -162,7 +162,7 @@ def test_a_failing_callback_does_not_affect_the_others(caplog: pytest.LogCapture
 
 
 def test_updates_for_a_closed_loop_do_no_harm() -> None:
-    """In particular not the client's thread, which serves other loops too."""
+    """They must not stop the client's thread, which serves other loops too."""
     llm, client = engine()
 
     async def main() -> None:

@@ -44,7 +44,7 @@ from shotcast.models.source import RANDOM, open_checkpoint
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 10.0
-"""Time that the ranks have to end after they were told to."""
+"""Seconds that the ranks have to end after they are told to."""
 
 
 class RequestUpdate(NamedTuple):
@@ -158,7 +158,7 @@ class EngineClient:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model comes with a tokenizer."""
+        """Return whether the model comes with a tokenizer."""
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
     @property

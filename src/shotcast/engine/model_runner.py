@@ -54,7 +54,7 @@ class AsyncModelRunnerOutput:
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`result` returns without waiting."""
+        """Return whether :meth:`result` returns without waiting."""
         return self._copy is None or self._copy.done
 
     def result(self) -> ModelRunnerOutput:

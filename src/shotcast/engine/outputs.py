@@ -82,7 +82,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete, or has failed."""
+        """Return whether the output is complete, or has failed."""
         return self.finish_reason is not None
 
     @property

@@ -108,17 +108,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Return whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a presence or frequency penalty applies."""
+        """Return whether a presence or frequency penalty applies."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def has_top_k_or_top_p(self) -> bool:
-        """Whether sampling needs the order of the tokens by probability."""
+        """Return whether sampling needs the order of the tokens by probability."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property

@@ -55,5 +55,5 @@ class StepPlan(NamedTuple):
 
     @property
     def do_sample(self) -> bool:
-        """Whether the step samples a token for any of its sequences."""
+        """Return whether the step samples a token for any of its sequences."""
         return any(sequence.do_sample for sequence in self.sequences)

@@ -51,7 +51,7 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Whether the tensors have arrived."""
+        """Return whether the tensors have arrived."""
         return self._done is None or self._done.query()
 
     def wait(self) -> list[torch.Tensor]:

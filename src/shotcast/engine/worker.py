@@ -30,11 +30,11 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
         config: the engine's configuration, with a resolved device.
         address, key: the Unix socket at which rank 0 reaches the engine's client, and the key of that connection.
     """
-    place = env.job()
-    assert place is not None
+    rank_env = env.job()
+    assert rank_env is not None
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        requests = stack.enter_context(Client(address, authkey=key)) if place.rank == 0 else None
+        requests = stack.enter_context(Client(address, authkey=key)) if rank_env.rank == 0 else None
         runner, info, job, comm = load(config, stack)
         gc.collect()
         gc.freeze()  # these objects stay for good, and a collection that visits them takes longer than a step

@@ -57,7 +57,7 @@ class ServerConfig:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Return whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

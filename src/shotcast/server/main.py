@@ -163,9 +163,8 @@ class _Server(uvicorn.Server):
             await asyncio.wait((dead, stopped), return_when=asyncio.FIRST_COMPLETED)
             if dead.done():
                 logger.error("the engine died: %s", dead.result())
-                await self._service.drain(
-                    FLUSH_S
-                )  # all requests have failed, and only their responses are left to send
+                # All requests have failed, and only their responses are left to send.
+                await self._service.drain(FLUSH_S)
             else:
                 logger.info("stopping: running requests have %g s to finish", self._service.config.drain_s)
                 await self._service.drain(self._service.config.drain_s)

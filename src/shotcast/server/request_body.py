@@ -115,7 +115,7 @@ class Body(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
