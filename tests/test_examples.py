@@ -21,6 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 SUM = r"rank \d has \[0\.0, 1111\.0, 2222\.0, 3333\.0\]"
 EXPLANATION = r" (?:1 KiB of float32|64 KiB of float32|4 MiB of float32|2 KiB of int64): "
+STAR = r"star: \[111\.0, 111\.0, 111\.0, 111\.0, 111\.0\]"
 SAME = r"rank \d: the same results: True, the same gradients: True"
 
 EXPECTED = {
@@ -34,6 +35,7 @@ EXPECTED = {
         r"rank 3: missed \(2,\); now rank 2 of 3, and the sum is 3\n"
     ),
     "05_compile.py": rf"({SAME}\n){{2}}",
+    "06_own_algorithm.py": rf"({STAR}\n){{3}}all_reduce of 20 bytes, float32: .*star [\d.]+.*legal: .*star.*\n",
 }
 
 UNDER_TORCHRUN = {
@@ -42,6 +44,7 @@ UNDER_TORCHRUN = {
     "03_choose_an_algorithm.py": (4, r"\d us, the same bits as two_shot", 2),
     "04_killed_rank.py": (4, r"rank [013]: missed \(2,\); now rank [012] of 3, and the sum is 3", 3),
     "05_compile.py": (2, SAME, 2),
+    "06_own_algorithm.py": (3, STAR, 3),
 }
 """Number of ranks, and what all of them together print, how often. Lines of processes may mix."""
 
@@ -49,7 +52,7 @@ BY_TORCHRUN = ("01_all_reduce.py", "04_killed_rank.py")
 """Examples that the default tests start by torchrun itself; it takes each rank seconds to import torch."""
 KILLED = "04_killed_rank.py"
 """The ranks that go on must come in time, or they are named too."""
-IN_PLACE = ("02_explain.py", "03_choose_an_algorithm.py")
+IN_PLACE = ("02_explain.py", "03_choose_an_algorithm.py", "06_own_algorithm.py")
 """Examples that the default tests run in ranks forked by spawn, with torchrun's environment."""
 
 

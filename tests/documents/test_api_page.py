@@ -95,6 +95,14 @@ def test_outputs() -> None:
     assert listed("EngineStats") == [item.name for item in fields(EngineStats)]
 
 
+def test_algorithms() -> None:
+    calls = [shown("register_algorithm", shotcast.register_algorithm), shown("registered", shotcast.registered)]
+    assert listed("Algorithms of your own")[:2] == calls
+    assert set(listed("Algorithms of your own")[2:]) <= set(shotcast.__all__)
+    for kind in (shotcast.Algorithm, shotcast.Form):
+        assert listed(kind.__name__) == [item.name for item in fields(kind)]
+
+
 def test_functional() -> None:
     assert set(listed("functional")) == {shown(name, getattr(functional, name)) for name in functional.__all__}
 

@@ -60,6 +60,23 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert absent == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "design"], ids=named)
+def test_names_of_modules_exist(page: Path) -> None:
+    """In ``module.name``, the module has such a name. Design notes may name what is gone."""
+    modules: dict[str, list[Path]] = {}
+    for file in (ROOT / "src" / "shotcast").rglob("*.py"):
+        modules.setdefault(file.stem, []).append(file)
+    pairs = re.findall(r"`(\w+)\.(\w+)(?:\(\))?`", without_fences(page))
+    absent = [
+        f"{module}.{name}"
+        for module, name in pairs
+        if module in modules
+        and name != "py"
+        and not any(re.search(rf"\b{name}\b", file.read_text()) for file in modules[module])
+    ]
+    assert absent == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_blocks_say_what_they_are(page: Path) -> None:
     """The first word is the language; the second says why no test runs the block."""
