@@ -331,7 +331,7 @@ class TestErrors:
             (["-b", "0"], "at least 1 byte"),
             (["--world-size", "two"], "whole numbers"),
             (["--world-size", "1"], "at least 2 ranks"),
-            (["--algorithms", "bring"], "unknown algorithms for all_reduce on cpu: bring; known: ring,"),
+            (["--algorithms", "bring"], "unknown algorithms for all_reduce on cpu: bring; known: one_shot,"),
             (["--dtype", "int32"], "choose from float32"),
             (["--iters", "1"], "at least 5"),
             (["--between", "sleep"], "no work 'sleep' between calls; choose from gemm"),
