@@ -87,7 +87,7 @@ def test_sums_that_are_sentinels_arrive_as_nan(world_size: int) -> None:
 
 def test_multimem_is_taken_by_name_only() -> None:
     for said in interpreted(explained, 2):
-        assert said["candidates"] == ["one_shot", "two_shot", "two_shot_fp8", "ring", "multimem", "vendor"]
+        assert said["candidates"] == ["one_shot", "two_shot", "two_shot_fp8", "multimem", "ring", "vendor"]
         assert said["auto"] in ("one_shot", "two_shot")
         assert "multimem" not in said["candidates of a gather"]
 
