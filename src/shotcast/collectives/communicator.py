@@ -539,9 +539,9 @@ class Communicator:
             capturing = self._chain.enter(self.device) if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
-            key: tuple[Any, ...] = (op, count, dtype, algorithm, reduction)
-            if root or sizes or norm is not None or capturing or launch is not None:
-                key = (*key, root, sizes, norm, capturing, launch)
+            key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up
+            if op is not Op.ALL_REDUCE or capturing or launch is not None:
+                key = (*key, op, root, sizes, norm, capturing, launch)
             call = self._calls.get(key)
             if call is None:
                 problem = self._resolver.problem(op, whole, reduction, root, sizes, norm)

@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor  # a name of this module: looked up in one step
 from torch.compiler import is_compiling
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.wire import Op
 
 
 class FastPath:
     """The way past all questions for eager all-reduces of one communicator on a GPU.
 
     Args:
-        calls: the calls that the communicator remembers, by what it looks them up by.
+        calls: the calls that the communicator remembers; eager all-reduces by (elements, dtype, algorithm, reduction).
         executor: of the communicator.
         chain: of its calls.
         lock: held during a call.
@@ -39,7 +39,7 @@ class FastPath:
         lock: threading.Lock,
         device: torch.device,
     ):
-        self._calls, self._executor, self._chain = calls, executor, chain
+        self._find, self._executor, self._chain = calls.get, executor, chain
         self._lock, self._device = lock, device
         self._closed = False
 
@@ -52,18 +52,18 @@ class FastPath:
         # in a capture another kernel may serve, and tensors without elements have no address
         if call.bound is None or not x.numel() or self._chain.capturing():
             return
-        aligned = not (x.data_ptr() | out.data_ptr()) & 15
-        call.enqueue[aligned] = call.bound.one_launch(aligned)
+        if (x.data_ptr() | out.data_ptr()) & 15:
+            call.enqueue_unaligned = call.bound.one_launch(False)
+        else:
+            call.enqueue_aligned = call.bound.one_launch(True)
 
     def make(self, x: torch.Tensor, out: torch.Tensor, algorithm: str, reduction: str) -> bool:
         """Make the call, if it was made before and nothing speaks against it; else return False, with nothing done."""
-        if type(x) is not torch.Tensor or type(out) is not torch.Tensor or is_compiling():
-            return False
-        call = self._calls.get((Op.ALL_REDUCE, x.numel(), x.dtype, algorithm, reduction))
-        if call is None:
+        if type(x) is not Tensor or type(out) is not Tensor or is_compiling():
             return False
         addresses = x.data_ptr(), out.data_ptr()
-        enqueue = call.enqueue[not (addresses[0] | addresses[1]) & 15]
+        call = self._find((x.numel(), x.dtype, algorithm, reduction))
+        enqueue = call and (call.enqueue_unaligned if (addresses[0] | addresses[1]) & 15 else call.enqueue_aligned)
         device = self._device
         if (
             enqueue is None

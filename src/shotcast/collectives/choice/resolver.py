@@ -46,8 +46,8 @@ class Call:
         needs: what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
             nothing can be compiled and tables may choose another form. Empty once that is done.
         label: for profilers and errors.
-        enqueue: by alignment of the addresses (0 or 1), the kernel that is all there is to an eager call, once the call
-            has been made.
+        enqueue_aligned, enqueue_unaligned: for tensors at multiples of 16 bytes and for others, the kernel that is all
+            there is to an eager call; None until such a call has been made.
     """
 
     plan: CallPlan
@@ -56,7 +56,8 @@ class Call:
     bound: BoundCall | None
     needs: tuple[Needed, ...]
     label: str
-    enqueue: list[Enqueue | None] = dataclasses.field(default_factory=lambda: [None, None])
+    enqueue_aligned: Enqueue | None = None
+    enqueue_unaligned: Enqueue | None = None
 
 
 @dataclasses.dataclass(slots=True)
