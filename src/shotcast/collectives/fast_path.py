@@ -63,7 +63,9 @@ class FastPath:
             return False
         addresses = x.data_ptr(), out.data_ptr()
         call = self._find((x.numel(), x.dtype, algorithm, reduction))
-        enqueue = call and (call.enqueue_unaligned if (addresses[0] | addresses[1]) & 15 else call.enqueue_aligned)
+        if call is None:
+            return False
+        enqueue = call.enqueue_unaligned if (addresses[0] | addresses[1]) & 15 else call.enqueue_aligned
         device = self._device
         if (
             enqueue is None
