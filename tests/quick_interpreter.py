@@ -18,10 +18,10 @@ import shared_ranks
 import shotcast
 
 GPU_COLLECTIVES = {"SHOTCAST_CPU_KERNELS": "interpreter"}
-"""Of :func:`interpret`'s ``env``: collectives too are those of GPUs, over shared memory."""
+"""An ``env`` for :func:`interpret` with which collectives also use the kernels of GPUs, over shared memory."""
 
 COMPUTING_S = 500.0
-"""What ranks that mostly compute may take: they run beside others on few cores, and give way to them."""
+"""A timeout for ranks that mostly compute: they share few cores with other processes, and give way to them."""
 
 _PAUSE_S = 0.0005
 _POLLS_PER_CHECK = 16
@@ -56,7 +56,11 @@ def _quietly(fn: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def _quicken() -> None:
-    """In this process, once. Raises AttributeError with a Triton where it is done otherwise."""
+    """Make the interpreter of this process faster, once.
+
+    Raises:
+        AttributeError: this Triton does not have the functions that are replaced.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 

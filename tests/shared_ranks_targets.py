@@ -1,4 +1,4 @@
-"""What ranks of tests/test_shared_ranks.py run."""
+"""Functions that the ranks of tests/test_shared_ranks.py run."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_communicator() -> None:
 
 
 def test_attributes_of_a_communicator_are_those_of_an_instance() -> None:
-    """What the constructor assigns is not in the class, so it is looked for in its source."""
+    """Attributes that the constructor assigns are not in the class, so the test reads them from its source."""
     source = inspect.getsource(shotcast.Communicator)
     assigned = set(re.findall(r"self\.([a-z]\w*)(?:, self\.\w+)* *(?::[^=\n]+)?=[^=]", source))
     assigned |= {name for group in re.findall(r"((?:self\.[a-z]\w*, )+self\.[a-z]\w*) =", source)

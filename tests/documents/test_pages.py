@@ -62,7 +62,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "design"], ids=named)
 def test_names_of_modules_exist(page: Path) -> None:
-    """In ``module.name``, the module has such a name. Design notes may name what is gone."""
+    """A page that writes ``module.name`` means a name that the module has. Design notes may name what is gone."""
     modules: dict[str, list[Path]] = {}
     for file in (ROOT / "src" / "shotcast").rglob("*.py"):
         modules.setdefault(file.stem, []).append(file)

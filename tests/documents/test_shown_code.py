@@ -17,7 +17,7 @@ CODE = fences("python")
 SCRIPTS = [fence for fence in CODE if fence.mark == ""]
 RANKS = [fence for fence in CODE if fence.mark == "ranks"]
 PRINTED = {"shotcast.spawn(work, 4)": "[[6.0, 6.0, 6.0, 6.0], [6.0, 6.0, 6.0, 6.0], "}
-"""What a script prints, by a part of it."""
+"""The beginning of what a script prints, by a part of the script."""
 
 
 @pytest.mark.parametrize("fence", CODE, ids=lambda fence: fence.where)
@@ -44,7 +44,7 @@ def test_scripts_run(fence: Fence, tmp_path: Path) -> None:
 
 
 def test_parts_run_on_ranks() -> None:
-    """In the order of the pages, on one communicator."""
+    """The parts run in the order of the pages, on one communicator."""
     assert RANKS
     printed = spawn(run_with_comm, 2, [(fence.where, fence.body) for fence in RANKS], timeout_s=100)
     assert "one_shot" in printed[0]

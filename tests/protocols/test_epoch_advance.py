@@ -1,4 +1,4 @@
-"""How a call learns its epoch from device memory.
+"""The way a call learns its epoch from device memory.
 
 Every program of a grid reads the epoch (and generation) and then counts itself in. The last one to do so resets the
 count and writes epoch, generation and extent for the next call, while the others already wait for data. The next grid

@@ -205,5 +205,5 @@ def test_staging_that_is_left_is_taken_for_data(refute) -> None:
 
 
 def test_staging_cleared_before_the_sums_are_here_is_summed_as_sentinels(refute) -> None:
-    """When this rank has loaded its own slice, the others may still read this rank's staging."""
+    """The other ranks may still read this rank's staging after it has loaded its own slice."""
     refute(model(2, calls_of(2), Rules(clears_own_staging_after_flag=True)), Kind.WRONG_VALUE)

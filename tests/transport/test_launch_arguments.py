@@ -1,4 +1,4 @@
-"""How the executor launches kernels that multicast, or that norm tiles, checked without a GPU."""
+"""The arguments with which the executor launches kernels that multicast or that norm tiles, checked without a GPU."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from shotcast.units import parse_size
 
 
 class Device(enum.StrEnum):
+    """Values of ``--device``."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"

@@ -12,7 +12,7 @@ from shotcast.collectives.rank_device import local_world_size
 from shotcast.errors import ConfigError
 
 SETUP_TIMEOUT_S = 120.0
-"""How long ranks wait for each other while a process group or a communicator is constructed."""
+"""Seconds that ranks wait for each other while a process group or a communicator is constructed."""
 
 
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:

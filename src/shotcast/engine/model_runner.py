@@ -125,7 +125,7 @@ class ModelRunner:
 
     @property
     def lookahead(self) -> int:
-        """How many steps of a sequence may be planned before the host knows the token that the last one sampled.
+        """The number of steps of a sequence that may be planned before the host knows the last sampled token.
 
         It is 1 with static memory, where the token stays on the device from one step to the next; otherwise 0.
         """

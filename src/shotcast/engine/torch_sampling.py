@@ -12,7 +12,7 @@ import torch
 from shotcast.engine.sampling_params import SamplingParams
 
 FIRST_NUCLEUS = 1024
-"""How many of the likeliest tokens are searched first for those that make up top_p."""
+"""The number of likeliest tokens that are searched first for those that make up top_p."""
 
 MIN_TEMPERATURE = 1e-30
 """Lower temperatures, which float32 may not represent, sample as this one does."""

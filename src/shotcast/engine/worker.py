@@ -18,7 +18,8 @@ from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
 from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
 
 _POLL_S = 5e-5
-"""How long a rank that reports waits for the next plan before it checks again whether the last step has finished."""
+"""Seconds that a rank that reports waits for the next plan before it checks again whether the last step has
+finished."""
 
 
 def worker_main(config: EngineConfig, address: str, key: bytes) -> None:

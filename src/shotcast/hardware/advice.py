@@ -12,6 +12,8 @@ from shotcast.wire import MAX_WORLD_SIZE
 
 
 class Level(enum.Enum):
+    """Severity of a finding."""
+
     GOOD = "good"
     NOTE = "note"
     PROBLEM = "problem"

@@ -45,7 +45,7 @@ class Failure:
 
     @property
     def consequence(self) -> int:
-        """How likely it is that another rank caused this failure, from 0 (least) to 4.
+        """The likelihood that another rank caused this failure, from 0 (least) to 4.
 
         0: the rank died without a report; 1: it raised; 2: it lost a peer; 3: it waited in vain; 4: its connection was
         closed.

@@ -72,6 +72,8 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
 
 
 class RankProcess(ForkServerProcess):
+    """A rank's process, started by our own forkserver."""
+
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
         return _Popen(process_obj)

@@ -61,6 +61,8 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
+    """Options of a streamed response."""
+
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 

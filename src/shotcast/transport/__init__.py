@@ -1,1 +1,1 @@
-"""How bytes move between ranks: collectives as Triton kernels and as compiled host code."""
+"""Transport of bytes between ranks: collectives as Triton kernels and as compiled host code."""

@@ -155,4 +155,4 @@ OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {
     "all_gather_uneven": (AllGather.keep_uneven, AllGather.traced_uneven),
     "all_to_all": (AllToAll.keep, AllToAll.traced),
 }
-"""For each operator: the function that saves the context of a backward, and the backward."""
+"""The function that saves the context of a backward, and the backward, for each operator."""

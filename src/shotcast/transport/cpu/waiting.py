@@ -1,4 +1,4 @@
-"""How ranks wait for each other, and what ends a wait.
+"""Waits of ranks for each other, and the events that end a wait.
 
 Steps. A call consists of the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t
 % 2``. It then releases ``progress = t + 1``, which makes two statements: what it wrote in step t is there, and it has
