@@ -212,7 +212,7 @@ def scatter_rms_norm(
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
-        addresses = peer_addresses(peers, rank, worker, WORLD, SKIP_SELF)
+        gather_addresses = peer_addresses(peers, rank, worker, WORLD, SKIP_SELF)
         second_shot = slots + quads * WORLD
         first_row = 0
         if GATHER:
@@ -254,14 +254,22 @@ def scatter_rms_norm(
                 if KEEPS_NORMED:
                     words = escape_sentinel(norm)
                     store_to_all(
-                        call, addresses, row_slot, offs, words, offs < ROW // 4, False, MULTICAST, WORLD - SKIP_SELF
+                        call,
+                        gather_addresses,
+                        row_slot,
+                        offs,
+                        words,
+                        offs < ROW // 4,
+                        False,
+                        MULTICAST,
+                        WORLD - SKIP_SELF,
                     )
                 if QUANTIZE != NONE:
                     fp8_offs = tl.arange(0, FP8_BLOCK)
                     slot = row_slot + NORM_QUADS
                     store_to_all(
                         call,
-                        addresses,
+                        gather_addresses,
                         slot,
                         fp8_offs,
                         packed,
@@ -276,7 +284,7 @@ def scatter_rms_norm(
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
                     slot = row_slot + NORM_QUADS + FP8_QUADS
                     store_to_all(
-                        call, addresses, slot, scale_offs, words, scale_offs < 4, False, False, WORLD - SKIP_SELF
+                        call, gather_addresses, slot, scale_offs, words, scale_offs < 4, False, False, WORLD - SKIP_SELF
                     )
         if GATHER:
             for row in range(worker, rows, row_programs):
