@@ -41,8 +41,8 @@ demo: $(INSTALLED)
 WORKERS ?= 2
 define run_tests
 	@nice -n 19 $(BIN)/mypy > .types.log 2>&1 & types=$$!; \
-	nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m '$(1) and not timing' > .tests.log 2>&1 & tests=$$!; \
+	OMP_WAIT_POLICY=passive nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '$(1) and not timing' > .tests.log 2>&1 & tests=$$!; \
 	trap 'kill $$types $$tests; exit 130' INT TERM; \
 	$(BIN)/python -m pytest -m '$(1) and timing'; status=$$?; \
 	wait $$tests || status=1; wait $$types || status=1; cat .types.log .tests.log; exit $$status
