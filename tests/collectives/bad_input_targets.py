@@ -1,4 +1,4 @@
-"""What ranks do in tests/collectives/test_bad_input.py."""
+"""Functions that the ranks of tests/collectives/test_bad_input.py run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def leaf(*shape: int) -> torch.Tensor:
     return x(*shape).requires_grad_()
 
 
-# By name: the call, the error, and what its text must hold. The first dimension 6 divides among 2 and 3 ranks.
+# Each entry gives a name, the call, the error, and texts that its message must contain. A first dimension of 6 can be
+# divided among 2 and 3 ranks.
 CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "no tensor": (lambda c: c.all_reduce([1.0]), ConfigError, ("x is a torch.Tensor, not list",)),
     "nothing, reduce_scatter": (lambda c: c.reduce_scatter(None), ConfigError, ("not NoneType",)),
@@ -264,7 +265,10 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
 
 
 def every_bad_call() -> int:
-    """Each bad call is refused on all ranks, and a good call after each succeeds."""
+    """Check that each bad call is refused on all ranks, and that a good call after it succeeds.
+
+    Return the number of calls.
+    """
     with shotcast.Communicator(device="cpu", timeout_s=10) as comm:
         size = comm.world_size
         for number, (what, (call, kind, texts)) in enumerate(CALLS.items()):
@@ -275,7 +279,7 @@ def every_bad_call() -> int:
                 assert text in str(caught.value), (what, text, str(caught.value))
             got = comm.all_reduce(torch.full([3], float(number)))
             assert got.tolist() == [float(number * size)] * 3, what
-            # refused on one rank alone: the others may make the call before it, and lose nothing
+            # One rank alone is refused. The others may make the call before it, and lose nothing.
             if what in ("strided", "unknown algorithm", "root too high") and comm.rank == 0:
                 with pytest.raises(ShotcastError):
                     call(comm)
@@ -306,7 +310,7 @@ METHODS: dict[str, Call] = {
 
 def closed() -> None:
     comm = shotcast.Communicator(device="cpu", timeout_s=10)
-    for name in ("all_reduce", "broadcast"):  # kept calls are refused as well
+    for name in ("all_reduce", "broadcast"):  # calls that the communicator remembers are refused as well
         METHODS[name](comm)
     comm.close()
     comm.close()
@@ -351,7 +355,10 @@ def bad_arguments() -> None:
 def constructed(
     environments: Mapping[int, Mapping[str, str]], arguments: Mapping[int, Mapping[str, Any]] | None = None
 ) -> str:
-    """The error of a construction in which each rank has its own environment and arguments; "" for none."""
+    """Construct a communicator with each rank's own environment and arguments.
+
+    Return the error, or "" if there is none.
+    """
     rank = int(os.environ["RANK"])
     os.environ.update(environments.get(rank, {}))
     communicator.SETUP_TIMEOUT_S = 20.0
@@ -363,14 +370,14 @@ def constructed(
 
 
 def constructed_with_little_room(rank: int) -> str:
-    """As :func:`constructed`, where rank ``rank`` can have no more than 512 KiB."""
+    """Run :func:`constructed` where rank ``rank`` can have no more than 512 KiB of shared memory."""
     if os.environ["RANK"] == str(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, 512 << 10))
     return constructed({})
 
 
 def disagree_on_device() -> str:
-    """Rank 0 takes itself for one with a GPU."""
+    """Construct a communicator while rank 0 believes that it has a GPU, and return the error."""
     if os.environ["RANK"] == "0":
         dist.init_process_group("gloo")
         communicator.device_of = lambda device: torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""What ranks do in tests/collectives/test_cpu.py, besides what workers.py holds for all devices."""
+"""Functions that the ranks of tests/collectives/test_cpu.py run, besides those of workers.py for all devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": t
 
 
 def patterns(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bits; NaNs with any payload among them."""
+    """Return random bits. They include NaNs with any payload."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return raw.bitwise_and_(1).view(dtype) if dtype is torch.bool else raw.view(dtype)
@@ -38,7 +38,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
 
 
 def copies_of_every_dtype(counts: list[int], shift: int) -> int:
-    """Every operation that moves data, over all dtypes, to the bit."""
+    """Check every operation that moves data, over all dtypes, bit by bit. Return the number of cases."""
     done = 0
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
@@ -58,7 +58,7 @@ def copies_of_every_dtype(counts: list[int], shift: int) -> int:
                 same_bits(got, torch.cat(pieces), (*what, "uneven", algorithm))
             for root in range(size):
                 same_bits(comm.broadcast(x.clone(), root), xs[root], (*what, "broadcast", root))
-            # to the next rank, all round: the odd ones receive first
+            # Every rank sends to the next one, around the ring. The odd ranks receive first.
             received = torch.empty_like(x)
             after, before = (rank + 1) % size, (rank - 1) % size
             steps = [lambda x=x, to=after: comm.send(x, to), lambda y=received, of=before: comm.recv(y, of)]
@@ -70,7 +70,7 @@ def copies_of_every_dtype(counts: list[int], shift: int) -> int:
 
 
 def reductions_by_gloo() -> list[str]:
-    """Reductions that no own kernel does. Returns what explain says of them."""
+    """Check reductions that our own kernels do not support. Return what explain says of them."""
     said = []
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
@@ -97,7 +97,7 @@ def reductions_by_gloo() -> list[str]:
 
 
 def own_sum_is_not_taken_for_max() -> None:
-    """float32 sums and maxima in turn, kept calls included: the reduction is part of what a kept call is."""
+    """Alternate float32 sums and maxima, remembered calls included: the reduction is part of a call's key."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.full([5], float(comm.rank + 1))
         for _ in range(3):
@@ -107,7 +107,7 @@ def own_sum_is_not_taken_for_max() -> None:
 
 
 def vendor_serves_every_operation() -> None:
-    """``algorithm="vendor"`` gives what own algorithms give, with empty, odd and uneven parts."""
+    """Check that ``algorithm="vendor"`` gives what our own algorithms give, with empty, odd and uneven parts."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
         for count in (0, 1, 7, 4099):
@@ -130,7 +130,7 @@ def vendor_serves_every_operation() -> None:
 
 
 def shapes() -> None:
-    """Results have the shape that the equations say; ``out`` is what is returned."""
+    """Check that results have the shapes that the equations state, and that calls return ``out``."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
         x = torch.full((2 * size, 3, 1), float(rank))
@@ -154,7 +154,7 @@ def shapes() -> None:
 
 
 def many_different_calls(calls: int) -> int:
-    """More different calls than are kept."""
+    """Make more different calls than a communicator remembers. Return how many it remembers."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.ones(calls)
         for count in range(calls):
@@ -165,7 +165,7 @@ def many_different_calls(calls: int) -> int:
 
 
 def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:
-    """Sums as the user's table launches them, and what explain says."""
+    """Check sums that are launched as the user's table says. Return the bytes of a sum and what explain says of it."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         xs = inputs(20_003, torch.bfloat16, comm.world_size, 4, "cpu")
         for algorithm in algorithms:
@@ -175,7 +175,10 @@ def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:
 
 
 def small_workspace_gives_the_same_bits() -> list[bytes]:
-    """Chunks follow from the workspace; the answer does not."""
+    """Check that the workspace, from which the chunk size follows, does not change the answer.
+
+    Return the sums as bytes.
+    """
     found = []
     for max_bytes in (1, 1 << 16, 16 << 20):
         with shotcast.Communicator(device="cpu", max_bytes=max_bytes, timeout_s=30) as comm:
@@ -189,7 +192,7 @@ def small_workspace_gives_the_same_bits() -> list[bytes]:
 
 
 def messages() -> None:
-    """A chain of sends through all ranks, messages larger than the mailbox, both ways at once, beside collectives."""
+    """Send through a chain of all ranks, send more than the mailbox holds, and send both ways between collectives."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
         for count in (0, 1, 3, 16_384, 1_500_001):
@@ -200,7 +203,7 @@ def messages() -> None:
             if rank + 1 < size:
                 comm.send(torch.arange(count, dtype=torch.float32) + rank, rank + 1)
         assert comm.all_reduce(torch.ones(3)).tolist() == [size] * 3
-        # all pairs, the lower rank speaks first; then answers in the other order
+        # In each pair, the lower rank sends first. The answers go in the other order.
         for low, high in itertools.combinations(range(size), 2):
             x = torch.full([50_000], 10.0 * low + high)
             if rank == low:
@@ -212,7 +215,7 @@ def messages() -> None:
                 comm.recv(y, low)
                 assert torch.equal(x, y)
                 comm.send(-x, low)
-        # several messages wait in the mailbox, and come in order
+        # Several messages wait in the mailbox, and arrive in order.
         if rank == 0:
             for number in range(4):
                 comm.send(torch.tensor([number]), 1)
@@ -236,7 +239,8 @@ def rms_norms() -> None:
             check(new_residual, (total.float() + residual.float()).to(dtype), (dtype, rows, hidden))
             value = new_residual.double()
             wanted = value / (value.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-            # float32 inside: mean of `hidden` squares, rsqrt, two products; then one rounding to the dtype
+            # The bound covers the float32 steps (mean of `hidden` squares, rsqrt, two products) and one rounding to the
+            # dtype.
             inside = (hidden.bit_length() + 8) * torch.finfo(torch.float32).eps
             bound = (inside + torch.finfo(dtype).eps / 2 * 1.01) * wanted.abs() + torch.finfo(dtype).tiny
             assert bool(((normed.double() - wanted).abs() <= bound).all()), (dtype, rows, hidden)
@@ -244,7 +248,7 @@ def rms_norms() -> None:
 
 
 def two_threads() -> list[str]:
-    """Rank 0 calls from a second thread while its first waits in a call. Returns what rank 0 was told."""
+    """Call from a second thread of rank 0 while its first thread waits in a call. Return the errors that rank 0 got."""
     told: list[str] = []
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         comm.all_reduce(torch.ones(3))
@@ -270,7 +274,7 @@ def two_threads() -> list[str]:
                     told.append(str(error))
             first.join()
             assert results[0].tolist() == [comm.world_size] * 3
-        # one after the other is no trouble
+        # Calls of several threads one after the other are allowed.
         for _ in range(3):
             later = threading.Thread(target=comm.all_reduce, args=(torch.ones(3),))
             later.start()
@@ -280,7 +284,10 @@ def two_threads() -> list[str]:
 
 
 def closed_during_a_call() -> tuple[str, float]:
-    """Rank 0 closes while another of its threads waits in a call. Returns how the call ended, and seconds to close."""
+    """Close rank 0 while another of its threads waits in a call.
+
+    Return how the call ended, and the seconds to close.
+    """
     comm = shotcast.Communicator(device="cpu", timeout_s=1.0)
     comm.all_reduce(torch.ones(3))
     comm._host.barrier()
@@ -308,7 +315,7 @@ def closed_during_a_call() -> tuple[str, float]:
 
 
 def alone() -> None:
-    """One rank: every call is the identity, and every check is made all the same."""
+    """Check a single rank: every call is the identity, and all arguments are still checked."""
     with shotcast.Communicator(device="cpu") as comm:
         x = torch.arange(6, dtype=torch.float32)
         assert torch.equal(comm.all_reduce(x), x)
@@ -332,7 +339,7 @@ def alone() -> None:
 
 
 def beyond_the_own_kernels() -> str:
-    """Nine ranks: the vendor library serves all, and explain says why."""
+    """Check nine ranks: the vendor library serves all calls. Return what explain says."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         size = comm.world_size
         x = torch.full([size], float(comm.rank))
@@ -351,7 +358,7 @@ def beyond_the_own_kernels() -> str:
 
 
 def states() -> None:
-    """Context manager, double close, set_timeout, what a communicator says of itself."""
+    """Check the context manager, a double close, set_timeout, and the repr of a communicator."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         assert repr(comm) == f"Communicator(rank={comm.rank}, world_size={comm.world_size}, device=cpu, compiled)"
         assert comm.topology.kernels == "compiled"
@@ -389,7 +396,7 @@ def states() -> None:
 
 
 def across_epochs_of_resets() -> list[int]:
-    """Resets without trouble keep counting, and forget messages that nobody received."""
+    """Check that resets without a failure keep counting epochs, and discard messages that nobody received."""
     epochs = []
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         for _ in range(3):
@@ -406,7 +413,7 @@ def across_epochs_of_resets() -> list[int]:
 
 
 def room_for_messages() -> list[int]:
-    """As many as may wait, of a byte, of more than fits, and of a byte by the vendor library."""
+    """Return how many messages may wait: of one byte, of more than fits, and of one element by the vendor library."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=20) as comm:
         found = [comm.waiting_messages(torch.zeros(count, dtype=torch.uint8)) for count in (1, 1 << 20)]
     os.environ["SHOTCAST_ALGORITHM"] = "vendor"
@@ -415,7 +422,7 @@ def room_for_messages() -> list[int]:
 
 
 def first_messages() -> float:
-    """Seconds that the first messages of several dtypes take, each way."""
+    """Return the seconds that the first messages of several dtypes take, in both directions."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         comm.barrier()
         started = time.monotonic()
@@ -431,7 +438,7 @@ def first_messages() -> float:
 
 
 def epochs_of_a_call_by_gloo() -> int:
-    """How many calls own kernels count for one that Gloo serves: that in which ranks compare it, or none."""
+    """Return how many epochs one call to Gloo takes: 1 if the ranks compare the call first, otherwise 0."""
     with shotcast.Communicator(device="cpu") as comm:
         assert comm._executor is not None
         before = comm._executor.epoch
@@ -441,7 +448,7 @@ def epochs_of_a_call_by_gloo() -> int:
 
 
 def met_at_a_file(path: str) -> None:
-    """A job whose store is a file, which says of nothing that it did not come in time."""
+    """Run ranks that meet at a file. Such a store does not say that a wait ended because the time ran out."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2)
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3

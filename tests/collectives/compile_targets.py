@@ -1,4 +1,4 @@
-"""What ranks do in tests/collectives/test_compile.py and test_cuda_compile.py."""
+"""Functions that the ranks of tests/collectives/test_compile.py and test_cuda_compile.py run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shotcast.collectives.torch_ops import operators
 
 
 def compiled_anew(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` in a process that has compiled nothing, as far as PyTorch knows."""
+    """Call ``fn(*args)`` after PyTorch has forgotten all compiled code of this process."""
     torch._dynamo.reset()
     counters.clear()
     return fn(*args)
 
 
 def values(comm: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Other numbers on each rank. Sums of them round, so their order shows."""
+    """Return different numbers on each rank. Their sums round, so the order of additions shows."""
     generator = torch.Generator().manual_seed(1000 * seed + comm.rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(comm.device, dtype)
 
 
 def same(got: Any, wanted: Any) -> None:
-    """Equal bit by bit, in shape, dtype, strides and in what carries a gradient."""
+    """Check that tensors are equal bit by bit, and in shape, dtype, strides and requires_grad."""
     assert len(got) == len(wanted)
     for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), number
@@ -44,9 +44,9 @@ def same(got: Any, wanted: Any) -> None:
 
 
 def every_call(comm: Communicator, x: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each method and each form of it. ``x`` and ``into`` are changed."""
+    """Make each method's call in each of its forms. ``x`` and ``into`` are changed."""
     n, rank = comm.world_size, comm.rank
-    lengths = [3 * r for r in range(n)]  # rank 0 has nothing
+    lengths = [3 * r for r in range(n)]  # rank 0 gives nothing
     total = comm.all_reduce(x)
     largest = comm.all_reduce(x, reduction="max")
     part = comm.reduce_scatter(total, algorithm="one_shot")
@@ -75,7 +75,7 @@ def every_call(comm: Communicator, x: torch.Tensor, into: torch.Tensor) -> tuple
 
 
 def compiled_equals_eager(backend: str) -> int:
-    """Returns how many graphs were compiled for three calls."""
+    """Compare compiled calls with eager ones. Return how many graphs were compiled for three calls."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         call = functools.partial(every_call, comm)
@@ -90,7 +90,7 @@ def compiled_equals_eager(backend: str) -> int:
 
 
 def dynamic_sizes(backend: str) -> int:
-    """Returns how many graphs were compiled for four sizes."""
+    """Compare compiled calls of changing size with eager ones. Return how many graphs were compiled for four sizes."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
 
@@ -105,12 +105,12 @@ def dynamic_sizes(backend: str) -> int:
             torch._dynamo.mark_dynamic(x, 0)
             got = traced(x)
             for a, b in zip(got, call(x), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # Inductor has a cosine of its own
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # Inductor has its own cosine
         return counters["stats"]["unique_graphs"]
 
 
 def gradients(backend: str) -> int:
-    """Backward of each differentiable call, compiled and eager."""
+    """Compare the backward of each differentiable call, compiled and eager. Return the number of cases."""
     done = 0
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank = comm.world_size, comm.rank
@@ -137,7 +137,7 @@ def gradients(backend: str) -> int:
                 (torch.compile(call, fullgraph=True, backend=backend)(y) * weight).sum().backward()
                 same([y.grad], [x.grad])
                 done += 1
-        # gathers float64, which it cannot add up: the backward takes what can
+        # Ring and one-shot gather float64 but cannot add it up: the backward chooses an algorithm that can.
         x = values(comm, 2, 3, dtype=torch.float64).requires_grad_()
         torch.compile(lambda x: comm.all_gather(x, algorithm="one_shot"), fullgraph=True, backend=backend)(
             x
@@ -157,7 +157,10 @@ def gradients(backend: str) -> int:
 
 
 def opcheck() -> list[str]:
-    """PyTorch's own checks of schemas, fake kernels, derivatives and traces. Returns the operators checked."""
+    """Run PyTorch's own checks of schemas, fake kernels, derivatives and traces.
+
+    Return the operators that were checked.
+    """
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank, name = comm.world_size, comm.rank, comm.name
         x = values(comm, 2 * n, 3).requires_grad_()
@@ -185,7 +188,7 @@ def opcheck() -> list[str]:
             ],
         }
         assert sorted(arguments) == sorted(operators.OPERATORS)
-        # what is sent in one place is received in the other, as often
+        # The calls must match: what one rank sends, the other receives, equally often.
         checked = [op for op in arguments if op not in ("send", "recv")]
         for op in [*checked, "send" if rank == 0 else "recv", "recv" if rank == 0 else "send"]:
             for args in arguments[op]:
@@ -194,7 +197,7 @@ def opcheck() -> list[str]:
 
 
 class Block(nn.Module):
-    """Two linear layers, the first cut by columns and the second by rows, and a residual."""
+    """Two linear layers, the first split by columns and the second by rows, and a residual."""
 
     def __init__(self, comm: Communicator, hidden: int, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -210,7 +213,7 @@ class Block(nn.Module):
 
 
 def model_equals_eager(backend: str) -> int:
-    """Inference and training of three layers. Returns how many graphs were compiled."""
+    """Compare inference and training of three layers, compiled and eager. Return how many graphs were compiled."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         model = nn.Sequential(*(Block(comm, 24) for _ in range(3)))
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
@@ -233,7 +236,7 @@ def model_equals_eager(backend: str) -> int:
 
 
 def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> list[Any]:
-    """Each fused method and each form of it. ``residual`` is changed."""
+    """Make each fused method's call in each of its forms. ``residual`` is changed."""
     k = x.shape[0] // comm.world_size
     mine, given = residual[k * comm.rank : k * (comm.rank + 1)].clone(), torch.full((), 0.25, device=x.device)
     made: list[torch.Tensor] = []
@@ -254,7 +257,7 @@ def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, wei
 
 
 def fused_equals_eager(backend: str) -> int:
-    """Returns how many graphs were compiled for two calls."""
+    """Compare compiled fused calls with eager ones. Return how many graphs were compiled for two calls."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         call = functools.partial(fused_calls, comm)
         traced = torch.compile(lambda *operands: call(*operands), fullgraph=True, backend=backend)
@@ -282,7 +285,10 @@ def fused_equals_eager(backend: str) -> int:
 
 
 def order_of_the_program(backend: str) -> list[str]:
-    """Calls that do not depend on each other, between other work on each rank, one result unused. Returns them."""
+    """Check that compiled code keeps the program's order of independent calls, one of whose results is unused.
+
+    Each rank does other work between the calls. Return the calls in order.
+    """
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         made: list[str] = []
         run = comm._run
@@ -299,7 +305,7 @@ def order_of_the_program(backend: str) -> list[str]:
             comm.all_to_all(x)
             first = comm.all_reduce(early)
             comm.barrier()
-            whole = comm.all_gather(x)  # large, and wanted late
+            whole = comm.all_gather(x)  # a large result that is needed late
             second = comm.all_reduce(first.abs() + late)
             return whole.relu(), comm.reduce_scatter(second).relu()
 
@@ -323,7 +329,7 @@ def order_of_the_program(backend: str) -> list[str]:
 
 
 def cached_by_what_it_says() -> None:
-    """What depends on the number of ranks or on the rank is said by the graph: compiled code is shared by graph."""
+    """Check that the graph names the rank and the number of ranks where it depends on them: equal graphs share code."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank = comm.world_size, comm.rank
         graphs: list[torch.fx.GraphModule] = []
@@ -348,7 +354,7 @@ def cached_by_what_it_says() -> None:
 
 
 class _Seen(TorchDispatchMode):
-    """Notes our operators."""
+    """A dispatch mode that records the names of our operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +367,7 @@ class _Seen(TorchDispatchMode):
 
 
 def who_is_called(backend: str) -> None:
-    """Eager calls go past the operators; names are those of all ranks; a communicator that is gone is said to be."""
+    """Check that eager calls bypass the operators, that all ranks use the same names, and the error after a close."""
     comm = shotcast.Communicator(device="cpu", timeout_s=300)
     other = comm.split(0)
     half = comm.split(comm.rank)
@@ -375,7 +381,7 @@ def who_is_called(backend: str) -> None:
         assert seen.names == []
         torch.ops.shotcast.all_reduce(x, comm.name, "auto", "sum")
         assert seen.names == ["shotcast.all_reduce.default"]
-    # a compiler may have laid out a tensor in its own way
+    # A compiler may choose the strides of a tensor.
     y = values(comm, 4, 3)
     same([torch.ops.shotcast.all_reduce(y.t(), comm.name, "auto", "sum")], [comm.all_reduce(y.t().contiguous())])
 
@@ -384,7 +390,7 @@ def who_is_called(backend: str) -> None:
 
     traced = torch.compile(call, fullgraph=True, backend=backend)
     assert traced(comm, x).tolist() == [float(comm.world_size)] * 4
-    assert traced(half, x).tolist() == [1.0] * 4  # other ranks: another graph
+    assert traced(half, x).tolist() == [1.0] * 4  # a communicator of other ranks needs another graph
     assert traced(comm, x).tolist() == [float(comm.world_size)] * 4
     other.close()
     with pytest.raises(shotcast.ClosedError, match="all_reduce: this communicator was closed"):
@@ -400,7 +406,7 @@ def who_is_called(backend: str) -> None:
 
 
 def bad_calls(backend: str) -> None:
-    """What eager calls refuse is refused while tracing or when called, with the same words."""
+    """Check that calls that are refused eagerly are also refused when traced or compiled, with the same text."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n = comm.world_size
         x = torch.ones(2 * n, 3)
@@ -424,7 +430,7 @@ def bad_calls(backend: str) -> None:
 
 
 def checkpointed(backend: str) -> None:
-    """Recomputed in the backward but for the collectives, which are kept."""
+    """Check a checkpointed block whose backward recomputes all but the collectives, which are kept."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         block = Block(comm, 8)
         kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.shotcast.all_reduce.default])
@@ -443,7 +449,7 @@ def checkpointed(backend: str) -> None:
 
 
 def without(what: str) -> str:
-    """A PyTorch in which something private that the order of calls rests on is gone. Returns what is said."""
+    """Compile with a PyTorch that lacks a private part on which the order of calls depends. Return the error."""
     import torch._inductor.lowering
     from torch._inductor import ir
 

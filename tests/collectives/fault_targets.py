@@ -1,4 +1,4 @@
-"""What ranks do in tests/collectives/test_cpu_faults_communicator.py, besides what workers.py holds."""
+"""Functions that the ranks of tests/collectives/test_cpu_faults_communicator.py run, besides those of workers.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shotcast.memory.host_group import StoreGroup
 
 
 def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any]:
-    """As workers.killed, in an operation other than all_reduce."""
+    """Run the scenario of workers.killed in an operation other than all_reduce."""
     comm = shotcast.Communicator(device="cpu", timeout_s=timeout_s)
     n = comm.world_size
     x, big = torch.ones(64 * n), torch.zeros(64 * n * n)
@@ -32,7 +32,7 @@ def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any
         "recv": (lambda out: comm.recv(out, victim), x.numel()),
     }
     call, count = calls[op]
-    # once before, so that nothing is compiled while the clock runs
+    # Run the call once before, so that nothing is compiled while the clock runs.
     if op == "recv" and comm.rank == victim:
         for other in range(n):
             if other != victim:
@@ -59,7 +59,7 @@ def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any
 
 
 def survivors_go_on(victim: int) -> list[float]:
-    """Those left close the stopped communicator and build another among themselves."""
+    """Have the survivors close the stopped communicator and build another one among themselves. Return its sums."""
     comm = shotcast.Communicator(device="cpu", timeout_s=0.5)
     warm(comm, "one_shot")
     comm._host.barrier()
@@ -83,7 +83,7 @@ def survivors_go_on(victim: int) -> list[float]:
 
 
 def killed_inside_gloo(victim: int) -> tuple[str, str]:
-    """The victim makes its header known, and dies before Gloo has done its part."""
+    """Have the victim publish its header and die before Gloo has done its part. Return the error's type and text."""
     comm = shotcast.Communicator(device="cpu", timeout_s=5)
     comm.all_reduce(torch.ones(3).long())
     if comm.rank == victim:
@@ -94,7 +94,10 @@ def killed_inside_gloo(victim: int) -> tuple[str, str]:
 
 
 def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
-    """Rank ``odd`` makes another call than the others. By case what was seen; and all works after a reset."""
+    """Have rank ``odd`` make a different call. Check that all works after a reset.
+
+    Return the error of each case and the seconds until it was raised.
+    """
     seen = {}
     with shotcast.Communicator(device="cpu", timeout_s=10) as comm:
         n, is_odd = comm.world_size, comm.rank == odd
@@ -139,7 +142,10 @@ def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
 
 
 def different_messages(what: str, ahead: int = 0) -> BaseException | None:
-    """Rank 0 sends what rank 1 does not expect, after ``ahead`` others; rank 2 takes no part until the reset."""
+    """Have rank 0 send what rank 1 does not expect, after ``ahead`` other messages.
+
+    Rank 2 takes no part until the reset.
+    """
     with shotcast.Communicator(device="cpu", timeout_s=3) as comm:
         comm.barrier()
         error = None
@@ -151,7 +157,7 @@ def different_messages(what: str, ahead: int = 0) -> BaseException | None:
                 assert comm.recv(torch.zeros(8), 0).tolist() == [1.0] * 8
         if comm.rank == 0:
             comm.send(torch.ones(8, dtype=torch.int32 if what == "dtype" else torch.float32), 1)
-        comm._host.barrier()  # were it received while it is sent, the sender would learn it too
+        comm._host.barrier()  # the send must end before the receive, or its sender would learn of the mismatch too
         if comm.rank == 1:
             with pytest.raises(CollectiveMismatch) as caught:
                 comm.recv(torch.ones(8 if what == "dtype" else 9), 0)
@@ -166,7 +172,7 @@ def different_messages(what: str, ahead: int = 0) -> BaseException | None:
 
 
 def missing_messages() -> list[BaseException | None]:
-    """Rank 1 waits for a message that rank 0 does not send; after a reset, rank 0 for room in rank 1's mailbox."""
+    """Let rank 1 wait for a message that is never sent; after a reset, let rank 0 wait for room in rank 1's mailbox."""
     errors: list[BaseException | None] = []
     with shotcast.Communicator(device="cpu", timeout_s=1.5) as comm:
         x = torch.ones(8)
@@ -191,7 +197,7 @@ def missing_messages() -> list[BaseException | None]:
 
 
 def outputs_after_a_fault() -> int:
-    """What a failed call leaves in its output: NaN in every dtype that has one, and nothing claimed of the others."""
+    """Check that a failed call leaves NaN in its output, in every dtype that has one. Return the number of dtypes."""
     done = 0
     with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
         for name in wire.DTYPES:
@@ -208,8 +214,8 @@ def outputs_after_a_fault() -> int:
 
 
 def miss_a_step(group: StoreGroup, gave_up: dist.Store, late: int, turn: int) -> None:
-    """Rank ``late`` comes to the next step when all others have given it up, and named it alone."""
-    group.all_gather(None, 20.0)  # so that the others begin together
+    """Bring rank ``late`` to the next step only after all others have given up on it and have named it alone."""
+    group.all_gather(None, 20.0)  # the others begin together
     if group.rank == late:
         gave_up.wait([f"{turn}/{r}" for r in range(group.world_size) if r != late], timedelta(seconds=20))
         return
@@ -220,7 +226,7 @@ def miss_a_step(group: StoreGroup, gave_up: dist.Store, late: int, turn: int) ->
 
 
 def reset_again_after_nobody_came(late: int) -> None:
-    """A rank misses the others' first attempt to reset; the second meets its first."""
+    """Have one rank miss the others' first attempt to reset, so that their second attempt meets its first."""
     with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
         comm.all_reduce(torch.ones(3))
         group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
@@ -232,7 +238,7 @@ def reset_again_after_nobody_came(late: int) -> None:
 
 
 class Busy:
-    """A store that answers no wait within 50 ms."""
+    """A store that fails every wait of less than 50 ms."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -247,7 +253,7 @@ class Busy:
 
 
 def meet_by_a_busy_store(late: int) -> None:
-    """Who came in time is not missing, though the store took too long to say so."""
+    """Check that a rank that came in time is not reported as missing when the store answers too late."""
     with shotcast.Communicator(device="cpu") as comm:
         group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
         gave_up = group.store("gave up")
@@ -257,7 +263,7 @@ def meet_by_a_busy_store(late: int) -> None:
 
 
 def timeouts_of_each_rank() -> tuple[float, str]:
-    """Deadlines are each rank's own: the shortest stops all."""
+    """Check that each rank has its own deadline, and that the shortest one stops all ranks."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         comm.all_reduce(torch.ones(3))
         if comm.rank == 1:

@@ -1,4 +1,4 @@
-"""What ranks of tests/collectives/test_fp8_transport.py run."""
+"""Functions that the ranks of tests/collectives/test_fp8_transport.py run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Outcome = dict[str, Any]
 
 
 def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
-    """Calls of all sizes, aligned and not, in place and not, with other calls between them. Returns how many."""
+    """Make calls of all sizes, aligned and not, in place and not, with other calls between them.
+
+    Return their number.
+    """
     done = 0
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         if clears:
@@ -34,7 +37,7 @@ def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
                     straggle(comm, dice)
                     x = shifted(xs[comm.rank], shift)
                     check(comm.all_reduce(x, algorithm=FP8), wanted, (name, count, shift))
-                    if done % 4 == 0:  # in all, each generation is used by either, with longer and shorter ones before
+                    if done % 4 == 0:  # so that both kinds of call use each generation, after longer and shorter ones
                         check(comm.all_reduce(x, algorithm="two_shot"), reference.ordered_sum(xs), "between")
                     comm.all_reduce(x, out=x, algorithm=FP8)
                     check(x, wanted, (name, count, shift, "in place"))
@@ -44,7 +47,7 @@ def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
 
 
 def shorter_and_longer(calls: int) -> int:
-    """Sizes at random, other algorithms between. Returns the number of elements in all."""
+    """Make calls of random sizes, with other algorithms between them. Return the total number of elements."""
     total = 0
     with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=60) as comm:
         shared, own = random.Random(5), random.Random(comm.rank)
@@ -61,7 +64,7 @@ def shorter_and_longer(calls: int) -> int:
 
 
 def at_the_limit(dtype: str) -> list[int]:
-    """The longest message that is legal, between calls that would notice what is written past the slots."""
+    """Send the longest legal message, between calls that would notice writes past the slots. Return its bytes."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 12, timeout_s=60) as comm:
         kind = FLOATS[dtype]
         count = max(n for n in range(1, 1 << 13) if FP8 in comm.candidates(torch.empty(n, dtype=kind)))
@@ -77,7 +80,10 @@ def at_the_limit(dtype: str) -> list[int]:
 
 
 def nothing_but_sentinels() -> int:
-    """NaNs, and infinities, whose bytes may all be 0xFF: words of the sentinel. Returns how many outputs were NaN."""
+    """Reduce NaNs and infinities, whose bytes may all be 0xFF, as in sentinel words.
+
+    Return how many outputs were NaN.
+    """
     with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=10) as comm:
         found = 0
         for dtype in FLOATS.values():
@@ -89,7 +95,10 @@ def nothing_but_sentinels() -> int:
 
 
 def left_behind(dtype: str, count: int) -> list[int]:
-    """Words other than the sentinel in all slots of this rank: after a call, and after a short one that follows it."""
+    """Count the words other than the sentinel in all slots of this rank.
+
+    The first count is taken after a call, the second after a short call that follows it.
+    """
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         where, left = comm._executor._layout, []
         words = comm._executor._buffer.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
@@ -103,7 +112,7 @@ def left_behind(dtype: str, count: int) -> list[int]:
 
 
 def launches_alike() -> bool:
-    """Bits do not depend on the launch."""
+    """Check that the bits do not depend on the launch shape."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for dtype in (torch.float32, torch.bfloat16):
             xs = tame(inputs(3001, dtype, comm.world_size, 11, comm.device))
@@ -115,7 +124,7 @@ def launches_alike() -> bool:
 
 
 def choices(allow_fp8: bool | None, variable: str) -> Outcome:
-    """What a communicator says and does that was told so, by argument and environment; its child likewise."""
+    """Return what a communicator with this argument and environment chooses and does, and what its child chooses."""
     os.environ["SHOTCAST_ALLOW_FP8"] = variable
     with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=30) as comm:
         x = torch.zeros(32 << 20)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the fused operations that are about compiled CPU ranks alone."""
+"""Functions that the ranks of the tests of fused operations run, for compiled CPU ranks only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shotcast.errors import CollectiveTimeout
 
 
 def one_call_and_in_place() -> None:
-    """Each is a single call of the executor; outputs may be where the inputs were."""
+    """Check that each fused operation is one call of the executor, and that outputs may overwrite the inputs."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         assert comm.candidates(torch.ones(4, 7), "all_reduce_rms_norm") == ["one_shot", "two_shot", "vendor"]
         assert comm.candidates(torch.ones(4, 7), "reduce_scatter_rms_norm") == ["one_shot", "vendor"]
@@ -51,7 +51,7 @@ def rows_without_elements() -> str:
 def by_the_vendor_library() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         generator = torch.Generator().manual_seed(5)
-        # Two ranks: one addition, so any order gives the same sum.
+        # With two ranks there is one addition, so any order gives the same sum.
         xs = torch.randn(2, 6, 321, generator=generator)
         residual, weight = torch.randn(6, 321, generator=generator), torch.randn(321, generator=generator)
         fused = comm.all_reduce_rms_norm_fp8(xs[comm.rank], residual, weight, with_normed=True)

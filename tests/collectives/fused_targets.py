@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the fused operations: the same on compiled CPU ranks, the interpreter, and GPUs."""
+"""Functions that the ranks of the tests of fused operations run, on compiled CPU ranks, the interpreter, and GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUANTIZATIONS = ("", "static", "dynamic")
 
 
 class Case(NamedTuple):
-    """Rows of one length. ``rows`` is what a rank ends up with, also of a reduce-scatter."""
+    """Rows of one length. ``rows`` is the number that a rank ends up with, also after a reduce-scatter."""
 
     dtype: str
     rows: int
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Every rank's tensors, the same on all ranks. ``residuals`` are those of the shards."""
+    """Every rank's tensors, the same on all ranks. ``residuals`` holds one residual for each shard."""
 
     xs: list[torch.Tensor]
     residuals: list[torch.Tensor]
@@ -41,7 +41,7 @@ class Data(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a call gave; None where it was not asked for."""
+    """The results of a call. A result that was not requested is None."""
 
     new_residual: torch.Tensor
     normed: torch.Tensor | None = None
@@ -50,7 +50,10 @@ class Results(NamedTuple):
 
 
 def data(case: Case, shards: int, world_size: int, seed: int, device: torch.device) -> Data:
-    """Numbers of every magnitude that a dtype's squares allow; rows of zeros, with NaN and with infinity among them."""
+    """Return inputs of every magnitude whose squares the dtype can hold.
+
+    They include rows of zeros, rows with NaN and rows with infinity.
+    """
     dtype = FLOATS[case.dtype]
     generator = torch.Generator().manual_seed(seed)
 
@@ -72,10 +75,10 @@ def data(case: Case, shards: int, world_size: int, seed: int, device: torch.devi
 
 
 def close_to_exact(normed: torch.Tensor, new_residual: torch.Tensor, weight: torch.Tensor, what: Any) -> None:
-    """Within what float32 inside and one rounding to the dtype can be off; NaN where float64 has it."""
+    """Check the norm against float64, within the errors of float32 steps and one rounding; NaN must agree."""
     value = new_residual.double()
     wanted = value / (value.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    # float32: a mean of `hidden` squares, a root, two products
+    # float32 steps: a mean of `hidden` squares, a square root, two products
     inside = (value.shape[-1].bit_length() + 40) * torch.finfo(torch.float32).eps
     bound = (inside + torch.finfo(normed.dtype).eps / 2 * 1.01) * wanted.abs() + torch.finfo(normed.dtype).tiny
     good = ((normed.double() - wanted).abs() <= bound) | (normed.isnan() & wanted.isnan())
@@ -93,7 +96,7 @@ def call(
     algorithm: str,
     out: Any = None,
 ) -> Results:
-    """One fused call by its public method."""
+    """Make one fused call by its public method."""
     scale = made.scale if quantize == "static" else None
     common = (x, residual, made.weight, EPS)
     gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
@@ -113,10 +116,10 @@ def call(
 
 
 def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor, made: Data) -> Results:
-    """The sum by a plain call, and the norm after it."""
+    """Compute the sum by a plain call, and then the norm."""
     plain = comm.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else comm.reduce_scatter
     total = plain(x, algorithm="one_shot")
-    # clones, for the norm by itself takes tensors that begin at multiples of 16 bytes
+    # Clone the operands: the separate norm takes tensors that begin at multiples of 16 bytes.
     norm, tensors = norm_operands(
         "test", comm.device, total, residual.clone(), made.weight.clone(), EPS, 1, False, None
     )
@@ -128,11 +131,11 @@ def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor,
 
 
 FORMS = (("", True), ("static", True), ("dynamic", False), ("static", False), ("dynamic", True))
-"""FP8 by one scale, by one a row, or none; and whether the norm is given too."""
+"""The quantization (none, one scale for the tensor, or one a row), and whether the norm is also returned."""
 
 
 def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.Random, forms: int) -> int:
-    """``forms`` forms of one operation by every algorithm. Returns the number of calls."""
+    """Check ``forms`` forms of one operation by every algorithm. Return the number of calls."""
     rank, size = comm.rank, comm.world_size
     shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
     made = data(case, shards, size, seed, comm.device)
@@ -169,7 +172,7 @@ def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.R
 
 
 def cases(device: str, listed: list[Case], ops: list[Op], max_bytes: int, forms: int = len(FORMS)) -> int:
-    """Each case of each operation, with random stragglers. Returns the number of calls."""
+    """Check each case of each operation, with random stragglers. Return the number of calls."""
     done = 0
     with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
         dice = random.Random(comm.rank)
@@ -183,7 +186,10 @@ FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_R
 
 
 def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: int) -> int:
-    """``out`` tensors, the new residual over the old one and the norm over ``x``. Returns the number of calls."""
+    """Write into ``out`` tensors: the new residual over the old one, and the norm over ``x``.
+
+    Return the number of calls.
+    """
     done = 0
     with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
@@ -221,7 +227,7 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
 
 
 def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], seed: int) -> int:
-    """Fused calls of random form and size between plain ones, with random stragglers: over all generations of slots."""
+    """Make fused calls of random form and size between plain ones, with stragglers, over all slot generations."""
     with shotcast.Communicator(device=device, max_bytes=4 << 20, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(seed), random.Random(seed * 100 + rank)
@@ -258,7 +264,10 @@ def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], 
 
 
 def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
-    """The norm of the same rows by each algorithm, and of each row by itself: batch size does not change a bit."""
+    """Check that the norm has the same bits by each algorithm, and for each row alone as in the batch.
+
+    Return the norms as bytes.
+    """
     results = []
     with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=60) as comm:
         rank = comm.rank
@@ -281,7 +290,7 @@ def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
 
 
 def sentinels(device: str) -> int:
-    """Rows, residuals and weights of words that mean "not arrived" come out as NaN. Returns the number of calls."""
+    """Check that rows, residuals and weights of sentinel words come out as NaN. Return the number of calls."""
     done = 0
     with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=20) as comm:
         for dtype, op in itertools.product(FLOATS.values(), FUSED):
@@ -299,7 +308,7 @@ def sentinels(device: str) -> int:
 
 
 def graphs(replays: int, hidden: int) -> None:
-    """Graphs of fused calls, replayed on changed inputs with stragglers between eager calls. GPUs only."""
+    """Replay graphs of fused calls on changed inputs, with stragglers and eager calls between them. GPUs only."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(1), random.Random(rank)
@@ -338,7 +347,7 @@ def graphs(replays: int, hidden: int) -> None:
                 with torch.cuda.graph(graph):
                     both()
                     both()
-                # with the weight, which the graph reads
+                # keep the inputs too: the graph reads the weight
                 made.append((f"{op.label} {rows} {algorithm}", op, rows, shards, x, residual, plain, fp8, graph, first))
         wrong = {name: torch.zeros(5, dtype=torch.int64, device=comm.device) for name, *_ in made}
         for replay in range(replays):
@@ -365,11 +374,11 @@ def graphs(replays: int, hidden: int) -> None:
         settle(comm)
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 class Stopped(NamedTuple):
-    """What a rank saw of a call that could not complete, and of the same call again."""
+    """The outcome on one rank of a call that could not complete, and of the same call again."""
 
     error: BaseException | None
     took: float
@@ -379,7 +388,7 @@ class Stopped(NamedTuple):
 
 
 def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.device) -> Fp8Normed:
-    """Zeros to be written over."""
+    """Return outputs of zeros for a call to overwrite."""
     whole = rows * (1 if op is Op.ALL_REDUCE_RMS_NORM else world_size)
     here = rows if op is Op.REDUCE_SCATTER_RMS_NORM else whole
     return Fp8Normed(
@@ -391,13 +400,13 @@ def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.de
 
 
 def was_told(comm: Communicator) -> bool:
-    """Whether a peer has stopped the call that this rank is late for."""
+    """Return whether a peer has stopped the call that this rank is late for."""
     executor: Any = comm._executor
     return bool(executor.fault()) if comm.topology.kernels == "compiled" else bool(executor._control[layout.ABORT] != 0)
 
 
 def failing_call(comm: Communicator, op: Op, algorithm: str, made: Data, x: torch.Tensor) -> Stopped:
-    """One call that is expected to fail, twice."""
+    """Make one call that is expected to fail, twice."""
     rows, hidden = made.residuals[0].shape
     errors, times = [], []
     for _ in range(2):
@@ -417,13 +426,15 @@ def failing_call(comm: Communicator, op: Op, algorithm: str, made: Data, x: torc
 
 
 def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, timeout_s: float) -> Stopped | None:
-    """Rank ``victim`` gets signal ``how``, or comes too late; the others call on. The late rank and all others reset,
-    and then get what they should."""
+    """Send signal ``how`` to rank ``victim``, or make it late, while the others make a call.
+
+    After a late rank, all ranks reset, and later calls must give the right results.
+    """
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
     shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
     made = data(Case("float32", 3, 64), shards, comm.world_size, 1, comm.device)
     x = made.xs[comm.rank]
-    for _ in range(4):  # words in all generations
+    for _ in range(4):  # write words into all generations
         wanted = call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm)
     settle(comm)
     comm._host.barrier()
@@ -448,9 +459,9 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, ti
 
 
 def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
-    """Rank ``victim`` stops when ``programs`` of a two-shot have pushed: what its peers sum has left it by then.
+    """Stop rank ``victim`` when ``programs`` of a two-shot have pushed: its part of its peers' sums has left by then.
 
-    It goes on when they have given up. Interpreter only, which runs programs one after the other.
+    The victim goes on when its peers have given up. Interpreter only, which runs programs one after the other.
     """
     from shotcast.transport.triton import fused_reduce_scatter, fused_two_shot, sync
 
@@ -463,12 +474,12 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
         if pushed == programs:
             comm._host.barrier()
 
-    # before the first call: the interpreter keeps what it has once read. Many looks, to see a deadline when it passes
+    # Patch before the first call, as the interpreter keeps what it has read. Frequent checks notice a deadline in time.
     sync.POLLS_PER_CHECK = 8
     fused_reduce_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
-        rows = comm.world_size if shards == 1 else 1  # one of each rank
+        rows = comm.world_size if shards == 1 else 1  # one row for each rank
         made = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)
         x = made.xs[comm.rank]
         call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
@@ -488,7 +499,10 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
 
 def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]:
-    """The last rank wants something else of the same rows. What it was told, and after a reset all is right."""
+    """Have the last rank request something else for the same rows. Return the error, and its fields.
+
+    After a reset, the results must be right.
+    """
     with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
         odd = comm.rank == comm.world_size - 1
         made = data(Case("float32", 2, 64), comm.world_size, comm.world_size, 1, comm.device)

@@ -1,4 +1,4 @@
-"""What ranks of tests/collectives/test_interpreter.py run besides workers.py."""
+"""Functions that the ranks of tests/collectives/test_interpreter.py run, besides those of workers.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from shotcast.collectives import reference
 
 
 class Case(NamedTuple):
-    """One call. ``count``: elements of a rank's share; ``shift``: how far its tensors begin past an aligned address."""
+    """One call.
+
+    ``count`` is the number of elements in a rank's share. Its tensors begin ``shift`` elements past an aligned address.
+    """
 
     operation: str
     dtype: str
@@ -27,12 +30,12 @@ class Case(NamedTuple):
 
 
 def in_turn(fn: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
-    """``fn`` with each arguments, in one set of ranks: a new one takes seconds to read the kernels."""
+    """Call ``fn`` with each set of arguments, on one set of ranks: new ranks take seconds to read the kernels."""
     return [fn(*args) for args in calls]
 
 
 def run_cases(cases: list[Case]) -> int:
-    """One case after the other, with random stragglers. Returns how many were right."""
+    """Run one case after the other, with random stragglers. Return the number of cases."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=60) as comm:
         dice = random.Random(comm.rank)
         for number, case in enumerate(cases):
@@ -43,9 +46,10 @@ def run_cases(cases: list[Case]) -> int:
 
 
 def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, with random pauses before programs of a kernel, and so between header and data of a call.
+    """Call ``fn(*args)`` with random pauses before the programs of a kernel, so also between a call's header and data.
 
-    The interpreter runs a grid's programs one after the other, headers first: without this, all ranks push at once.
+    The interpreter runs a grid's programs one after the other, headers first. Without the pauses, all ranks push at
+    once.
     """
     from shotcast.transport.triton import sync
 
@@ -55,12 +59,12 @@ def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
         if dice.random() < 0.2:
             time.sleep(dice.random() * 0.02)
 
-    sync.await_prior_kernel = pause  # what every program does first, and for the interpreter nothing
+    sync.await_prior_kernel = pause  # every program calls this first, and in the interpreter it does nothing
     return fn(*args)
 
 
 def silent_after_its_header(operation: str, victim: int, timeout_s: float) -> dict[str, Any]:
-    """Rank ``victim`` exchanges headers and then sends nothing: only the place of what lacks tells who it is."""
+    """Have rank ``victim`` exchange headers and send no data. Only the place of the missing data tells who it is."""
     from shotcast.transport.triton import sync
 
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
@@ -70,7 +74,7 @@ def silent_after_its_header(operation: str, victim: int, timeout_s: float) -> di
         def stall(pdl: Any) -> None:
             nonlocal programs
             programs += 1
-            if programs == 2:  # the first is the one that exchanges headers
+            if programs == 2:  # the first program exchanges the headers
                 time.sleep(timeout_s + 2)
 
         def call() -> None:
@@ -94,7 +98,7 @@ def silent_after_its_header(operation: str, victim: int, timeout_s: float) -> di
 
 
 def long_messages(count: int) -> int:
-    """Messages of many chunks a lane, both ways. Returns how many arrived here."""
+    """Send messages of many chunks a lane, both ways. Return the number of messages that arrived at this rank."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for number, dtype in enumerate((torch.bfloat16, torch.uint8)):
             xs = made(count, dtype, 2, number)
@@ -104,7 +108,7 @@ def long_messages(count: int) -> int:
 
 
 def clearing(calls: int, largest: int) -> int:
-    """Calls that clear their slots themselves, from 256 bytes a slot on, among calls that do not."""
+    """Mix calls that clear their own slots, those of 256 bytes a slot and more, with calls that do not."""
     from shotcast.transport.triton import layout
 
     layout.CLEAR_AFTER_READ_BYTES = 256
@@ -112,7 +116,10 @@ def clearing(calls: int, largest: int) -> int:
 
 
 def slots_left(operation: str, count: int) -> list[int]:
-    """Words other than the sentinel in all slots of this rank after one call, by whether it clears them itself."""
+    """Count the words other than the sentinel in all slots of this rank after one call.
+
+    The first count is for a call that clears its slots itself, the second for one that leaves it to the next call.
+    """
     left = []
     for many in (0, 1 << 30):
         with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
@@ -126,7 +133,10 @@ def slots_left(operation: str, count: int) -> list[int]:
 
 
 def pieces(max_bytes: int) -> int:
-    """Messages of one to five times the workspace, in place and not, between others. Returns how many."""
+    """Reduce messages of 0.75 to 5 times the workspace, in place and not, with other calls between.
+
+    Return their number.
+    """
     done = 0
     with shotcast.Communicator(device="cpu", max_bytes=max_bytes, timeout_s=60) as comm:
         for dtype in (torch.float32, torch.bfloat16):
@@ -151,7 +161,7 @@ def run_case(comm: shotcast.Communicator, case: Case, seed: int) -> None:
 
 
 def made(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
-    """Every rank's tensor, the same on all ranks. Of integers, the first quarter are words of the sentinel."""
+    """Return every rank's tensor, the same on all ranks. In integer tensors, the first quarter is sentinel words."""
     if dtype.is_floating_point:
         return inputs(count, dtype, world_size, seed, "cpu")
     tensors = []
@@ -186,7 +196,7 @@ def all_gather(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, 
 
 
 def uneven(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
-    """Rank r gives r / (N - 1) of its share: rank 0 nothing, the last all."""
+    """Gather r / (N - 1) of the share of each rank r: rank 0 gives nothing, the last rank gives all."""
     sizes = [x.numel() * r // max(comm.world_size - 1, 1) for r, x in enumerate(xs)]
     got = comm.all_gather(shifted(xs[comm.rank][: sizes[comm.rank]], shift), sizes=sizes)
     return got, torch.cat([x[:size] for x, size in zip(xs, sizes, strict=True)])
@@ -204,7 +214,7 @@ def broadcast(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, a
 
 
 def message(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
-    """Rank 0 sends to the last rank, and the last rank back."""
+    """Send from rank 0 to the last rank, and from the last rank back."""
     last = comm.world_size - 1
     received = shifted(torch.zeros_like(xs[0]), shift)
     if comm.rank == 0:
@@ -231,7 +241,7 @@ OPERATIONS: dict[str, Callable[[shotcast.Communicator, list[torch.Tensor], int, 
 
 
 def sentinels(count: int) -> int:
-    """Tensors of nothing but the sentinel go through every operation, as NaN. Returns the number of calls."""
+    """Check that tensors of sentinel words pass every operation as NaN. Return the number of calls."""
     done = 0
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -251,7 +261,7 @@ def sentinels(count: int) -> int:
 
 
 def norm() -> None:
-    """All-reduce, residual and RMSNorm, by the interpreted kernel."""
+    """Check all-reduce, residual and RMSNorm by the interpreted kernel."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for hidden in (64, 1000):
@@ -267,13 +277,15 @@ def norm() -> None:
 
 
 def replayed(algorithm: str, timeout_s: float) -> tuple[BaseException | None, list[bool], float]:
-    """The last rank misses a call; the others then run calls as a graph's replay does, past the host's look at faults.
+    """Make the last rank miss a call.
 
-    Returns the error of the missed call, whether each later output was NaN, and seconds that they took together.
+    The others then run calls as a graph replays them, without the host's fault check.
+
+    Return the error of the missed call, whether each later output was NaN, and the seconds that they took together.
     """
     comm = shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18)
     warm(comm, algorithm)
-    warm(comm, algorithm)  # words in all generations
+    warm(comm, algorithm)  # write words into all generations
     comm._host.barrier()
     error, nans, took = None, [], 0.0
     if comm.rank != comm.world_size - 1:

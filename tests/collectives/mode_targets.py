@@ -1,4 +1,4 @@
-"""What ranks do in tests/collectives/test_modes.py: CPU ranks whose streams say that they are being captured."""
+"""Functions that the ranks of tests/collectives/test_modes.py run: CPU ranks whose streams pretend to be captured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shotcast.wire import CallPlan, LaunchShape, Op
 
 
 class Chain:
-    """Stands in for a StreamChain, whose streams need a GPU."""
+    """A replacement for StreamChain, whose streams need a GPU."""
 
     def __init__(self) -> None:
         self.graph = False
@@ -36,7 +36,7 @@ class Chain:
 
 
 class Recorded:
-    """A bound call that notes when it runs, and when it is compiled."""
+    """A bound call that records when it runs and when it is compiled."""
 
     def __init__(self, call: Any, plan: CallPlan, ran: list[CallPlan], loaded: list[str]) -> None:
         self.call, self.plan, self.ran, self.loaded = call, plan, ran, loaded
@@ -55,7 +55,10 @@ def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
-    """Give ``comm`` a table that takes one-shot captured and two-shot eager; the plans that it will run."""
+    """Give ``comm`` a table with one-shot for captured calls and two-shot for eager ones.
+
+    Return its chain and plans.
+    """
     chain, plans = Chain(), []
     comm._chain, comm._resolver.graphs = chain, True
     text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
@@ -85,7 +88,7 @@ def each_mode_has_its_own_choice() -> list[str]:
 
 
 def an_eager_call_readies_the_captured_one() -> tuple[list[str], list[str]]:
-    """What was compiled before a capture, and what more after it."""
+    """Return what was compiled before a capture, and what was compiled after it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         chain, _ = with_modes(comm)
         loaded = chain.loaded
@@ -156,7 +159,7 @@ def alone_nothing_is_ordered() -> int:
 
 
 def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:
-    """Reasons of a call that the table would have decided and of one that was named, and what was logged."""
+    """Return the reasons of a call that the table would have decided and of a named one, and what was logged."""
 
     def stale(part: str, world_size: int, algorithms: object) -> None:
         raise ConfigError("table x.json was made for revision 0 of the kernels")

@@ -1,7 +1,7 @@
-"""What ranks of tests/collectives/test_multicast.py run: the kernels' multicast forms, over an emulated address.
+"""Functions that the ranks of tests/collectives/test_multicast.py run: multicast forms over an emulated address.
 
-Stores to peers go by the addresses of a table that the kernels read; stores and loads by multicast go to an address at
-which no memory lies, so what uses it without the emulation ends the process.
+Stores to peers use the addresses of a table that the kernels read. Multicast stores and loads use an address without
+memory, so one that bypasses the emulation ends the process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shotcast.memory import shm
 from shotcast.wire import Op
 
 NOWHERE = itertools.count(1 << 52, 1 << 40)
-"""Addresses beyond what a process can map, one for each buffer."""
+"""Addresses beyond those that a process can map, one for each buffer."""
 
 
 LATE_S = 5.0
-"""How far past the deadline a late rank comes; a poll of the interpreter can take 10 ms on a busy machine."""
+"""Seconds after the deadline at which a late rank comes. A poll of the interpreter can take 10 ms on a busy machine."""
 
 
 class EmulatedBuffer:
-    """Shared memory with a multicast address; a SymmetricBuffer."""
+    """A SymmetricBuffer in shared memory that has a multicast address."""
 
     def __init__(self, group: Any, nbytes: int):
         from shotcast.transport.triton import multicast
@@ -58,13 +58,13 @@ _ShmBuffer = shm.ShmBuffer
 
 
 def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``, whose communicators have a multicast address, for the interpreter."""
+    """Call ``fn(*args)`` in the interpreter, with communicators that have a multicast address."""
     shm.ShmBuffer = EmulatedBuffer  # type: ignore[misc,assignment]
     return fn(*args)
 
 
 def moved(comm: shotcast.Communicator) -> tuple[int, int]:
-    """Quads stored, and summed, by multicast so far."""
+    """Return the number of quads stored, and of quads summed, by multicast so far."""
     traffic = comm._executor._buffer.traffic
     return traffic.stored_quads, traffic.summed_quads
 
@@ -74,15 +74,15 @@ def quads(nbytes: int) -> int:
 
 
 def slice_quads(nbytes: int, rank: int, world_size: int) -> int:
-    """Quads of rank's slice of a message, counted here from the sizes alone."""
+    """Return the number of quads in a rank's slice of a message, computed here from the sizes alone."""
     width = -(-quads(nbytes) // world_size)
     return max(0, min(width, quads(nbytes) - rank * width))
 
 
 def every_form(counts: list[int], seed: int) -> int:
-    """All that uses multicast, over dtypes and counts, every other tensor unaligned: bits, and the way words went.
+    """Check the bits and the traffic of all uses of multicast, over dtypes and counts.
 
-    Returns the number of combinations.
+    Every other tensor is unaligned. Return the number of combinations.
     """
     done = 0
     with shotcast.Communicator(device="cpu", max_bytes=1 << 17, timeout_s=60) as comm:
@@ -126,7 +126,10 @@ def every_form(counts: list[int], seed: int) -> int:
 
 
 def fused_forms(listed: list[fused_targets.Case], op: Op) -> int:
-    """Fused calls, compared as in tests/collectives/test_interpreter_fused.py. Returns quads that went by multicast."""
+    """Compare fused calls as tests/collectives/test_interpreter_fused.py does.
+
+    Return the quads that went by multicast.
+    """
     from shotcast.transport.triton import multicast
 
     earlier = list(multicast._emulated)
@@ -135,7 +138,7 @@ def fused_forms(listed: list[fused_targets.Case], op: Op) -> int:
 
 
 def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
-    """Calls of random size and kind, multimem among them, so that each finds what others left in its generation."""
+    """Make calls of random size and kind, so that each finds the words of others, also multimem, in its generation."""
     with shotcast.Communicator(device="cpu", timeout_s=60, max_bytes=max(largest * 8, 1 << 16)) as comm:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(seed), random.Random(seed * 100 + rank)
@@ -153,7 +156,8 @@ def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
                 continue
             else:
                 got = comm.all_reduce(xs[rank], algorithm=kind)
-                # the switch rounds as it likes, so multimem has no reference; the emulated one adds in rank order
+                # The switch may round differently, so multimem has no reference. The emulated switch adds in rank
+                # order.
                 wanted = reference.ordered_sum(xs) if kind == "multimem" else reference.all_reduce(xs, kind)
             assert int(differing(got, wanted)) == 0, (number, name, count, kind)
         comm.check()
@@ -161,13 +165,13 @@ def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
 
 
 def sums_of_sentinels(count: int) -> list[bool]:
-    """Words that mean "not arrived", in x and so in the sums: NaN arrives, nobody waits, staging is read as it is."""
+    """Sum sentinel words by multimem: the sums arrive as NaN and no rank waits. Return whether each output was NaN."""
     nans = []
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
         for dtype in FLOATS.values():
             x = torch.full([count], -1, dtype=torch.int32).view(dtype)
             nans.append(bool(comm.all_reduce(x, algorithm="multimem").isnan().all()))
-            # a half word of the sentinel beside a number
+            # One half of each word is that of the sentinel, the other half a number.
             mixed = torch.tensor([0xFFFF, 0x3C00] * count, dtype=torch.int32).to(torch.int16).view(torch.float16)
             if dtype is torch.float16:
                 got = comm.all_reduce(mixed, algorithm="multimem")
@@ -177,7 +181,7 @@ def sums_of_sentinels(count: int) -> list[bool]:
 
 
 def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
-    """Rank ``victim`` exchanges headers and then sends nothing: only the flags can tell the others who it is."""
+    """Have rank ``victim`` exchange headers and send no data. Only the flags can tell the others who it is."""
     from shotcast.transport.triton import sync
 
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
@@ -188,7 +192,7 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
         def stall(pdl: Any) -> None:
             nonlocal programs
             programs += 1
-            if programs == 2:  # the first is the one that exchanges headers
+            if programs == 2:  # the first program exchanges the headers
                 time.sleep(timeout_s + LATE_S)
 
         if comm.rank == victim:
@@ -199,7 +203,7 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
 
 
 def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
-    """Rank ``late`` comes after the deadline of a multimem call; all reset, and results are right again."""
+    """Bring rank ``late`` after the deadline of a multimem call, reset all ranks, and check the results."""
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         warm(comm, "multimem")
         comm._host.barrier()
@@ -216,7 +220,7 @@ def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
 
 
 def explained() -> dict[str, Any]:
-    """What is chosen where multicast is there."""
+    """Return the candidates and the choice of communicators that have a multicast address."""
     with shotcast.Communicator(device="cpu", timeout_s=20, max_bytes=1 << 16) as comm:
         x = torch.ones(64)
         return {

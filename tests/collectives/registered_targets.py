@@ -1,6 +1,6 @@
-"""Algorithms that tests register, and what ranks do with them.
+"""Algorithms that tests register, and functions that ranks run with them.
 
-SHOTCAST_ALGORITHMS names this file in tests of command lines: importing it registers ``copycat``.
+Tests of command lines name this file in SHOTCAST_ALGORITHMS: importing it registers ``copycat``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COPYCAT = Algorithm(
         Op.ALL_GATHER: Form(work=work, cpu="shotcast.transport.cpu.copies:ALL_GATHER"),
     },
 )
-"""Right, and by the cost model the fastest of all."""
+"""A correct algorithm that the cost model finds the fastest of all."""
 
 
 def with_kernel(name: str, op: Op, cpu: str, **changes: object) -> Algorithm:
@@ -51,11 +51,11 @@ WRONG = {
     "gathers": with_kernel("gatherer", Op.ALL_TO_ALL, "shotcast.transport.cpu.copies:ALL_GATHER"),
     "rounds at each hop": with_kernel("ring_too", Op.ALL_REDUCE, "shotcast.transport.cpu.ring:ALL_REDUCE"),
 }
-"""Algorithms that are not what their descriptions say."""
+"""Algorithms that do not do what their descriptions state."""
 
 
 def served() -> tuple[list[float], str, list[str], str, bool]:
-    """What a registered algorithm computes, and where it is seen."""
+    """Return what a registered algorithm computes, and where it appears."""
     shotcast.register_algorithm(COPYCAT)
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.full([5], 10.0**comm.rank)
@@ -68,7 +68,7 @@ def served() -> tuple[list[float], str, list[str], str, bool]:
 
 
 def registered_later() -> str:
-    """A communicator does not know what was registered after it was made."""
+    """Check that a communicator does not know an algorithm that was registered later. Return the error."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         shotcast.register_algorithm(COPYCAT)
         x = torch.ones(3)
@@ -83,7 +83,7 @@ def registered_later() -> str:
 
 
 def wrong(what: str) -> str:
-    """The error of a communicator whose registered algorithm is wrong; the ranks can go on without it."""
+    """Return the error of a communicator whose registered algorithm is wrong. The ranks can go on without it."""
     shotcast.register_algorithm(WRONG[what])
     try:
         shotcast.Communicator(device="cpu", timeout_s=30)
@@ -96,7 +96,7 @@ def wrong(what: str) -> str:
 
 
 def lossy() -> str:
-    """An algorithm that says that it loses precision passes the check, and is taken where that is allowed."""
+    """Check that an algorithm that declares a loss of precision is accepted. Return the choice where it is allowed."""
     bound = "shotcast.collectives.reference:fp8_error_bound"
     shotcast.register_algorithm(dataclasses.replace(WRONG["loses precision"], lossy=True, error_bound=bound))
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
@@ -106,7 +106,7 @@ def lossy() -> str:
 
 
 def differing(names: tuple[str, str]) -> str:
-    """The error where ranks have registered other algorithms."""
+    """Return the error of ranks that have registered different algorithms."""
     name = names[int(os.environ["RANK"])]
     shotcast.register_algorithm(dataclasses.replace(COPYCAT, name=name))
     try:
@@ -117,7 +117,7 @@ def differing(names: tuple[str, str]) -> str:
 
 
 def differing_descriptions() -> str:
-    """The error where descriptions of one name differ."""
+    """Return the error of ranks whose descriptions of one name differ."""
     divides = os.environ["RANK"] == "0"
     form = dataclasses.replace(COPYCAT.forms[Op.ALL_REDUCE], divides=divides)
     shotcast.register_algorithm(dataclasses.replace(COPYCAT, forms={Op.ALL_REDUCE: form}))

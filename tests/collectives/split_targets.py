@@ -1,4 +1,4 @@
-"""What ranks do in tests/collectives/test_split.py."""
+"""Functions that the ranks of tests/collectives/test_split.py run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shotcast import Communicator
 
 
 def every_operation(comm: Communicator, job_ranks: list[int], mine: int, algorithm: str) -> None:
-    """All calls on ``comm``, whose ranks are those of the job in the order ``job_ranks``."""
+    """Check all calls on ``comm``, whose ranks are the job's ranks in the order ``job_ranks``."""
     assert comm.world_size == len(job_ranks)
     assert job_ranks[comm.rank] == mine
     size, rank = comm.world_size, comm.rank
@@ -33,7 +33,7 @@ def every_operation(comm: Communicator, job_ranks: list[int], mine: int, algorit
     assert comm.all_to_all(wide, algorithm=plain).tolist() == [10.0 * job + rank for job in job_ranks], what
     for root in range(size):
         assert comm.broadcast(x.clone(), root, algorithm=plain).tolist() == [float(job_ranks[root])] * 3, what
-    # integers are added up by the library whatever the algorithm of the rest
+    # The vendor library sums integers, whatever algorithm the other calls name.
     assert comm.all_reduce(torch.tensor([mine])).tolist() == [sum(job_ranks)], what
     assert comm.reduce_scatter(wide.long()).tolist() == [int(total[rank])], what
     if size > 1:
@@ -45,7 +45,7 @@ def every_operation(comm: Communicator, job_ranks: list[int], mine: int, algorit
 
 
 def groups() -> None:
-    """Colors, keys, and the ranks' order within."""
+    """Check colors, keys, and the order of ranks within a group."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         me, size = comm.rank, comm.world_size
         evens, odds = list(range(0, size, 2)), list(range(1, size, 2))
@@ -63,7 +63,7 @@ def groups() -> None:
                 for algorithm in ("one_shot", "ring", "vendor"):
                     every_operation(sub, wanted, me, algorithm)
                 sub.check()
-        # grandchildren: an order within an order
+        # Split a child again: an order within an order.
         with comm.split(0, -me) as reversed_, reversed_.split(reversed_.rank % 2, -reversed_.rank) as part:
             order = list(range(size))[::-1]
             every_operation(part, order[reversed_.rank % 2 :: 2][::-1], me, "one_shot")
@@ -72,7 +72,7 @@ def groups() -> None:
 
 
 def some_without() -> None:
-    """The last rank is left out, and the others go on without it."""
+    """Leave out the last rank, and check that the others go on without it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         last = comm.world_size - 1
         sub = comm.split(None if comm.rank == last else 0)
@@ -86,7 +86,7 @@ def some_without() -> None:
 
 
 def alternating(calls: int) -> None:
-    """Rows and columns of a grid, the whole, and a copy of the whole, in an order that is random but shared."""
+    """Use the rows and columns of a grid, the whole, and a copy of it, in a random order that all ranks share."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         me, size = comm.rank, comm.world_size
         width = 2
@@ -115,7 +115,7 @@ def alternating(calls: int) -> None:
 
 
 def of_another_size(small: int, large: int) -> None:
-    """A part with a workspace of its own size, and its part, which has as much unless told."""
+    """Split off a part with its own workspace size. A part of that part has the same size by default."""
     with shotcast.Communicator(device="cpu", max_bytes=small, timeout_s=20) as comm:
         with comm.split(comm.rank % 2, max_bytes=large) as part, part.split(0) as like_it:
             assert [one.max_bytes for one in (comm, part, like_it)] == [small, large, large]
@@ -130,7 +130,7 @@ def of_another_size(small: int, large: int) -> None:
 
 
 def after_different_splits(groups: int) -> None:
-    """Ranks that have made different numbers of process groups before, by this library or without it."""
+    """Split after the ranks have created different numbers of process groups, by this library or without it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         for _ in range(groups):
             part = comm.split(0 if comm.rank < 2 else None)
@@ -144,7 +144,7 @@ def after_different_splits(groups: int) -> None:
 
 
 def many_in_turn(count: int) -> list[tuple[int, int]]:
-    """Open files and threads after the first half of ``count`` splits that were closed, and after all."""
+    """Return the open files and threads after half of ``count`` splits that were closed, and after all of them."""
     held = []
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         for number in range(count):
@@ -157,7 +157,7 @@ def many_in_turn(count: int) -> list[tuple[int, int]]:
 
 
 def independent() -> None:
-    """A copy of the whole has its own workspace, epoch, faults and end."""
+    """Check that a copy of the whole has its own workspace, epoch, faults and lifetime."""
     with shotcast.Communicator(device="cpu", timeout_s=0.5) as comm:
         copy = comm.split(0)
         assert (copy.rank, copy.world_size, copy.max_bytes) == (comm.rank, comm.world_size, comm.max_bytes)
@@ -179,7 +179,7 @@ def independent() -> None:
         comm.reset()
         copy.close()
         assert comm.all_reduce(torch.ones(1)).tolist() == [comm.world_size]
-    # the parent's end is not the child's
+    # Closing the parent does not close the child.
     parent = shotcast.Communicator(device="cpu", timeout_s=20)
     child = parent.split(0)
     parent.close()

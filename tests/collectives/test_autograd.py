@@ -1,4 +1,4 @@
-"""Gradients through the collectives, against the transposed maps and against differences."""
+"""Gradients through the collectives, compared with the transposed maps and with central differences."""
 
 from __future__ import annotations
 

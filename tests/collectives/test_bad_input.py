@@ -1,4 +1,4 @@
-"""What is refused, in which words, and that nothing is lost by it."""
+"""Refused inputs: the text of each error, and that the communicator still works afterwards."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ print(json.dumps(said))
 
 
 class TestDisagreement:
-    """Every rank is told, and in the same words."""
+    """Every rank raises an error, and all errors have the same text."""
 
     @staticmethod
     def told(*args: object) -> str:

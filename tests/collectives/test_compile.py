@@ -24,9 +24,12 @@ BACKENDS = [
     pytest.param("aot_eager", marks=[pytest.mark.full] if shutil.which("g++") else []),
     pytest.param("inductor", marks=needs_compiler),
 ]
-"""Inductor compiles what this other one hands on, so its tests are of both."""
+"""Inductor compiles the graphs that aot_eager hands on, so a test with Inductor covers both."""
 SOMETIMES = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.full])]
-"""A minute of compiling on two cores each; what Inductor itself may do wrong, a model and the order of calls show."""
+"""Backends of tests that Inductor takes a minute for on two cores.
+
+The tests of a model and of the order cover it too.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def code_of_this_run_alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Code that Inductor made before, and kept, was made by what the package was then."""
+def empty_inductor_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Use an empty Inductor cache, as cached code was compiled from another version of the package."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def compile_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Run a target in ranks that other tests use too, as PyTorch's compilers take seconds to load."""
+    """Run a target on ranks that other tests use too, as PyTorch's compilers take seconds to load."""
     return shared_ranks.run(targets.compiled_anew, world_size, fn, *args)
 
 
@@ -79,16 +82,16 @@ def test_operators_are_what_they_say() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model(backend: str) -> None:
-    assert compile_on_ranks(targets.model_equals_eager, 2, backend) == [2, 2]  # inference, training
+    assert compile_on_ranks(targets.model_equals_eager, 2, backend) == [2, 2]  # for inference and for training
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_the_program(backend: str) -> None:
-    """Left alone, compilers drop the call whose result nobody uses; Inductor starts with the barrier, gathers last."""
+    """Without precautions, compilers drop the unused call, and Inductor runs the barrier first and the gathers last."""
     made = compile_on_ranks(targets.order_of_the_program, 2, backend)
     assert made[0] == made[1]
     assert made[0][:6] == ["all_to_all", "all_reduce", "barrier", "all_gather", "all_reduce", "reduce_scatter"]
-    assert sorted(made[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # the backward's
+    assert sorted(made[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # in the backward
 
 
 def test_what_a_graph_says() -> None:

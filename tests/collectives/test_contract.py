@@ -1,4 +1,4 @@
-"""What the numerics contract asks of the choice: sums left to ``auto`` have the bits of one-shot."""
+"""The choice of algorithm keeps the numerics contract: sums left to ``auto`` have the bits of one-shot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a Communicator that die, stop, come late or do something else: who is named, how soon, what is left."""
+"""Ranks of a Communicator that die, stop, come late or make other calls: the error, its delay, and the state left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 0.6
 
 @pytest.fixture
 def shm() -> Iterator[dict[str, str]]:
-    """An environment with a directory of its own on the real tmpfs, which must be empty in the end."""
+    """An environment with its own directory on the real tmpfs, which must be empty at the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as directory:
         yield {"SHOTCAST_SHM_DIR": directory}
         assert os.listdir(directory) == []
@@ -121,7 +121,7 @@ class TestLate:
     def test_named_and_reset(self, world_size: int, algorithm: str, late: int) -> None:
         results = shotcast.spawn(late_then_reset, world_size, "cpu", algorithm, late, TIMEOUT_S, timeout_s=40)
         for rank, said in enumerate(results):
-            if rank == late:  # learns at once what the others found
+            if rank == late:  # the late rank learns at once what the others found
                 assert isinstance(said["error"], CollectiveTimeout)
                 assert (said["error"].missing, said["error"].rank) == ((late,), late)
                 assert said["took"] < TIMEOUT_S

@@ -64,7 +64,7 @@ def test_numerics(world_size: int) -> None:
 
 
 def graphs(replays: int) -> None:
-    """Graphs of several calls, replayed on changed inputs between eager calls."""
+    """Replay graphs of several calls on changed inputs, between eager calls."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         shared, own = random.Random(1), random.Random(comm.rank)
         made = []
@@ -105,7 +105,7 @@ def test_graphs_replay_on_changed_inputs(world_size: int) -> None:
 
 
 def two_streams(calls: int) -> None:
-    """Calls alternate between streams; the communicator alone orders them. Also two streams inside one capture."""
+    """Alternate calls between streams, which the communicator alone orders; also use two streams inside one capture."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         own, shared = random.Random(comm.rank), random.Random(9)
         streams = [torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)]
@@ -146,7 +146,7 @@ def test_two_streams(world_size: int) -> None:
 
 
 def repeated(calls: int) -> int:
-    """The same calls again and again, as eager decoding makes them; returns how many went the short way."""
+    """Repeat the same calls, as eager decoding makes them. Return how many took the fast path."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size, device = comm.rank, comm.world_size, comm.device
         assert comm._fast_path is not None
@@ -162,7 +162,7 @@ def repeated(calls: int) -> int:
         for number in range(calls):
             count, dtype = (24, 4096, 40_000, 3_000_001)[number % 4], list(FLOATS.values())[number % 3]
             mine = torch.arange(count + 1, device=device) % 7
-            x = (mine * (rank + 1)).to(dtype)[number // 48 % 2 :][:count]  # aligned, then not
+            x = (mine * (rank + 1)).to(dtype)[number // 48 % 2 :][:count]  # aligned and unaligned in turn
             out = x if number // 12 % 2 else torch.empty_like(x)
             wanted = (mine * (size * (size + 1) // 2)).to(dtype)[number // 48 % 2 :][:count]
             algorithm = ("one_shot", "two_shot", "auto")[number // 4 % 3]

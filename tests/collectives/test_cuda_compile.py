@@ -1,4 +1,4 @@
-"""Compiled models on GPUs, replayed from CUDA graphs: the bits of eager code. Run with ``pytest -m gpu``."""
+"""Compiled models on GPUs, replayed from CUDA graphs, with the bits of eager code. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD_SIZES = [n for n in (2, 4, 8) if enough_gpus(n)]
 
 
 class Normed(nn.Module):
-    """A block of a transformer without attention: fused all-reduce and norm, then the linear layers."""
+    """A transformer block without attention: a fused all-reduce and norm, then the linear layers."""
 
     def __init__(self, comm: shotcast.Communicator, hidden: int):
         super().__init__()
@@ -33,7 +33,7 @@ class Normed(nn.Module):
 
 
 def outputs(model: nn.Module, comm: shotcast.Communicator, x: torch.Tensor) -> list[torch.Tensor]:
-    """Two layers and a last sum. Cloned: what a graph returned is overwritten by its next replay."""
+    """Run two layers and a last sum. The results are cloned, as the next replay of a graph overwrites them."""
     residual = torch.zeros_like(x)
     for layer in model:
         x, residual = layer(x, residual)
@@ -45,7 +45,7 @@ def inputs(comm: shotcast.Communicator, rows: int, hidden: int, seed: int) -> to
 
 
 def reduce_overhead(rows: list[int]) -> int:
-    """mode="reduce-overhead" on changing inputs, between eager calls. Returns how often the host made calls of it."""
+    """Run mode="reduce-overhead" on changing inputs, between eager calls. Return how many calls the host made."""
     hidden = 512
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm, torch.no_grad():
         model = nn.ModuleList(Normed(comm, hidden) for _ in range(2))
@@ -82,7 +82,7 @@ def reduce_overhead(rows: list[int]) -> int:
 
 
 def manual_graph(rows: int) -> None:
-    """A compiled module captured with torch.cuda.graph after warm-up, replayed on changed inputs."""
+    """Capture a compiled module with torch.cuda.graph after a warm-up, and replay it on changed inputs."""
     hidden = 512
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm, torch.no_grad():
         model = nn.ModuleList(Normed(comm, hidden) for _ in range(2))
@@ -107,7 +107,7 @@ def manual_graph(rows: int) -> None:
 
 
 def first_use_in_a_capture() -> None:
-    """A compiled call of a new size, which another form of the kernel serves, captured: refused, and usable after."""
+    """Capture a compiled call of a size that needs another form of the kernel: it is refused, and works afterwards."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         traced = torch.compile(lambda x: comm.all_reduce(x, algorithm="two_shot"), fullgraph=True, dynamic=True)
         traced(torch.ones(64, device=comm.device))
@@ -131,7 +131,7 @@ def first_use_in_a_capture() -> None:
 
 
 def training(backend: str) -> None:
-    """Forward and backward of compiled blocks, with the gradients of eager ones."""
+    """Compare forward, backward and gradients of compiled blocks with those of eager ones."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         model = nn.Sequential(*(Block(comm, 256) for _ in range(2)))
         traced = torch.compile(model, fullgraph=True, backend=backend)
@@ -152,7 +152,7 @@ def training(backend: str) -> None:
 @pytest.mark.parametrize("rows", [[1], [8, 512]], ids=str)
 def test_reduce_overhead_replays_on_changed_inputs(world_size: int, rows: list[int]) -> None:
     by_host = shotcast.spawn(reduce_overhead, world_size, rows, timeout_s=380)
-    # three calls in the first run, which is eager, and three more while they are recorded; no rank makes more
+    # The first run is eager and makes three calls; recording makes three more. All ranks make equally many.
     assert by_host == [by_host[0]] * world_size
     assert by_host[0] >= 6 * len(rows)
 

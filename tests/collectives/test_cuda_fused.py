@@ -25,10 +25,10 @@ ROWS = [0, 1, 2, 5, 8, 33, 129]
 @pytest.mark.parametrize("op", FUSED, ids=lambda op: op.label)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_values(world_size: int, op: Op, dtype: str) -> None:
-    """Bitwise between algorithms, and with the norm as a kernel of its own.
+    """Compare algorithms bit by bit, also with the norm as a separate kernel.
 
-    Every form of every length is a compilation of a second, so each operation and dtype takes two lengths, and a form
-    for each number of rows; all lengths come up with most. The interpreter runs the rest.
+    Every form of every length takes a second to compile. So each operation and dtype takes two lengths, and one form
+    for each number of rows; all lengths occur with most of them. The interpreter runs the rest.
     """
     place = FUSED.index(op) * len(DTYPES) + DTYPES.index(dtype)
     lengths = LENGTHS[3 * place % 8], LENGTHS[(3 * place + 4) % 8]

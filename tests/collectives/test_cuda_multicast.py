@@ -17,7 +17,7 @@ COUNTS = [0, 1, 5, 64, 1000, 4099, 65536, 100_003, 1 << 20, 3_000_001]
 
 
 def bound(xs: list[torch.Tensor]) -> torch.Tensor:
-    """How far a sum in the switch may be off the exact one: N - 1 additions in float32 in any order, one rounding."""
+    """Return the error bound of a sum in the switch: N - 1 additions in float32 in any order, and one rounding."""
     total = torch.stack([x.double() for x in xs]).sum(0)
     size = torch.stack([x.double().abs() for x in xs]).sum(0)
     kind = torch.finfo(xs[0].dtype)
@@ -26,7 +26,7 @@ def bound(xs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sums_in_the_switch(repeats: int) -> int:
-    """multimem within its bound, and the same bits on all ranks; returns 0 where there is no multicast address."""
+    """Check that multimem is within its bound, with equal bits on all ranks. Return 0 without a multicast address."""
     done = 0
     with shotcast.Communicator(device="cuda", timeout_s=60, max_bytes=32 << 20) as comm:
         if not comm.topology.multicast:

@@ -1,4 +1,4 @@
-"""Building the executor of GPU ranks, on a machine without GPUs: everything that touches a GPU is replaced."""
+"""Construction of the executor of GPU ranks, on a machine without GPUs: the tests replace all that touches a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 1)
 
 
 class TwoRanks:
-    """A host group of two ranks; the other says what this one says, except for its GPU and its multicast."""
+    """A host group of two ranks. The other rank reports what this one does, except for its GPU and its multicast."""
 
     rank, world_size, order = 1, 2, (0, 1)
 
@@ -80,7 +80,7 @@ def test_ranks_that_share_a_gpu(built: dict[str, tuple[Any, ...]], monkeypatch: 
 
 
 def test_multicast_is_for_all_ranks_or_none(built: dict[str, tuple[Any, ...]]) -> None:
-    """The choice of algorithm depends on it, and all ranks must choose alike."""
+    """The choice of algorithm depends on multicast, and all ranks must choose alike."""
     assert not build_executor("group", TwoRanks(others_multicast=False), GPU, 1 << 20, 3.0).multicast
 
 

@@ -1,4 +1,4 @@
-"""The short way of an all-reduce made before: taken for a call that is like it, and for no other."""
+"""The fast path of an all-reduce: taken for a call that equals an earlier one, and for no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STREAM = 0x5EED
 
 
 class Executor:
-    """The executor of a communicator whose calls are one kernel each, unless it says otherwise."""
+    """An executor whose calls are one kernel each, unless it is told otherwise."""
 
     def __init__(self) -> None:
         self.enqueued: list[tuple[int, Sequence[Any]]] = []
@@ -42,7 +42,7 @@ class Chain:
 
 
 class Parts:
-    """A fast path that knows one call: of x, a vector of 64 numbers, into out."""
+    """A fast path that knows one call: from x, a vector of 64 numbers, into out."""
 
     def __init__(self) -> None:
         self.executor, self.chain, self.lock = Executor(), Chain(), threading.Lock()
@@ -53,7 +53,7 @@ class Parts:
         self.keep(self.x, self.out)
 
     def keep(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Make the call the long way: the communicator remembers it, and opens the fast path for it."""
+        """Make the call by the slow path: the communicator remembers it, and opens the fast path for it."""
         plan: Any = None
         bound: Any = self.executor
         call = self.calls[x.numel(), x.dtype, "auto", "sum"] = Call(plan, "sum", False, bound, (), "")

@@ -1,4 +1,4 @@
-"""FP8 transport on CPU ranks: the kernel that GPUs run, interpreted, and who may choose it."""
+"""FP8 transport on CPU ranks: the GPUs' kernel in the interpreter, and the rules of who may choose it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bits(world_size: int, listed: dict[str, list[int]]) -> None:
 
 @pytest.mark.parametrize(("world_size", "dtype"), [pytest.param(2, "float32", marks=pytest.mark.full), (3, "bfloat16")])
 def test_calls_that_clear_their_own_slots(world_size: int, dtype: str) -> None:
-    """As long ones do; here also in the middle of those that leave it to the next."""
+    """Long calls clear their own slots. Here they also run between calls that leave the clearing to the next call."""
     interpreted(targets.matrix, world_size, [1, 700, 40, 1100], [dtype], True)
 
 
@@ -48,12 +48,12 @@ def test_shorter_and_longer_calls(world_size: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
 def test_the_next_call_clears_all_of_it(dtype: str, item: int) -> None:
-    """Words and scales, of which there are as many as the documentation says."""
-    count = 3 * 128 * item + 40  # a rank's slice: a group and a half, and a bit
+    """A call leaves as many words and scales as the documentation states, and the next call clears all of them."""
+    count = 3 * 128 * item + 40  # a rank's slice is one and a half groups and a little more
     first = wire.slice_bytes(count * item, 2)
     wanted = 0
     for slice_bytes in (first, count * item - first):
-        group_bytes = 128 * item * item  # ``item`` blocks, of 128 elements
+        group_bytes = 128 * item * item  # ``item`` blocks of 128 elements
         groups, rest = divmod(-(-slice_bytes // 16) * 16, group_bytes)
         wanted += groups * 128 * item // 4 + min(rest, 128 * item) // 4 + (groups + (rest > 0)) * item
     short = -(-4 * item // 16) * 4
@@ -86,7 +86,7 @@ def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
         assert isinstance(said, dict), said
         assert isinstance(said["error"], shotcast.CollectiveTimeout), said["error"]
         assert said["error"].missing == (victim,)
-        # a stopped call goes through its tiles to the end, which takes the interpreter a while
+        # A stopped call runs all its tiles to the end, which takes the interpreter a while.
         assert timeout_s * 0.9 < said["took"] < timeout_s + 10
         assert said["nan"]
         assert isinstance(said["again"], shotcast.CollectiveTimeout)
@@ -95,17 +95,17 @@ def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
 
 @pytest.mark.timing
 def test_calls_after_a_fault_give_nan() -> None:
-    """Slots hold numbers of earlier calls by then."""
+    """The slots hold numbers of earlier calls by then."""
     for error, nans, _ in interpreted(replayed, 3, "two_shot_fp8", 2.0)[:-1]:
         assert isinstance(error, shotcast.CollectiveTimeout), error
         assert nans == [True] * 5
 
 
-# -- who may choose it ------------------------------------------------------------------------------------------------
+# -- permission -------------------------------------------------------------------------------------------------------
 
 
 def test_auto_takes_it_only_where_it_was_allowed() -> None:
-    """By the argument or, without one, by the environment."""
+    """The argument allows it or, without an argument, the environment does."""
     kinds = [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)]
     calls = [(argument, variable) for argument, variable, _ in kinds]
     for each in shotcast.spawn(in_turn, 2, targets.choices, calls, timeout_s=100):

@@ -1,4 +1,4 @@
-"""The fused operations on compiled CPU ranks, by their public methods: bits, forms, and what explain says."""
+"""The fused operations on compiled CPU ranks, by their public methods: bits, forms, and the text of explain."""
 
 from __future__ import annotations
 

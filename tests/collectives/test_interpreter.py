@@ -1,6 +1,6 @@
-"""The kernels that GPUs run, run by Triton's interpreter on CPU ranks: real concurrency over shared memory, no GPU.
+"""The GPUs' kernels in Triton's interpreter on CPU ranks, which run concurrently over shared memory without a GPU.
 
-Tests share sets of ranks, as the interpreter takes a second or so to read a kernel that a process has not seen.
+Tests share sets of ranks, as the interpreter takes about a second to read a kernel that is new to a process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COPIES = ["all_gather/one_shot", "uneven", "all_to_all", "broadcast", "message"]
 FLOATS = ["float32", "float16", "bfloat16"]
 INTEGERS = ["uint8", "int16", "int32", "int64"]
 COUNTS = [0, 1, 5, 64, 333, 2048]
-"""Elements: none, less than a quad, odd, one tile, several, several a program."""
+"""Numbers of elements: none, less than a quad, odd, one tile, several tiles, and several tiles a program."""
 VALUES: dict[str, list[Any]] = {
     "operation": [*SUMS, *COPIES, "all_gather/ring"],
     "dtype": FLOATS + INTEGERS,
@@ -65,7 +65,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def legal(values: dict[str, Any]) -> bool:
-    """Sums, and the ring, are of floating-point numbers."""
+    """Return whether a case is legal: sums and the ring need floating-point numbers."""
     return values.get("operation") in (*COPIES, None) or values.get("dtype") in (*FLOATS, None)
 
 
@@ -74,7 +74,7 @@ def pairs_of(values: dict[str, Any]) -> set[Pair]:
 
 
 def all_pairs() -> set[Pair]:
-    """Every two values of different parameters that a call can have at once."""
+    """Return every two values of different parameters that a call can have at once."""
     made = set()
     for first, second in itertools.combinations(VALUES, 2):
         for a, b in itertools.product(VALUES[first], VALUES[second]):
@@ -84,7 +84,10 @@ def all_pairs() -> set[Pair]:
 
 
 def pairwise() -> list[Case]:
-    """Few cases in which every pair occurs: the one with the most new pairs, of some drawn around a missing one."""
+    """Return few cases that cover every pair.
+
+    Each step draws some cases around a missing pair and takes the one with the most new pairs.
+    """
     dice, missing, cases = random.Random(1), all_pairs(), []
     while missing:
         wanted = dict(min(missing, key=str))
@@ -102,7 +105,7 @@ def pairwise() -> list[Case]:
 def interpreted(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 500, fresh: bool = False, **kwargs: Any
 ) -> list[Any]:
-    """Run ranks whose collectives are those of GPUs; ``fresh`` ones in shared memory that nobody else uses."""
+    """Run ranks whose collectives use the kernels of GPUs. ``fresh`` ranks use shared memory that nobody else uses."""
     if not fresh:
         return interpret(fn, world_size, *args, timeout_s=timeout_s, env=GPU_COLLECTIVES, **kwargs)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
@@ -125,7 +128,7 @@ def test_cases_cover_every_pair() -> None:
     "world_size", [pytest.param(n, marks=[pytest.mark.full] if n in (5, 7) else []) for n in WORLD_SIZES]
 )
 def test_pairwise(world_size: int) -> None:
-    """The cases of one world size, with random stragglers."""
+    """Run the cases of one world size, with random stragglers."""
     cases = [case for case in pairwise() if case.world_size == world_size]
     assert interpreted(with_late_programs, world_size, run_cases, cases) == [len(cases)] * world_size
 
@@ -146,7 +149,7 @@ def test_matrix(world_size: int, dtype: str, shift: int) -> None:
     [(2, 150, 40), (3, 30, 3000), pytest.param(8, 400, 3000, marks=[pytest.mark.full, pytest.mark.timeout(1000)])],
 )
 def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int, largest: int) -> None:
-    """Calls find sentinels where longer or shorter ones left words. (With many short calls, one quad missed shows.)"""
+    """Calls find sentinels where longer or shorter calls left words. Many short calls reveal a single missed quad."""
     limit_s = 900 if calls > 100 else 100
     interpreted(with_late_programs, world_size, changing_sizes, "cpu", calls, largest, 3, timeout_s=limit_s)
 
@@ -164,7 +167,7 @@ def test_bits_are_equal_on_all_ranks_and_runs(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sentinels_arrive_as_nan(world_size: int) -> None:
-    """A tensor of words that mean "not arrived" does not keep anybody waiting."""
+    """A tensor of words that mean "not arrived" keeps no rank waiting."""
     assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
 
 
@@ -187,7 +190,7 @@ def test_messages_beyond_the_workspace_pass_in_pieces() -> None:
 
 
 def test_long_messages() -> None:
-    """Five and three chunks a lane, of which two are under way: the sender must wait to be given credit."""
+    """A lane has five or three chunks, of which two are in flight: the sender must wait for credit."""
     assert interpreted(with_late_programs, 2, long_messages, 150_001) == [2, 2]
 
 
@@ -199,7 +202,7 @@ def test_norm() -> None:
     interpreted(norm, 2)
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
@@ -217,7 +220,7 @@ def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None
     ("world_size", "how", "algorithm"), [(2, "killed", "one_shot"), (3, "killed", "ring"), (3, "stopped", "two_shot")]
 )
 def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
-    """Survivors name the rank that is gone, within the deadline, and later calls fail at once."""
+    """Survivors name the lost rank within the deadline, and later calls fail at once."""
     victim, timeout_s = world_size - 1, 3.0
     results = interpreted(
         killed,
@@ -248,7 +251,7 @@ def test_who_sends_nothing_after_its_header_is_named(operation: str, victim: int
 @pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), (2, "ring")])
 def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -> None:
-    """Slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""
+    """The slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""
     for error, nans, took in interpreted(replayed, world_size, algorithm, 2.0)[:-1]:
         assert isinstance(error, shotcast.CollectiveTimeout), error
         assert nans == [True] * 5
@@ -269,7 +272,7 @@ def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize(("what", "ahead"), [("nbytes", 0), ("dtype", 3)])
 def test_a_message_that_is_not_as_expected(what: str, ahead: int) -> None:
-    """The receiver learns what it is at once; the sender, whose message lies in the mailbox, with a later call."""
+    """The receiver learns of it at once. The sender, whose message lies in the mailbox, learns of it later."""
     errors = interpreted(different_messages, 3, what, ahead)
     assert errors[0] is errors[2] is None
     assert isinstance(errors[1], shotcast.CollectiveMismatch)
@@ -288,7 +291,7 @@ def test_a_message_that_does_not_come() -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, ["op", "dtype", "root"]), (3, ["nbytes", "algorithm"])])
 def test_mismatch(world_size: int, kinds: list[str]) -> None:
-    """Everybody learns who differs and in what, long before the deadline."""
+    """All ranks learn who differs and in which field, long before the deadline."""
     odd = world_size - 1
     for each in interpreted(in_turn, world_size, mismatched, [("cpu", what, odd, 20.0) for what in kinds]):
         for what, said in zip(kinds, each, strict=True):

@@ -1,4 +1,4 @@
-"""The fused kernels by Triton's interpreter: values, generations, stragglers, faults (see test_interpreter.py)."""
+"""The fused kernels in Triton's interpreter: values, generations, stragglers, faults (see test_interpreter.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 DTYPES = ["float32", "float16", "bfloat16"]
 LENGTHS = [64, 576, 1000, 2048]
-"""Elements of a row: a power of two and none; FP8 of no multiple of 16 bytes; several warps."""
+"""Elements of a row: a power of two and another number; FP8 rows of no multiple of 16 bytes; several warps."""
 CASES = {
     2: [
         Case("bfloat16", 5, 64),
@@ -31,7 +31,7 @@ CASES = {
     4: [Case("float32", 2, 576), Case("float16", 1, 2048), Case("bfloat16", 7, 576, shift=1)],
     5: [Case("float16", 3, 1000)],
 }
-"""By world size. Five ranks poll a row of 500 words in two groups."""
+"""Cases by world size. Five ranks poll a row of 500 words in two groups."""
 
 
 def test_cases_are_all_here() -> None:
@@ -69,7 +69,7 @@ def test_results_in_given_tensors() -> None:
 
 
 def test_sentinels_arrive_as_nan() -> None:
-    """Also those that a peer makes: a norm of such words is one, for a processor that keeps what a NaN carries."""
+    """A peer may also compute sentinels: the norm of such words is one on a processor that keeps a NaN's payload."""
     assert interpreted(targets.sentinels, 2, "cpu") == [21, 21]
 
 
@@ -79,12 +79,12 @@ def test_sentinels_arrive_as_nan() -> None:
 )
 @pytest.mark.timeout(400)
 def test_changing_calls_over_all_generations(world_size: int, calls: int) -> None:
-    """Calls find sentinels where fused ones left sums, norms, FP8 and scales."""
+    """Calls find sentinels where fused calls left sums, norms, FP8 and scales."""
     args = ("cpu", calls, 5, [8, 64, 200], 7)
     interpreted(with_late_programs, world_size, targets.changing_calls, *args, timeout_s=380)
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def expect_timeout(said: Stopped, missing: int, timeout_s: float, op: Op) -> None:
@@ -144,12 +144,14 @@ def test_reset_after_a_late_rank(world_size: int) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize(("op", "programs"), [(Op.ALL_REDUCE_RMS_NORM, 2), (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5)])
 def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
-    """Its header and its part of the sums have left it, so the others wait for its sums, or norms: a quarter longer
-    than whoever lacks a first shot would. They name it alone."""
+    """The victim's header and its part of the sums have left it, so the others wait for its sums or norms.
+
+    They wait a quarter longer than for a missing first shot, and name the victim alone.
+    """
     timeout_s, victim = 2.0, 1
     for rank, said in enumerate(interpreted(targets.silent_between_shots, 3, op, victim, programs, timeout_s)):
         error, took = said
-        if rank != victim:  # which may have had all it needs
+        if rank != victim:  # the victim may have received all that it needed
             assert isinstance(error, shotcast.CollectiveTimeout), error
             assert error.missing == (victim,), (rank, error)
             assert took > timeout_s * 1.25
@@ -157,7 +159,7 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
 
 @pytest.mark.timing
 def test_mismatch() -> None:
-    """Ranks that want different things of the same rows are told so."""
+    """Ranks that request different things for the same rows raise an error that says so."""
     kinds = {"op": "op", "quantize": "root", "normed": "root"}
     for each in interpreted(in_turn, 2, targets.mismatched, [("cpu", what) for what in kinds]):
         for (what, field), (error, fields) in zip(kinds.items(), each, strict=True):

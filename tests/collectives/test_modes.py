@@ -1,4 +1,4 @@
-"""Captured and eager calls: each has its own choice, and one readies the other."""
+"""Captured and eager calls: each mode has its own choice, and a call in one mode prepares the other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The multicast forms of the kernels, run by Triton's interpreter over a multicast address that is emulated.
+"""The multicast forms of the kernels, run by Triton's interpreter over an emulated multicast address.
 
-Each test counts what went by multicast, so it fails if a kernel falls back to peer stores.
+Each test counts the words that went by multicast, so it fails if a kernel falls back to peer stores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTS = [0, 1, 5, 333, 2048]
 
 
 def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """For ranks that have a multicast address."""
+    """Run ranks that have a multicast address."""
     return test_interpreter.interpreted(with_multicast, world_size, fn, *args, **kwargs)
 
 
@@ -48,7 +48,7 @@ def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
     ],
 )
 def test_every_form(world_size: int) -> None:
-    """Sums and copies have their bits, and as many words went by multicast as the sizes say."""
+    """Sums and copies have the right bits, and as many words go by multicast as the sizes require."""
     limit_s = 500 if world_size == 8 else 100
     done = interpreted(with_late_programs, world_size, every_form, COUNTS, 1, timeout_s=limit_s)
     assert done == [3 * len(COUNTS)] * world_size
@@ -59,7 +59,7 @@ def test_every_form(world_size: int) -> None:
     [(2, [Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER]), (3, [Op.REDUCE_SCATTER_RMS_NORM])],
 )
 def test_fused_forms(world_size: int, ops: list[Op]) -> None:
-    """Rows whose FP8 is no multiple of 16 bytes among them. A scattered norm goes to nobody else."""
+    """Some rows have FP8 of no multiple of 16 bytes. A scattered norm goes to no other rank."""
     listed = [Case("bfloat16", 5, 72), Case("float32", 3, 1000)]
     for each in interpreted(in_turn, world_size, fused_forms, [(listed, op) for op in ops]):
         for op, stored in zip(ops, each, strict=True):
@@ -76,7 +76,7 @@ def test_fused_forms(world_size: int, ops: list[Op]) -> None:
     ],
 )
 def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int, largest: int) -> None:
-    """What multimem leaves in a generation, staging included, is cleared before the generation is used again."""
+    """Words that multimem leaves in a generation, staging included, are cleared before the generation is used again."""
     interpreted(with_late_programs, world_size, changing_sizes_by_multicast, calls, largest, 3)
 
 
@@ -92,7 +92,7 @@ def test_multimem_is_taken_by_name_only() -> None:
         assert "multimem" not in said["candidates of a gather"]
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:

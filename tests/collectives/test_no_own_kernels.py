@@ -1,4 +1,4 @@
-"""The vendor library serves where own kernels cannot run, and the reason is given."""
+"""The vendor library serves where our own kernels cannot run, and explain gives the reason."""
 
 from __future__ import annotations
 

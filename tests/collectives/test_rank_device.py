@@ -1,4 +1,4 @@
-"""The device that a rank takes and the process group that it joins, on a machine without GPUs."""
+"""The device that a rank uses and the process group that it joins, on a machine without GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain-torch reference itself, against float64: each rounding is allowed its half unit, and no more."""
+"""The plain-torch reference against float64: each rounding may contribute half a unit, and no more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drawn(dtype: torch.dtype, world_size: int, count: int, seed: int) -> list[to
 
 
 def bound(xs: list[torch.Tensor], dtype: torch.dtype, hops: int) -> torch.Tensor:
-    """Error of a sum: N - 1 additions rounded to float32, and ``hops`` roundings to the dtype, of at most sum |x|.
+    """Return the error bound of a sum: N - 1 additions rounded to float32, and ``hops`` roundings to the dtype.
 
     Each rounds a value of at most (1 + small) sum |x| by half a unit in the last place, eps / 2 of it.
     """
@@ -42,7 +42,7 @@ def test_within_the_roundings_that_are_stated(dtype: torch.dtype, world_size: in
 
 
 def test_the_bound_is_tight_enough_to_see_a_rounding_too_many() -> None:
-    """A sum kept in bfloat16 all along is outside."""
+    """A sum kept in bfloat16 throughout exceeds the bound."""
     xs = drawn(torch.bfloat16, 8, 1000, 1)
     careless = xs[0].clone()
     for x in xs[1:]:
@@ -55,7 +55,7 @@ def test_the_bound_is_tight_enough_to_see_a_rounding_too_many() -> None:
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The largest of each block, for each of its elements; slices of ``width`` elements have blocks of their own."""
+    """Return the largest value of each element's block. Slices of ``width`` elements have their own blocks."""
     parts = []
     for part in values.split(width):
         rows = torch.nn.functional.pad(part, (0, -len(part) % 128)).view(-1, 128)
@@ -64,15 +64,14 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def fp8_off(size: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """E(x, a) of docs/reference/numerics.md."""
+    """Compute E(x, a) of docs/reference/numerics.md."""
     return (1 + 2.0**-20) * torch.maximum(size / 16, largest.clamp_min(2.0**-100) / 458752) + 2.0**-20 * size
 
 
 def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bound that docs/reference/numerics.md states, element by element, and the coarser one, of largest values
-    alone.
+    """Return the bound of docs/reference/numerics.md for each element, and the coarser one from largest values.
 
-    The bound speaks of S, the owner's sum; what is known of it here is that it is near the exact one.
+    The bound refers to S, the owner's sum. The test knows only that S is near the exact sum.
     """
     dtype, count = xs[0].dtype, len(xs)
     width = max(wire.slice_bytes(got.numel() * dtype.itemsize, count) // dtype.itemsize, 1)
@@ -99,7 +98,7 @@ def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, 
 def test_fp8_within_its_bound(
     dtype: torch.dtype, world_size: int, values: list[float], power: int, alike: bool, seed: int
 ) -> None:
-    """Numbers as hypothesis makes them (many equal, some tiny, few large), of any sign and order on each rank."""
+    """Hypothesis makes the values (many equal, some tiny, few large), of any sign and order on each rank."""
     generator = torch.Generator().manual_seed(seed)
     xs = []
     for _ in range(world_size):
@@ -114,7 +113,7 @@ def test_fp8_within_its_bound(
 
 
 def test_fp8_bound_is_tight_enough_to_see_a_quantisation_too_many() -> None:
-    """Quantised four times it is outside; and no bound of half the size would hold."""
+    """A sum that is quantised four times exceeds the bound, and a bound of half the size would not hold."""
     xs = drawn(torch.float32, 4, 4096, 1)
     exact = torch.stack(xs).double().sum(0)
     got = reference.all_reduce(xs, "two_shot_fp8")
@@ -128,7 +127,7 @@ def test_fp8_bound_is_tight_enough_to_see_a_quantisation_too_many() -> None:
 
 
 def test_fp8_rounds_to_what_e4m3_has() -> None:
-    """By hand: a block whose largest is 448 is scaled by 1."""
+    """A block whose largest value is 448 has the scale 1, so its roundings can be written by hand."""
     x = torch.tensor([448.0, 1.0, 17.0, 18.5, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0, -(2.0**-11)])
     got = reference.through_fp8(x)
     assert got.tolist() == [448.0, 1.0, 16.0, 18.0, 2.0**-9, 0.0, 2.0**-9, 0.0, 0.0]
@@ -169,7 +168,7 @@ def test_order_and_start_are_part_of_the_contract() -> None:
     assert reference.ordered_sum([big, -big, one]).item() == 1.0
     minus_zero = torch.tensor([-0.0])
     assert not torch.signbit(reference.ordered_sum([minus_zero, minus_zero])).item(), "sums start at +0.0"
-    # bfloat16: 256 + 1 is rounded at each hop of the ring, and once in all otherwise
+    # bfloat16: the ring rounds 256 + 1 at each hop, the other algorithms only once at the end.
     xs = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 1.0, 256.0)]
     assert reference.ordered_sum(xs).item() == 258.0
     assert reference.ring_sum(xs, owner=1).item() == 256.0, "256 + 1 twice, from rank 2 on"
@@ -181,7 +180,7 @@ def test_order_and_start_are_part_of_the_contract() -> None:
 def test_scatter_is_a_part_of_the_reduce(dtype: torch.dtype, world_size: int) -> None:
     xs = [x.view(world_size, 8) for x in inputs(8 * world_size, dtype, world_size, 2, "cpu")]
     for algorithm in ("one_shot", "ring"):
-        # slices of 8 elements are whole multiples of 16 bytes, so a ring's slices are the scatter's parts
+        # Slices of 8 elements are multiples of 16 bytes, so the ring's slices equal the parts of the scatter.
         whole = reference.all_reduce(xs, algorithm)
         parts = [reference.reduce_scatter(xs, rank, algorithm) for rank in range(world_size)]
         assert torch.equal(torch.cat(parts).nan_to_num(7.0), whole.nan_to_num(7.0))

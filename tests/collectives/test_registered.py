@@ -1,4 +1,4 @@
-"""Algorithms that users register: refused, checked, compared, chosen, measured and tuned like the built-in ones."""
+"""Algorithms that users register: validated, compared, chosen, measured and tuned like the built-in ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shotcast.wire import Op
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten when it ends."""
+    """Remove the algorithms that a test registers when it ends."""
     monkeypatch.setattr(registry, "_added", [])
     registry._import_once.cache_clear()
     yield
@@ -98,7 +98,7 @@ def topology(kernels: str = "compiled") -> Topology:
 
 
 def test_everything_that_knows_algorithms_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Legality, choice, environment, tables, bench, labels and colors: all from the description."""
+    """Legality, choice, environment, tables, bench, labels and colors all follow from the description."""
     register_algorithm(COPYCAT)
     problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
     assert obstacle(problem, "copycat") == ""

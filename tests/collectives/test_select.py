@@ -1,4 +1,4 @@
-"""From problem to candidates to choice, as pure functions."""
+"""The choice of algorithm as pure functions: from the problem to the candidates to the choice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shotcast.wire import LaunchShape, Norm, Op
 ALGORITHMS = tuple(registered())
 
 ROW = 16
-"""Elements of a fused operation's row."""
+"""The number of elements in a fused operation's row."""
 
 
 def ground(
@@ -153,7 +153,7 @@ class TestOrder:
 
     @pytest.mark.parametrize(("algorithm", "tiles"), [("one_shot", 64), ("two_shot", 16)])
     def test_a_launch_has_no_programs_without_tiles(self, algorithm: str, tiles: int) -> None:
-        """The row was won by a larger message. One-shot's tiles are of the message, two-shot's of a slice."""
+        """A larger message won the row. The tiles of one-shot divide the message, those of two-shot a slice."""
         shape = {"programs": 100, "block_words": 128, "num_warps": 1}
         rows = (("user table", table([1 << 18, algorithm, shape])),)
         place = ground("triton")
@@ -350,7 +350,7 @@ class TestLegality:
 
 
 class TestFp8:
-    """FP8 transport: for those who name it, and for ``auto`` where it was allowed."""
+    """FP8 transport is for callers who name it, and for ``auto`` where it is allowed."""
 
     NBYTES = 64 << 20
     NAMES = table([None, "two_shot_fp8", None], name="fast.json")
@@ -409,7 +409,7 @@ class TestFp8:
 
     @given(st.integers(0, 1 << 22), st.integers(1, 1 << 22), st.integers(2, 8), st.sampled_from(wire.REDUCIBLE))
     def test_messages_up_to_max_bytes_fit(self, nbytes: int, max_bytes: int, world_size: int, dtype: str) -> None:
-        """Slots of short messages are mostly scales and padding."""
+        """The slots of short messages consist mostly of scales and padding."""
         topology = ground("interpreter", world_size, max(nbytes, max_bytes))
         assert obstacle(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8") == ""
 
@@ -432,7 +432,7 @@ class TestFp8:
 
 
 class TestMultimem:
-    """Sums in the switch: where there is a multicast address, and for those who ask."""
+    """Sums in the switch need a multicast address and a caller who names them."""
 
     SWITCHED = problem(nbytes=1 << 20, topology=ground("triton", multicast=True))
 
@@ -570,7 +570,7 @@ class TestFused:
 
     @pytest.mark.parametrize(("quantize", "fits"), [("", 512), ("static", 409), ("dynamic", 408)])
     def test_gathered_rows_and_scales_need_room(self, quantize: str, fits: int) -> None:
-        """Rows of 2 KiB in 1 MiB: beside themselves 2 KiB of norm, 1 KiB of FP8, 16 bytes of scale, of twice that."""
+        """A row of 2 KiB also takes 2 KiB of norm, 1 KiB of FP8 and 16 bytes of scale, of twice max_bytes in all."""
         gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
         place = ground("triton", max_bytes=1 << 20)
         assert obstacle(rows(1024, gather, fits, quantize=quantize, topology=place), "two_shot") == ""
@@ -598,7 +598,7 @@ class TestFused:
     def test_grids_whose_programs_hold_rows_are_resident_at_once(
         self, op: Op, eighths: int, count: int, dtype: str, world_size: int
     ) -> None:
-        """16 warps a multiprocessor, of 132, the program of the headers included; 16 bytes a thread of a tile."""
+        """At most 16 warps run on each of 132 multiprocessors, header program included. A thread holds 16 bytes."""
         place = ground("triton", world_size, 1 << 28)
         asked = rows(8 * eighths, op, count * world_size, dtype, topology=place)
         for candidate in candidates(asked)[:-1]:

@@ -1,4 +1,4 @@
-"""Communicators of some of the ranks, in another order, or of the same ranks again."""
+"""Communicators of some of the ranks, of all ranks in another order, or of the same ranks again."""
 
 from __future__ import annotations
 

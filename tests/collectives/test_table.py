@@ -1,4 +1,4 @@
-"""Tuned tables: what is read, what is refused and in which words, and which row serves a size."""
+"""Tuned tables: parsing, the texts of errors, and which row serves a size."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class TestLookup:
         [
             ("graph", "bfloat16", 2000, ("graph", "two_shot")),
             ("eager", "bfloat16", 2000, ("eager", "ring")),
-            ("eager", "float32", 2000, ("graph", "ring")),  # none for eager calls: the other mode serves
-            ("eager", "bfloat16", 3000, None),  # there are some, and they do not reach this far
+            ("eager", "float32", 2000, ("graph", "ring")),  # no rows for eager calls, so the other mode serves
+            ("eager", "bfloat16", 3000, None),  # rows exist, but they do not reach this size
         ],
     )
     def test_mode(self, mode: str, dtype: str, nbytes: int, found: tuple[str, str] | None) -> None:
@@ -355,7 +355,7 @@ class TestPackaged:
             least = 0
             for row in rows:
                 for nbytes in {least, int(min(row.nbytes, 256 << 20))}:
-                    # fused calls have whole rows
+                    # fused calls consist of whole rows
                     norm = Norm(8) if Op[op.upper()] in FUSED else None
                     problem = CollectiveProblem(
                         Op[op.upper()], nbytes // 32 * 32 if norm else nbytes, dtype, place, norm=norm

@@ -1,4 +1,4 @@
-"""What goes to Gloo: integers, reductions other than sum, and whatever is asked of it by name."""
+"""Calls that go to Gloo: integers, reductions other than sum, and calls that name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the Communicator: the same on compiled CPU ranks, the interpreter, and GPUs."""
+"""Functions that the ranks of the Communicator's tests run, on compiled CPU ranks, the interpreter, and GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 
 def inputs(
     count: int, dtype: torch.dtype, world_size: int, seed: int, device: torch.device | str
 ) -> list[torch.Tensor]:
-    """Every rank's tensor, the same on all ranks; a tenth of the values are zeros, infinities, NaN and subnormals."""
+    """Return every rank's tensor, the same on all ranks.
+
+    A tenth of the values are zeros, infinities, NaN and subnormals.
+    """
     made = []
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(seed * 1000 + rank)
@@ -37,7 +40,7 @@ def inputs(
 
 
 def tame(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``xs`` without infinities, NaN and the largest numbers, beside which FP8 transport keeps nothing of a block."""
+    """Replace infinities, NaN and the largest numbers, beside which FP8 transport loses the other values of a block."""
     return [torch.where(x.abs() < 1e5, x, torch.full_like(x, 1.5)) for x in xs]
 
 
@@ -46,7 +49,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def differing(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Elements that differ in any bit; NaNs are one value (0-d tensor, on the device)."""
+    """Count the elements that differ in any bit, as a 0-d tensor on the device. All NaNs count as equal."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     same = got.reshape(-1).view(kind) == wanted.reshape(-1).view(kind)
     if got.is_floating_point():
@@ -61,7 +64,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
 
 
 def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
-    """A contiguous copy that begins ``elements`` past an allocation's start."""
+    """Return a contiguous copy that begins ``elements`` past the start of an allocation."""
     room = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
     room[elements:].copy_(x.reshape(-1))
     return room[elements:].view(x.shape)
@@ -78,7 +81,7 @@ def straggle(comm: shotcast.Communicator, dice: random.Random, cycles: int = 200
 def matrix(
     device: str, dtypes: list[str], counts: list[int], shift: int = 0, max_bytes: int | None = None, seed: int = 0
 ) -> int:
-    """Every operation and algorithm over dtypes and counts, compared bit by bit. Returns the number of calls."""
+    """Compare every operation and algorithm bit by bit over dtypes and counts. Return the number of calls."""
     done = 0
     with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
@@ -89,7 +92,7 @@ def matrix(
             x = shifted(xs[rank], shift)
             for algorithm in comm.candidates(x):
                 if algorithm == "vendor" or (algorithm == "multimem" and device == "cuda"):
-                    continue  # other roundings: the vendor's, and those of the switch
+                    continue  # the vendor and the switch round differently
                 straggle(comm, dice)
                 wanted = reference.all_reduce(xs, algorithm)
                 check(comm.all_reduce(x, algorithm=algorithm), wanted, (name, count, algorithm))
@@ -117,7 +120,7 @@ def matrix(
 def copies(
     comm: shotcast.Communicator, xs: list[torch.Tensor], x: torch.Tensor, wide: list[torch.Tensor], shift: int
 ) -> int:
-    """Copies of one size, as the dtype they have and as integers."""
+    """Check copies of one size, in their own dtype and as integers. Return the number of calls."""
     rank, size = comm.rank, comm.world_size
     kind = {2: torch.int16, 4: torch.int32}[x.element_size()]
     for view in (lambda t: t, lambda t: t.view(kind)):
@@ -139,10 +142,9 @@ def copies(
 
 
 def waiting_messages(device: str, rounds: int) -> int:
-    """As many messages as a mailbox holds lie there while their sender, which has yet to receive as many, goes on.
+    """Fill mailboxes while their senders, which have yet to receive as many messages, go on.
 
-    Returns:
-        How many arrived here.
+    Return the number of messages that arrived at this rank.
     """
     done = 0
     with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
@@ -166,7 +168,7 @@ def waiting_messages(device: str, rounds: int) -> int:
 
 
 def changing_sizes(device: str, calls: int, largest: int, seed: int) -> int:
-    """Calls of random size, operation and algorithm with random stragglers. Differences are counted on the device."""
+    """Make calls of random size, operation and algorithm with random stragglers. Count differences on the device."""
     with shotcast.Communicator(device=device, timeout_s=60, max_bytes=max(largest * 8, 1 << 16)) as comm:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(seed), random.Random(seed * 100 + rank)
@@ -195,7 +197,7 @@ def changing_sizes(device: str, calls: int, largest: int, seed: int) -> int:
 
 
 def across_epochs(device: str) -> list[int]:
-    """Calls on both sides of 2^16, 2^31 and 2^32. Returns the last epoch of each."""
+    """Make calls on both sides of epochs 2^16, 2^31 and 2^32. Return the last epoch of each."""
     ends = []
     with shotcast.Communicator(device=device, timeout_s=60, max_bytes=1 << 16) as comm:
         xs = inputs(1000, torch.float32, comm.world_size, 5, comm.device)
@@ -219,14 +221,14 @@ def across_epochs(device: str) -> list[int]:
 
 
 def launches(comm: shotcast.Communicator) -> list[LaunchShape]:
-    """Launch shapes that no default takes."""
+    """Return launch shapes that no operation uses by default."""
     if comm.topology.kernels == "compiled":
         return [LaunchShape(chunk_bytes=size) for size in (64, 704, 8192)]
     return [LaunchShape(1, 1024), LaunchShape(3, 64), LaunchShape(7, 256, 2 if comm.device.type == "cuda" else 1)]
 
 
 def launched(comm: shotcast.Communicator, x: torch.Tensor, algorithm: str, launch: LaunchShape) -> torch.Tensor:
-    """An all_reduce launched as said, past the choice."""
+    """Run an all_reduce with the given launch shape, bypassing the choice of algorithm."""
     nbytes = x.numel() * x.element_size()
     plan = CallPlan(Op.ALL_REDUCE, algorithm, str(x.dtype).removeprefix("torch."), nbytes, launch=launch)
     call = comm._executor.bind(plan)
@@ -238,13 +240,16 @@ def launched(comm: shotcast.Communicator, x: torch.Tensor, algorithm: str, launc
 
 
 def numerics(device: str) -> list[bytes]:
-    """Bits of the same sum by each algorithm, three times, and by other launch shapes."""
+    """Check the bits of one sum by each algorithm, three times, and with other launch shapes.
+
+    Return the sums as bytes.
+    """
     results = []
     with shotcast.Communicator(device=device, timeout_s=60, max_bytes=1 << 18) as comm:
         for dtype in FLOATS.values():
             xs = inputs(3001, dtype, comm.world_size, 11, comm.device)
             wanted = reference.ordered_sum(xs)
-            # one addition commutes: between two ranks the ring is held to the same bits
+            # One addition commutes, so between two ranks the ring must give the same bits.
             for algorithm in ("one_shot", "two_shot", *(["ring"] if comm.world_size == 2 else [])) * 3:
                 got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
                 check(got, wanted, (dtype, algorithm))
@@ -255,17 +260,17 @@ def numerics(device: str) -> list[bytes]:
             for launch in launches(comm):
                 got = launched(comm, numbers[comm.rank], "two_shot_fp8", launch)
                 check(got, reference.all_reduce(numbers, "two_shot_fp8"), (dtype, "two_shot_fp8", launch))
-            # a piece of a message has the bits it has in the whole: batch size does not change the answer
+            # A piece of a message has the same bits as in the whole: the batch size does not change the answer.
             check(comm.all_reduce(shifted(xs[comm.rank][:77], 1)), wanted[:77], (dtype, "piece"))
             results.append(bytes(torch.nan_to_num(got.float()).cpu().numpy()))
     return results
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def settle(comm: shotcast.Communicator) -> None:
-    """Let what was enqueued end, and raise what it found."""
+    """Wait for the calls that were enqueued, and raise their errors."""
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
     comm.check()
@@ -274,7 +279,7 @@ def settle(comm: shotcast.Communicator) -> None:
 def failing_call(
     comm: shotcast.Communicator, algorithm: str, count: int = 4096
 ) -> tuple[BaseException | None, float, bool]:
-    """One all_reduce that is expected to fail: (its error, seconds it took, whether the output was NaN)."""
+    """Make one all_reduce that is expected to fail. Return its error, its seconds, and whether the output was NaN."""
     x = torch.ones(count, device=comm.device)
     out = torch.zeros_like(x)
     started = time.monotonic()
@@ -295,7 +300,7 @@ def warm(comm: shotcast.Communicator, algorithm: str, count: int = 4096) -> None
 
 
 def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float) -> dict[str, Any]:
-    """Rank ``victim`` gets signal ``how``; the others call on. What each survivor saw."""
+    """Send signal ``how`` to rank ``victim`` while the others make a call. Return what each survivor saw."""
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
     warm(comm, algorithm)
     processes = comm._host.all_gather(os.getpid())
@@ -308,7 +313,7 @@ def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float)
     again, _, _ = failing_call(comm, algorithm)
     again_s = time.monotonic() - started
     comm.close()
-    if how == signal.SIGSTOP:  # or the test would wait for it
+    if how == signal.SIGSTOP:  # otherwise the test would wait for the stopped process
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[victim], signal.SIGKILL)
     return {
@@ -322,7 +327,7 @@ def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float)
 
 
 def late_then_reset(device: str, algorithm: str, late: int, timeout_s: float) -> dict[str, Any]:
-    """Rank ``late`` comes after the deadline; all reset, and results are right again."""
+    """Bring rank ``late`` after the deadline, reset all ranks, and check that results are right again."""
     with shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         warm(comm, algorithm)
         comm._host.barrier()
@@ -341,7 +346,7 @@ def late_then_reset(device: str, algorithm: str, late: int, timeout_s: float) ->
 
 
 def mismatched(device: str, what: str, odd: int, timeout_s: float) -> dict[str, Any]:
-    """Rank ``odd`` makes another call than the others."""
+    """Have rank ``odd`` make a different call. Return the error, and the seconds until it was raised."""
     with shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         warm(comm, "one_shot")
         warm(comm, "two_shot")
