@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import ClassVar
 
@@ -46,7 +47,10 @@ class TestEnvironment:
         ({"RANK": "1"}, ("RANK=1 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=1",)),
         ({"RANK": "one"}, ("RANK='one' is not accepted", "a whole number")),
         ({"WORLD_SIZE": "2.0"}, ("WORLD_SIZE='2.0' is not accepted", "a whole number")),
-        ({"SHOTCAST_ALGORITHM": "tree"}, ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, ring, one_shot")),
+        (
+            {"SHOTCAST_ALGORITHM": "tree"},
+            ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, one_shot, two_shot, two_shot_fp8, multimem, ring"),
+        ),
         ({"SHOTCAST_CPU_KERNELS": "fast"}, ("SHOTCAST_CPU_KERNELS='fast'", "compiled or interpreter")),
     ]
     CODE = """
@@ -176,13 +180,14 @@ class TestSharedMemory:
 
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter"])
     def test_too_little(self, kernels: str) -> None:
-        env = {"SHOTCAST_CPU_KERNELS": kernels}
-        for said in shotcast.spawn(targets.constructed_with_little_room, 2, 1, env=env, timeout_s=50):
-            assert "rank 1: not enough shared memory: wanted" in said
-            assert "rank 0" not in said
-            assert "smaller max_bytes" in said
-            assert "SHOTCAST_SHM_DIR" in said
-        assert not [name for name in os.listdir("/dev/shm") if name.startswith("shotcast")]
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
+            env = {"SHOTCAST_CPU_KERNELS": kernels, "SHOTCAST_SHM_DIR": folder}
+            for said in shotcast.spawn(targets.constructed_with_little_room, 2, 1, env=env, timeout_s=50):
+                assert "rank 1: not enough shared memory: wanted" in said
+                assert "rank 0" not in said
+                assert "smaller max_bytes" in said
+                assert "SHOTCAST_SHM_DIR" in said
+            assert os.listdir(folder) == []
 
 
 def test_error_is_a_value_error_too() -> None:

@@ -30,7 +30,7 @@ from shotcast.errors import ConfigError, EngineDead, UnsupportedError
 from shotcast.launcher.spawn import RankGroup
 from shotcast.models.source import find_model
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timing]
 
 PROMPTS = [
     "The capital of France is",
@@ -248,7 +248,6 @@ def test_prompts_longer_than_a_step_run_in_chunks(reference: Any) -> None:
         assert_greedy(reference, outputs)
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -271,7 +270,6 @@ def test_a_killed_rank_fails_running_requests_at_once(how: signal.Signals, messa
     assert_gone(pids)
 
 
-@pytest.mark.timing
 def test_a_stopped_rank_is_named_within_the_timeout() -> None:
     with LLM("smollm2", tensor_parallel=2, max_model_len=1024, timeout_s=2.0) as llm:
         pids = llm.pids
@@ -285,7 +283,6 @@ def test_a_stopped_rank_is_named_within_the_timeout() -> None:
     assert_gone(pids)
 
 
-@pytest.mark.timing
 def test_close_ends_the_ranks_and_waiting_requests() -> None:
     llm = LLM("smollm2", max_model_len=1024)
     errors: list[BaseException] = []
@@ -310,7 +307,6 @@ def test_close_ends_the_ranks_and_waiting_requests() -> None:
         llm.generate(PROMPTS[0], greedy(2))
 
 
-@pytest.mark.timing
 def test_close_with_a_step_in_each_stage_is_no_death() -> None:
     llm = LLM("smollm2", pipeline_parallel=2, max_model_len=512)
     streams = [llm.stream(prompt, greedy(300)) for prompt in PROMPTS[:2]]
@@ -324,7 +320,6 @@ def test_close_with_a_step_in_each_stage_is_no_death() -> None:
     assert_gone(llm.pids)
 
 
-@pytest.mark.timing
 def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
@@ -340,7 +335,6 @@ def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path
             assert "no sign of life" in str(error)
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
 def test_a_script_that_does_not_close_the_engine_still_ends(tmp_path: Path, end: str, status: int) -> None:
     save_tiny(tmp_path)
@@ -356,7 +350,6 @@ def test_a_script_that_does_not_close_the_engine_still_ends(tmp_path: Path, end:
     assert_gone([int(pid) for pid in run(script, status).split()])
 
 
-@pytest.mark.timing
 def test_a_forked_process_ends_without_the_engine(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     script = tmp_path / "script.py"

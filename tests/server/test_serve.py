@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timing]
 
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time", "Water boils at", "The opposite of hot is"]
 
