@@ -1,7 +1,7 @@
-"""What all ranks of a communicator must agree on, bit for bit.
+"""Facts that all ranks of a communicator must agree on, bit for bit.
 
-Codes, the header word that every call exchanges, the abort word that ends calls, and the partition of a message into
-slices. Everything here is plain integers, so that kernels, compiled host code and tests share one statement.
+These are codes, the header word that every call exchanges, the abort word that ends calls, and the partition of a
+message into slices. All of it is plain integers, so that kernels, compiled host code and tests share one statement.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
 
 MAX_WORLD_SIZE = 8
-"""Ranks that the own kernels serve: the GPUs of one NVLink node."""
+"""The most ranks that own kernels serve: the GPUs of one NVLink node."""
 
 SENTINEL = 0xFFFFFFFF
-"""A 32-bit word that says "not arrived yet"; sent data has it replaced by :data:`SENTINEL_STAND_IN`."""
+"""A 32-bit word that means "not arrived yet". Data that contains it is sent with :data:`SENTINEL_STAND_IN`."""
 SENTINEL_STAND_IN = 0x7FFFFFFF
 SLICE_ALIGN = 16
 """Slices of a message begin at multiples of this many bytes."""
@@ -87,7 +87,7 @@ MAX_ALGORITHMS = (1 << 12) // (_ROOTS * len(_DTYPE_NAMES))
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How an algorithm is launched; the same on all ranks.
+    """The launch of an algorithm, the same on all ranks.
 
     GPU kernels use ``programs`` (thread blocks that carry data), ``block_words`` (32-bit words a tile) and
     ``num_warps``; compiled host code uses ``chunk_bytes`` (bytes of one pipeline step).
@@ -100,12 +100,12 @@ class LaunchShape:
 
 
 QUANTIZATIONS = ("", "static", "dynamic")
-"""What becomes of a normed row: nothing more; FP8 by one scale a tensor, which the caller gives; by one scale a row."""
+"""FP8 forms of a normed row: none; one scale a tensor, given by the caller; one scale a row, computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What follows the sum in a fused call, row by row.
+    """The norm that follows the sum in a fused call, row by row.
 
     Attributes:
         hidden: elements of a row.
@@ -119,7 +119,7 @@ class Norm:
 
     @property
     def code(self) -> int:
-        """What ranks compare of it, in the header's root field."""
+        """The number that stands for the norm in the header's root field."""
         return QUANTIZATIONS.index(self.quantize) + (0 if self.keeps_normed else 4)
 
 
@@ -128,17 +128,17 @@ _NORM_CODES = {
     for quantize in QUANTIZATIONS[1:]
     for keeps in (True, False)
 }
-"""What a header's root field says of a fused call, in words."""
+"""The root field of a fused call's header, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """One call as an executor runs it: what, how, and the header that says so to the peers.
+    """One call as an executor runs it.
 
     ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce_scatter (whole), all_to_all,
     broadcast and send, the output of all_gather (whole) and recv. ``root`` is the root of a broadcast, or the peer of
-    send and recv. ``sizes`` are elements by rank of an uneven all_gather, otherwise empty. ``norm`` belongs to the
-    fused operations; their ``nbytes`` counts ``x``.
+    send and recv. ``sizes`` are the elements of each rank in an uneven all_gather, otherwise empty. ``norm`` belongs to
+    the fused operations; their ``nbytes`` counts ``x``.
     """
 
     op: Op
@@ -152,7 +152,7 @@ class CallPlan:
 
 
 def sizes_digest(sizes: Sequence[int]) -> int:
-    """32 bits that stand for per-rank sizes in a header (FNV-1a over the decimal text)."""
+    """Return 32 bits that stand for the sizes of all ranks in a header (FNV-1a over the decimal text)."""
     digest = 0x811C9DC5
     for byte in ",".join(map(str, sizes)).encode():
         digest = ((digest ^ byte) * 0x01000193) & 0xFFFFFFFF
@@ -216,7 +216,7 @@ class Header:
 
 TIMEOUT, MISMATCH = 1, 2
 UNEVEN = 1
-"""In the root field of an all_gather: the size field holds the digest of per-rank sizes."""
+"""The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,5 +247,5 @@ def encode_fault(kind: int, op: int, mask: int, epoch: int) -> int:
 
 
 def slice_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes of each rank's slice of a message; the last slices of a short message are shorter or empty."""
+    """Return the bytes of each rank's slice of a message; the last slices may be shorter or empty."""
     return align_up(-(-nbytes // world_size), SLICE_ALIGN)

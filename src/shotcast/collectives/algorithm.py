@@ -34,7 +34,7 @@ REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *FUSED)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What all ranks of a communicator have in common.
+    """The facts that all ranks of a communicator share.
 
     Attributes:
         world_size: number of ranks.
@@ -110,7 +110,7 @@ def _eight_warps(world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How an algorithm serves one operation.
+    """The way in which an algorithm serves one operation.
 
     Attributes:
         work: ``work(nbytes, world_size, itemsize)``: steps, bytes sent and bytes taken in by a rank; what the cost
@@ -160,7 +160,7 @@ class Algorithm:
         label: as tables and pictures write it.
         summary: one line: what moves in which step.
         forms: by operation, how it is served.
-        in_contract: ``in_contract(world_size)``: sums have the bits of the numerics contract
+        in_contract: ``in_contract(world_size)``: whether sums have the bits of the numerics contract
             (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for operations that add up.
         lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
         error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all

@@ -1,4 +1,4 @@
-"""The Communicator: tensors exchanged between the ranks of one group."""
+"""The Communicator: the ranks of one group exchange tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shotcast.wire import Fault, LaunchShape, Norm, Op
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
 MAX_WORKSPACE_MESSAGE = 512 << 20
-"""``max_bytes`` at most."""
+"""The largest value of ``max_bytes``."""
 _KEPT_CALLS = 4096
 _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
@@ -51,33 +51,34 @@ def _seconds(timeout_s: float) -> float:
 
 
 class Communicator:
-    """The ranks of a process group, exchanging ordinary tensors.
+    """The ranks of a process group, which exchange ordinary tensors.
 
     Every rank makes the same calls in the same order (send and recv: the two ranks that take part). On CUDA a call is
-    enqueued on the current stream, can be captured in a graph, and reports trouble at :meth:`check` or the next call;
+    enqueued on the current stream, can be captured in a graph, and reports faults at :meth:`check` or at the next call;
     on the CPU it returns when it is done, or raises. Calls from several streams are ordered as they are made; calls
     from two threads at once are refused. Results have the same bits on all ranks and on every run
     (``docs/reference/numerics.md``).
 
-    A replay of a captured graph is a call too: order it with other uses of the communicator, or give it one of its own
-    (:meth:`split`). Kernels wait on the GPU for their peers. Of communicators used at once, one at most may be in a
-    call whose grid fills the GPU (from about 4 MiB on; :meth:`explain` gives the programs). Two of them, begun in
-    another order on each of two GPUs, would wait for each other until the deadline.
+    A replay of a captured graph is a call too: order it with the other uses of the communicator, or give it a
+    communicator of its own (:meth:`split`). Kernels wait on the GPU for their peers. When several communicators are in
+    use at once, at most one of them may be in a call whose grid fills the GPU (from about 4 MiB on; :meth:`explain`
+    gives the programs). Two such calls, begun in another order on each of two GPUs, would wait for each other until the
+    deadline.
 
     Args:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one.
         max_bytes: the largest message for own kernels on CUDA; the workspace takes about 8 times as much of each GPU.
-            Longer all-reduces pass in pieces of it, other long messages go to the vendor library. On the CPU, the
-            workspace itself: messages of any size pass through it.
+            Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the CPU
+            it is the size of the workspace itself, through which messages of any size pass.
         timeout_s: how long a call waits for the other ranks.
-        allow_fp8: ``auto`` may take ``two_shot_fp8``, which sends FP8 and loses precision
-        (``docs/reference/numerics.md``), where it is faster; None for what SHOTCAST_ALLOW_FP8 says, which is no unless
-        set.
+        allow_fp8: whether ``auto`` may take ``two_shot_fp8`` where it is faster; it sends FP8 and loses precision
+            (``docs/reference/numerics.md``). None takes SHOTCAST_ALLOW_FP8, which is 0 unless set.
 
     Raises:
-        ConfigError: the environment or an argument is not usable, or differs between ranks; too little shared memory.
+        ConfigError: the environment or an argument is not usable, or differs between ranks; there is too little shared
+            memory; or a registered algorithm gives wrong results.
         CollectiveTimeout: a rank did not come to the construction.
     """
 
@@ -192,14 +193,15 @@ class Communicator:
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", reduction: str = "sum"
     ) -> torch.Tensor:
-        """``out = x_0 + x_1 + ... + x_{N-1}``, on every rank.
+        """Compute ``out = x_0 + x_1 + ... + x_{N-1}``, on every rank.
 
         Args:
             x: contiguous, any shape, the same on all ranks.
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
             algorithm: ``auto``, ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision:
-                ``docs/reference/numerics.md``), ``ring``, ``multimem`` (by name only) or ``vendor``.
-            reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library does.
+                ``docs/reference/numerics.md``), ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a
+                registered algorithm.
+            reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library computes.
 
         Returns:
             ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
@@ -221,7 +223,7 @@ class Communicator:
     def reduce_scatter(
         self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", reduction: str = "sum"
     ) -> torch.Tensor:
-        """``out_i = x_0[i] + ... + x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
+        """Compute ``out_i = x_0[i] + ... + x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
         Args:
             x: contiguous [N * k, ...].
@@ -249,12 +251,12 @@ class Communicator:
         sizes: Sequence[int] | None = None,
         algorithm: str = "auto",
     ) -> torch.Tensor:
-        """``out = x_0, x_1, ..., x_{N-1}``, joined along the first dimension, on every rank.
+        """Compute ``out = x_0, x_1, ..., x_{N-1}``, joined along the first dimension, on every rank.
 
         Args:
             x: contiguous [k, ...]; with ``sizes``, [sizes[rank], ...].
             out: [N * k, ...]; with ``sizes``, [sum(sizes), ...]; None for a new tensor.
-            sizes: first dimension of each rank's part, the same list on all ranks.
+            sizes: the first dimension of each rank's part, the same list on all ranks.
             algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``.
 
         Returns:
@@ -285,9 +287,9 @@ class Communicator:
         return out
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto") -> torch.Tensor:
-        """``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
+        """Compute ``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
-        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``, as :meth:`all_gather`.
+        ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``, like :meth:`all_gather`.
         """
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
@@ -302,7 +304,7 @@ class Communicator:
         return out
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
-        """``x = x_root`` on every rank, in place. Returns ``x``."""
+        """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place. Returns ``x``."""
         valid(x, "x", self.device)
         rank_in(root, self.world_size, "root")
         if is_compiling():
@@ -313,9 +315,9 @@ class Communicator:
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
 
-        Complete (on CUDA: on the current stream) when the last of it lies in a mailbox, which holds as many messages as
-        :meth:`waiting_messages` says. So a sender may learn only with a later call that nobody received, or that the
-        receiver expected something else.
+        The send is complete (on CUDA: on the current stream) when the last of the message lies in a mailbox, which
+        holds as many messages as :meth:`waiting_messages` says. So a sender may learn only with a later call that
+        nobody received, or that the receiver expected something else.
         """
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
@@ -326,9 +328,9 @@ class Communicator:
         self._run(Op.SEND, x, None, root=dst)
 
     def waiting_messages(self, x: torch.Tensor) -> int:
-        """How many messages like ``x`` to one rank may wait to be received while their sender goes on.
+        """Return how many messages like ``x`` one rank may receive later while their sender goes on.
 
-        0 where the vendor library carries them, which promises nothing. Communicates nothing.
+        It is 0 where the vendor library carries them, which promises nothing. This call communicates nothing.
         """
         if self._executor is None or self.explain(x, "send").by_library:
             return 0
@@ -360,7 +362,7 @@ class Communicator:
         algorithm: str = "auto",
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduce, residual add and RMSNorm in one kernel, as between the blocks of a transformer.
+        """All-reduce ``x``, add the residual and apply RMSNorm in one kernel, as between the blocks of a transformer.
 
         ``new_residual = all_reduce(x) + residual``; ``normed = new_residual / rms(new_residual) * weight``, in float32
         with ``new_residual`` as rounded. Where no fused kernel serves (:meth:`explain` says why), the sum is a call of
@@ -371,8 +373,8 @@ class Communicator:
             weight: [hidden], of the same dtype.
             eps: added to the mean square.
             algorithm: ``auto``, ``one_shot`` or ``two_shot``; ``vendor`` for the vendor library's sum, not fused.
-            out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be ``residual``,
-                and normed may be ``x``. None for new tensors.
+            out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be ``residual``, and
+                normed may be ``x``. None for new tensors.
 
         Returns:
             ``(normed, new_residual)``; not differentiable.
@@ -396,14 +398,15 @@ class Communicator:
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
-        """:meth:`all_reduce_rms_norm`, and the norm in FP8 for the matrix product that follows.
+        """Do :meth:`all_reduce_rms_norm`, and give the norm in FP8 for the matrix product that follows.
 
         ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))`` of ``normed`` as rounded to the dtype; so
         ``normed`` is about ``quantized * scale``. NaN stays NaN.
 
         Args:
             x, residual, weight, eps, algorithm: as in :meth:`all_reduce_rms_norm`.
-            scale: one float32 on the device; None for one a row: max |normed| / 448, at least 2^-126 (a row of zeros).
+            scale: one float32 on the device; None for one scale a row: max |normed| / 448, at least 2^-126 (a row of
+                zeros).
             with_normed: also give ``normed``.
             out: tensors for the results; its scale is written only if ``scale`` is None. None for new tensors.
 
@@ -431,15 +434,16 @@ class Communicator:
         algorithm: str = "auto",
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reduce-scatter of rows, residual add and RMSNorm of this rank's, in one kernel: sequence parallelism.
+        """Reduce-scatter the rows of ``x``, then add the residual and norm this rank's rows, in one kernel.
 
-        ``new_residual = reduce_scatter(x) + residual``, normed as in :meth:`all_reduce_rms_norm`.
+        This is sequence parallelism. ``new_residual = reduce_scatter(x) + residual``, normed as in
+        :meth:`all_reduce_rms_norm`.
 
         Args:
             x: contiguous [N * k, ..., hidden], float32, float16 or bfloat16.
-            residual: [k, ..., hidden], this rank's.
+            residual: [k, ..., hidden], this rank's rows.
             weight, eps: as in :meth:`all_reduce_rms_norm`.
-            gather: give every rank the normed rows of all, in the same kernel.
+            gather: give every rank the normed rows of all ranks, in the same kernel.
             algorithm: ``auto``; ``one_shot``, with ``gather`` ``two_shot``; or ``vendor``.
             out: (normed, new_residual); None for new tensors.
 
@@ -467,9 +471,9 @@ class Communicator:
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
-        """:meth:`reduce_scatter_rms_norm`, and the norm in FP8, as in :meth:`all_reduce_rms_norm_fp8`.
+        """Do :meth:`reduce_scatter_rms_norm`, and give the norm in FP8, as :meth:`all_reduce_rms_norm_fp8` does.
 
-        With ``gather``, what travels in the second step is FP8 and scales alone, unless ``with_normed``.
+        With ``gather``, the second step sends FP8 and scales alone, unless ``with_normed``.
         """
         if is_compiling():
             operands = x, residual, weight, eps, scale
@@ -485,7 +489,7 @@ class Communicator:
         return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
 
     def _run_norm(self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str) -> None:
-        """Run a fused call, or what it is made of."""
+        """Run a fused call, or the sum and the norm as calls of their own."""
         by_kernel = self.device.type == "cuda" or self._resolver.topology.kernels == "interpreter"
         if self.world_size == 1 and not by_kernel and not self._closed:
             with torch.no_grad():
@@ -530,7 +534,7 @@ class Communicator:
         tensors: NormTensors | None = None,
         launch: LaunchShape | None = None,
     ) -> Call:
-        """Make a call. ``launch`` goes past the choice: with it the call is launched as said, for measuring."""
+        """Make a call. With ``launch`` it is launched as said, past the choice, for measuring."""
         if not self._lock.acquire(blocking=False):
             raise ShotcastError(_TWO_THREADS)
         try:
@@ -558,7 +562,7 @@ class Communicator:
             self._lock.release()
 
     def _compile(self, call: Call, capturing: bool) -> None:
-        """Have all that a call needs compiled, on all ranks. Raises ConfigError in a graph capture."""
+        """Compile everything that a call needs, on all ranks. Raises ConfigError in a graph capture."""
         for form, bound in call.needs:
             if form not in self._first_use.known:
                 if capturing:
@@ -614,11 +618,11 @@ class Communicator:
         reduction: str = "sum",
         mode: str | None = None,
     ) -> Explanation:
-        """Which algorithm and launch a call would take, who decided, and why. Communicates nothing.
+        """Return which algorithm and launch a call would take, who decided, and why. Communicates nothing.
 
         Args:
-            x: the tensor that defines the call's size: the input, or for an all_gather the output.
-            op: name of the operation.
+            x: the tensor that defines the size of the call: the input, or for an all_gather the output.
+            op: the name of the operation.
             algorithm, reduction: as in the call.
             mode: ``graph`` for a call captured in a CUDA graph, or ``eager``; tables may treat them differently. None
                 for what a call made now would be.
@@ -628,20 +632,21 @@ class Communicator:
         return self._resolver.explain(x, op, algorithm, reduction, mode)
 
     def candidates(self, x: torch.Tensor, op: str = "all_reduce") -> list[str]:
-        """Names of the algorithms that may serve such a call."""
+        """Return the names of the algorithms that may serve such a call."""
         return list(self.explain(x, op).candidates)
 
     @property
     def topology(self) -> Topology:
-        """What the choice of algorithms knows of the ranks and the machine."""
+        """The facts about ranks and machine that the choice of algorithms depends on."""
         return self._resolver.topology
 
     # -- trouble ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what stopped this communicator, as far as finished calls have seen; synchronises nothing.
+        """Raise if a failed collective stopped this communicator, as far as finished calls have seen.
 
-        On CUDA, results are sound if this returns after the stream they were computed on was synchronised.
+        It never synchronises. On CUDA, results are sound if this returns after the stream that computed them was
+        synchronised.
 
         Raises:
             CollectiveTimeout: ranks did not come to a call in time.
@@ -658,18 +663,18 @@ class Communicator:
         return error_of(fault, self._executor, self.rank, self._timeout_s, self._algorithms.names)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later calls, replays of captured ones included. Each rank for itself."""
+        """Change the deadline of later calls and of replays of captured ones. Each rank changes its own."""
         self._timeout_s = _seconds(timeout_s)
         if self._executor is not None:
             self._executor.set_timeout(self._timeout_s)
 
     def reset(self) -> None:
-        """Make a stopped communicator usable again. Collective: every rank calls it; all must be alive.
+        """Make a stopped communicator usable again. Collective: every rank calls it, and all must be alive.
 
-        Waits for this rank's work, then for all ranks, and clears the workspace. The epoch goes on.
+        It waits for this rank's work, then for all ranks, and clears the workspace. The epoch goes on.
 
         Raises:
-            CollectiveTimeout: naming the ranks that did not come within the timeout (at least 10 s).
+            CollectiveTimeout: names the ranks that did not come within the timeout (at least 10 s).
         """
         if self._closed:
             raise ClosedError("reset: this communicator was closed")
@@ -688,10 +693,11 @@ class Communicator:
             self._lock.release()
 
     def split(self, color: int | None, key: int = 0, max_bytes: int | None = None) -> Communicator | None:
-        """A communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
+        """Make a communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
 
-        None for a rank whose ``color`` is None. With one color for all, an independent workspace for the same ranks.
-        ``max_bytes`` is as of a new communicator, the same on ranks of one color; None for what this one has.
+        A rank whose ``color`` is None gets None. One color for all ranks gives an independent workspace for the same
+        ranks. ``max_bytes`` is that of a new communicator, the same on all ranks of a color; None takes the value of
+        this one.
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
@@ -711,7 +717,7 @@ class Communicator:
         return child
 
     def close(self) -> None:
-        """Wait for this rank's calls and give the workspace back. Needs nobody else; does nothing twice."""
+        """Wait for this rank's calls and give the workspace back. Needs no other rank; a second call does nothing."""
         # a call of another thread uses the workspace until it ends, which it does within its timeout
         if not self._lock.acquire(timeout=self._timeout_s + _CLOSE_GRACE_S):
             raise ShotcastError("close: a call of another thread has not ended within the timeout")

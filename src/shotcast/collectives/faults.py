@@ -1,4 +1,4 @@
-"""From what stopped a communicator to the error that says so."""
+"""Turn the fault that stopped a communicator into the error that describes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algo
 
 
 def _headers(executor: Executor, fault: Fault, epoch: int, patience_s: float) -> list[int | None]:
-    """Every rank's header of the call; for a collective, those who are about to send theirs get a moment."""
+    """Return the header of every rank for the call; wait a moment for ranks that are about to send theirs."""
     headers = executor.headers(epoch)
     if fault.op in (Op.SEND.label, Op.RECV.label):
         # a message's two headers, where the executor keeps them; never those of a collective of that number

@@ -1,4 +1,4 @@
-"""What the own algorithms compute, bit for bit, in plain torch on one process: what tests compare with."""
+"""The results of own algorithms, bit for bit, in plain torch on one process. Tests compare with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """((+0.0 + x_0) + x_1) + ... in float32, rounded once to the dtype: one-shot and two-shot."""
+    """Return ((+0.0 + x_0) + x_1) + ... in float32, rounded once to the dtype: one-shot and two-shot."""
     total = torch.zeros_like(xs[0], dtype=torch.float32)
     for x in xs:
         total = total + x.float()
@@ -24,7 +24,7 @@ def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
-    """A slice that ends at ``owner``: x_{owner+1}, then each next rank's added, rounded to the dtype at each hop."""
+    """Return the slice of ``owner``: x_{owner+1}, then each next rank's added, rounded to the dtype at each hop."""
     world_size = len(xs)
     total = ordered_sum([xs[(owner + 1) % world_size]])
     for step in range(2, world_size + 1):
@@ -33,7 +33,7 @@ def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
 
 
 def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What becomes of float32 values [n] that travel as e4m3 with a scale a block (FP8 transport)."""
+    """Return float32 values [n] after transport as e4m3 with a scale a block (FP8 transport)."""
     rows = torch.nn.functional.pad(x, (0, -x.numel() % wire.FP8_BLOCK)).view(-1, wire.FP8_BLOCK)
     largest = rows.abs().amax(1, keepdim=True)
     size, limit = largest.clamp_min(2.0**-100), torch.full_like(largest, wire.FP8_LARGEST)
@@ -42,7 +42,7 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A slice by ``two_shot_fp8``: quantised parts added in float32, in rank order, the sum quantised and rounded."""
+    """Return a slice of ``two_shot_fp8``: quantised parts added in float32, in rank order, and quantised again."""
     total = torch.zeros_like(xs[0], dtype=torch.float32)
     for x in xs:
         total = total + through_fp8(x.float())
@@ -120,12 +120,12 @@ def _by_name(op: Op, algorithm: str) -> Callable[[Sequence[torch.Tensor], int], 
 
 
 def add_residual(total: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Sum and residual in float32, rounded once: the new residual of the fused operations."""
+    """Return sum and residual added in float32, rounded once: the new residual of the fused operations."""
     return (total.float() + residual.float()).to(total.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each row in float32, rounded once. Kernels add squares in orders of their own: last bits differ."""
+    """Return the RMSNorm of each row in float32, rounded once. Kernels add squares in an order of their own."""
     value = x.float()
     scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     return (value * scale * weight.float()).to(x.dtype)

@@ -1,10 +1,10 @@
-r"""How long a collective takes, by the alpha-beta model: a latency per step, bytes over bandwidth, and local work.
+r"""The alpha-beta model of collectives: a latency per step, bytes over bandwidth, and local work.
 
 .. math:: T = f + s\,a + S / b + R / m
 
-for a call in which a rank makes s steps, sends S bytes and takes in R bytes (reads, uses and clears them); f is the
-fixed cost of the call, a the latency of a step, b the bandwidth each way and m the rate at which a rank takes in what
-has arrived. Each algorithm says its s, S and R (:mod:`shotcast.collectives.algorithms`).
+A rank makes s steps, sends S bytes and takes in R bytes (reads, uses and clears them). f is the fixed cost of a call, a
+the latency of a step, b the bandwidth in each direction and m the rate at which a rank takes in received bytes. The
+description of each algorithm gives its s, S and R (:mod:`shotcast.collectives.algorithms`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What makes all ranks of a communicator choose alike: the tables they ask, and that they agree on all settings."""
+"""Find the tables of a communicator, and make sure that all its ranks choose alike."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """The tables that a rank has.
+    """The tables that a rank has found.
 
     Attributes:
-        tables: to be asked in this order.
-        trouble: why the user's cannot be asked; empty if it can be, or there is none.
-        stale: why the packaged one is not among them, if there is one.
+        tables: in the order in which they are looked up.
+        trouble: why the user's table cannot be used; empty if it can, or there is none.
+        stale: why the packaged table is not used, if there is one.
     """
 
     tables: Tables
@@ -38,10 +38,10 @@ class Found(NamedTuple):
 
 
 def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms) -> Found:
-    """The user's table (SHOTCAST_TABLE) and the packaged one for so many of this part.
+    """Return the user's table (SHOTCAST_TABLE) and the packaged one for this part and world size.
 
     Args:
-        part: name of the GPU; ``cpu`` for CPU ranks.
+        part: the name of the GPU; ``cpu`` for CPU ranks.
         device: ``cuda`` or ``cpu``.
     """
     tables, trouble, stale = [], "", ""
@@ -63,10 +63,10 @@ def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms)
 
 
 def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
-    """Return if all ranks have the same settings, by name, and none has trouble. Collective.
+    """Return if all ranks have the same settings and no rank reports trouble. Collective.
 
     Raises:
-        ConfigError: on every rank, naming who has what.
+        ConfigError: on every rank; it names the setting and the value of each rank.
     """
     everybody = host.all_gather((trouble, settings), what="construction")
     if told := "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text):

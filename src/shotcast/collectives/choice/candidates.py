@@ -1,4 +1,4 @@
-"""Which algorithms may serve a problem, and with which launches. Legality is stated here, from their descriptions."""
+"""Candidates for a problem: which algorithms may serve it, and with which launches. Legality is stated here alone."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def _no_kernel(algorithm: Algorithm, kernels: str) -> str:
 
 
 def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Form) -> str:
-    """Return why the workspace is too small, if it is. Sentinel slots hold 2 max_bytes, flag cells max_bytes at twice
-    the data (see transport/triton/layout.py)."""
+    """Return why the workspace is too small; empty if it is not.
+
+    Sentinel slots hold 2 max_bytes, flag cells max_bytes at twice the data (see transport/triton/layout.py).
+    """
     if form.divides:
         return ""  # a longer message passes in pieces
     cells = problem.dtype not in wire.REDUCIBLE
@@ -81,10 +83,10 @@ def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
 def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
     """Return the default launch of an algorithm: one tile a program.
 
-    Small messages: programs of one warp, 128 words each, whose polls need no shared memory. From 512 KiB a rank's share
-    on, larger tiles. A grid may be larger than the GPU holds at once: programs start in the order of their numbers, and
-    wait for peers' programs of their own number, so the grid passes over the message like a window, and what crosses
-    the slots stays in the cache (figures: docs/design/all_reduce.md).
+    Small messages have programs of one warp with 128 words each, whose polls need no shared memory. From 512 KiB a
+    rank's share on, tiles are larger. A grid may be larger than the GPU holds at once: programs start in the order of
+    their numbers and wait for the programs of their own number at the peers. So the grid passes over the message like a
+    window, and the words that cross the slots stay in the cache (figures: docs/design/all_reduce.md).
     """
     topology, form = problem.topology, problem.topology.algorithms[name].forms[problem.op]
     if topology.kernels == "compiled":
@@ -105,11 +107,11 @@ def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
 
 
 _TILES = ((128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8))
-"""Words a tile and warps a program that are worth trying: each lane moves 16 or 32 bytes of a slot."""
+"""Tiles (words, warps of the program) that are worth trying: each lane moves 16 or 32 bytes of a slot."""
 _PROGRAMS = (1024,)
-"""Most programs of a grid that goes over its tiles again and again; the other way is a program a tile, in order."""
+"""The most programs of a grid that passes over its tiles repeatedly; the alternative is one program a tile."""
 _WARPS = 4096
-"""Most warps of such a grid that is worth trying."""
+"""The most warps of such a grid that is worth trying."""
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
 _MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
@@ -129,8 +131,10 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
 
 
 def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, ...]:
-    """Return the launches worth trying for a legal candidate, the default first. Forms with a launch of their own, as
-    fused kernels have, keep the default."""
+    """Return the launches worth trying for a legal candidate, the default first.
+
+    Forms with a launch of their own, such as fused kernels, keep the default.
+    """
     default, kernels = launch_shape(problem, name), problem.topology.kernels
     algorithm = problem.topology.algorithms[name]
     form = algorithm.forms[problem.op]
@@ -152,9 +156,9 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
 
 
 def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchShape:
-    """Return ``shape``, found for a larger message, without the programs that have no tile of this one.
+    """Return ``shape``, which was tuned for a larger message, without the programs that have no tile of this one.
 
-    (Those are not free: at 2 ranks 32768 programs instead of 8192 took twice as long for 64 MiB.)
+    (Idle programs are not free: at 2 ranks, 32768 programs instead of 8192 took twice as long for 64 MiB.)
     """
     if problem.topology.kernels == "compiled":
         return shape

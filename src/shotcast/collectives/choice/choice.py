@@ -1,4 +1,4 @@
-"""What may answer a call, what was chosen, and what is said of the choice: plain values."""
+"""The candidates for a call, the choice between them, and its explanation: plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The candidate taken, who decided (``source``), and why in words."""
+    """The chosen candidate, the source of the decision, and the reason in words."""
 
     candidate: Candidate
     source: str
@@ -26,12 +26,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What :meth:`Communicator.explain` says: the choice for a call, and what else was legal.
+    """The explanation of a choice, as :meth:`Communicator.explain` gives it.
 
     Attributes:
         source: who decided: ``argument``, ``environment``, ``user table``, ``packaged table``, ``cost model``, or
-            ``legality`` where nothing but the vendor library can serve the call.
-        reason: why, in words; for a table its name and the sizes its row serves.
+            ``legality`` where only the vendor library can serve the call.
+        reason: why, in words; for a table its name and the sizes that its row serves.
+        candidates: names of all algorithms that may serve the call.
         mode: how the call is made, ``graph`` (captured in a CUDA graph) or ``eager``.
         by_library: the vendor library makes the call, without a launch of ours.
     """

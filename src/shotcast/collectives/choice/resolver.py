@@ -1,4 +1,4 @@
-"""From the arguments of a call to what is launched: the choice, its plan, and what must have been compiled for it."""
+"""Resolve the arguments of a call to a plan, bound to its kernels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 
 Tables = tuple[tuple[str, Table], ...]
-"""In the order they are asked in, each after what it is called."""
+"""Tables with their sources, in the order in which they are looked up."""
 
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
 
 
 class Needed(NamedTuple):
-    """A form that must have been compiled on all ranks before a call, and a call that has it."""
+    """A form that must have been compiled on all ranks before a call, and a bound call that has this form."""
 
     form: Form
     bound: BoundCall
@@ -36,18 +36,18 @@ class Needed(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """A call resolved, with the kernels that make it: kept, so that the same call again costs a look-up.
+    """A resolved call with its kernels. The communicator keeps it, so that the same call again costs one look-up.
 
     Attributes:
-        plan: what executors run.
-        reduction: ``sum``, or what the vendor library does instead.
+        plan: the plan that executors run.
+        reduction: ``sum``, or the reduction that the vendor library computes instead.
         by_library: the vendor library makes the call.
         bound: the plan, bound to its kernels; None where no executor takes part.
-        needs: what must have been compiled: the call's own form, and that of its twin inside a graph capture, where
-            nothing can be compiled and tables may choose another form. Empty once that is done.
-        label: for profilers and errors.
-        enqueue_aligned, enqueue_unaligned: for tensors at multiples of 16 bytes and for others, the kernel that is all
-            there is to an eager call; None until such a call has been made.
+        needs: the forms that must have been compiled: the call's own, and that of the same call captured in a graph,
+            where nothing can be compiled and tables may choose another form. Empty once that is done.
+        label: a name for profilers and errors.
+        enqueue_aligned, enqueue_unaligned: the only kernel of an eager call, for tensors at multiples of 16 bytes and
+            for others; None until such a call has been made.
     """
 
     plan: CallPlan
@@ -62,12 +62,12 @@ class Call:
 
 @dataclasses.dataclass(slots=True)
 class Resolver:
-    """How one communicator decides. All of it is the same on all its ranks.
+    """The decisions of one communicator. They are the same on all its ranks.
 
     Args:
         environment: the algorithm that SHOTCAST_ALGORITHM names.
         stale: why the packaged table is not among ``tables``, if there is one.
-        executor: whose kernels are launched; None where there are none, or only one rank.
+        executor: binds plans to kernels; None where there are no own kernels, or only one rank.
         graphs: whether calls can be captured.
     """
 
@@ -94,7 +94,7 @@ class Resolver:
     def resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> Call:
-        """``launch`` goes past the choice."""
+        """Return a call for ``problem``; ``launch`` replaces the launch that was chosen."""
         op, sizes, norm = problem.op, problem.sizes, problem.norm
         choice = choose(problem, algorithm, self.environment, self.tables, "graph" if capturing else "eager")
         candidate = choice.candidate
@@ -123,7 +123,7 @@ class Resolver:
         return Call(plan, problem.reduction, by_library, bound, tuple(needs.values()), label)
 
     def explain(self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str) -> Explanation:
-        """See :meth:`Communicator.explain`."""
+        """Return the explanation that :meth:`Communicator.explain` describes."""
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")

@@ -1,4 +1,4 @@
-"""From problem to choice. Order: argument, environment, the user's table, the packaged table, the cost model."""
+"""Choose an algorithm: by argument, environment, the user's table, the packaged table, or the cost model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def choose(
     tables: Sequence[tuple[str, Table]],
     mode: str = "eager",
 ) -> Choice:
-    """Choose for ``problem``. All inputs are the same on all ranks, and so is the outcome.
+    """Choose for ``problem``. All inputs are the same on all ranks, and so is the choice.
 
     Args:
         problem: the call.
-        argument: algorithm named in the call, or ``"auto"``.
-        environment: algorithm named by SHOTCAST_ALGORITHM, or ``"auto"``; passed over where it is not legal.
-            An algorithm that loses precision serves where the call or this names it; tables and the cost model take it
+        argument: the algorithm named in the call, or ``"auto"``.
+        environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped where it is not legal. An
+            algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take it
             only where the topology allows it.
-        tables: (source, table), the first to be asked first.
-        mode: ``"graph"`` for a call captured in a CUDA graph, else ``"eager"``; what tables are looked up by.
+        tables: (source, table), in the order in which they are looked up.
+        mode: ``"graph"`` for a call captured in a CUDA graph, else ``"eager"``.
 
     Raises:
         ConfigError: the call names an algorithm that is unknown or cannot serve it.

@@ -32,13 +32,13 @@ from shotcast.wire import LaunchShape
 
 FORMAT = 2
 KERNELS = 5
-"""Revision of the kernels. Raised when their speed or what they can serve changes: tables made before are refused."""
+"""The revision of the kernels. It rises when their speed or what they serve changes; older tables are refused."""
 
 MODES = ("graph", "eager")
-"""How a call is made: captured in a CUDA graph, or not. On CPU ranks every call is ``eager``."""
+"""The modes of a call: captured in a CUDA graph, or not. On CPU ranks every call is ``eager``."""
 
 ANY_CPU = "cpu"
-"""As part: a table that serves CPU ranks on any processor."""
+"""The part of a table that serves CPU ranks on any processor."""
 
 Key = tuple[str, str, str]
 """Mode, operation, dtype."""
@@ -51,7 +51,7 @@ _LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Up to ``nbytes`` (infinity for any): ``algorithm``, launched as ``launch`` or by default. Listed in ``mode``."""
+    """A row: messages up to ``nbytes`` (infinity for any) take ``algorithm``, launched as ``launch`` or by default."""
 
     nbytes: float
     algorithm: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as read; ``name`` is its file's name, ``text`` what ranks compare."""
+    """A table as read. ``name`` is the name of its file, ``text`` its content, which ranks compare."""
 
     name: str
     part: str
@@ -70,7 +70,7 @@ class Table:
     text: str
 
     def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager") -> Row | None:
-        """The row that serves a call; None if the table says nothing of it."""
+        """Return the row that serves a call; None if the table has none."""
         rows: tuple[Row, ...] = ()
         for asked in (mode, *MODES):
             if rows := self.rows.get((asked, op, dtype), ()):
@@ -169,12 +169,12 @@ def fit_for(table: Table, kernels: str, algorithms: Algorithms) -> Table:
 
 
 def file_name(part: str, world_size: int) -> str:
-    """``nvidia_h200_x4.json``."""
+    """Return the name of a packaged table's file, such as ``nvidia_h200_x4.json``."""
     return f"{re.sub('[^a-z0-9]+', '_', part.lower()).strip('_')}_x{world_size}.json"
 
 
 def packaged(part: str, world_size: int, algorithms: Algorithms) -> Table | None:
-    """The table that comes with the package for this part and world size, if there is one.
+    """Return the table that comes with the package for this part and world size, or None.
 
     Raises ConfigError if it was made for another revision of the kernels.
     """
@@ -184,7 +184,10 @@ def packaged(part: str, world_size: int, algorithms: Algorithms) -> Table | None
 
 
 def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: str = "cuda") -> Table:
-    """The user's table. Raises ConfigError if it cannot be read, is out of date, or was made for other hardware."""
+    """Return the user's table.
+
+    Raises ConfigError if it cannot be read, is out of date, or was made for other hardware.
+    """
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -208,7 +211,7 @@ def render(
     provenance: Mapping[str, Any],
     measurements: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The text of a table, a row a line; :func:`parse` reads it back."""
+    """Return the text of a table, a row a line; :func:`parse` reads it back."""
     entries: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for (mode, op, dtype), listed in rows.items():
         entries.setdefault(mode, {}).setdefault(op, {})[dtype] = [
@@ -232,7 +235,7 @@ def render(
 
 
 def _pretty(value: Any, indent: str) -> str:
-    """JSON with one line for each thing that holds no objects of its own, and for each element of a list."""
+    """Return JSON with one line for each object without inner objects, and for each element of a list."""
     deeper = indent + " "
     if isinstance(value, Mapping) and value:
         inside = (f"{deeper}{json.dumps(str(key))}: {_pretty(item, deeper)}" for key, item in value.items())

@@ -40,7 +40,7 @@ _GRACE_S = 0.2
 
 
 class Algorithms(Protocol):
-    """What the executor asks of the algorithms of a communicator."""
+    """The algorithms of a communicator, as far as the executor needs them."""
 
     def header(self, plan: CallPlan, /) -> int: ...
     def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
@@ -237,19 +237,19 @@ class CpuExecutor:
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fault(self) -> Fault | None:
-        """What stopped this communicator, or None."""
+        """Return the fault that stopped this communicator, or None."""
         if self.closed or not (word := self._abort_word.value):
             return None
         return Fault.decode(word)
 
     def waiting(self, nbytes: int) -> int:
-        """How many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
+        """Return how many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
         return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self._context[layout.OUTBOX_CHUNK // 8]))
 
     def headers(self, epoch: int) -> list[int | None]:
-        """Each rank's header (48 bits) of call ``epoch``, None where it has not made that call.
+        """Return each rank's header (48 bits) of call ``epoch``, None where it has not made that call.
 
-        After a mismatch between a send and a recv, on the receiver: what the two of them had.
+        After a mismatch between a send and a recv, the receiver gets the headers of the two ranks.
         """
         if self.closed:
             raise ClosedError("this communicator was closed")
@@ -285,7 +285,10 @@ class CpuExecutor:
             logger.info("rank %d stops: %s", self._rank, self.fault())
 
     def _absent(self) -> list[int]:
-        """Who has not come to this call; if all have, who is behind in it (those it keeps waiting are a step ahead)."""
+        """Return the ranks that have not come to this call; if all have, those that are behind in it.
+
+        (The ranks that they keep waiting are a step ahead.)
+        """
         peers = [rank for rank in range(self._world_size) if rank != self._rank]
         headers = self.headers(self.epoch)
         absent = [rank for rank in peers if headers[rank] is None]
@@ -296,7 +299,7 @@ class CpuExecutor:
         return [rank for rank in peers if behind[rank] == min(behind.values())]
 
     def _differing(self) -> list[int]:
-        """Ranks whose header is not the most frequent one; a short while is left for the others to show theirs."""
+        """Return the ranks whose header is not the most frequent one, after a short wait for missing headers."""
         until = time.monotonic() + min(_GRACE_S, self._timeout_s / 2)
         headers = self.headers(self.epoch)
         while None in headers and time.monotonic() < until and not self._abort_word.value:
@@ -321,25 +324,25 @@ class CpuExecutor:
 
     @property
     def epoch(self) -> int:
-        """Collective calls started so far, counted from 1; 64 bits."""
+        """The number of collective calls started so far, counted from 1; 64 bits."""
         return self._context[layout.EPOCH // 8]
 
     def set_epoch(self, value: int) -> None:
-        """Makes ``value`` the number of the last call. On every rank, while none is in a call."""
+        """Make ``value`` the number of the last call. On every rank, while none is in a call."""
         self._set(layout.EPOCH, value)
 
     def set_timeout(self, seconds: float) -> None:
-        """Every later call fails after waiting ``seconds`` for its peers."""
+        """Let every later call fail after waiting ``seconds`` for its peers."""
         if not seconds > 0:
             raise ConfigError(f"a timeout is more than 0 seconds: {seconds}")
         self._timeout_s = min(seconds, 1e9)
         self._set(layout.TIMEOUT, int(self._timeout_s * 1e9))
 
     def drain(self) -> None:
-        """Returns when no call runs any more: at once, since calls block."""
+        """Return when no call runs any more: at once, since calls block."""
 
     def clear(self, epoch: int) -> None:
-        """Forgets faults, headers, progress and mail, and makes ``epoch`` the number of the last call.
+        """Forget faults, headers, progress and messages, and make ``epoch`` the number of the last call.
 
         On every rank, between two host barriers.
         """
@@ -351,7 +354,7 @@ class CpuExecutor:
         self._set(layout.EPOCH, epoch)
 
     def close(self) -> None:
-        """Gives the shared memory back. Does nothing twice; not to be called during a call."""
+        """Give the shared memory back. A second call does nothing; not to be called during a call."""
         if self.closed:
             return
         self.closed = True

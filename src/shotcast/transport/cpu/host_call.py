@@ -1,4 +1,4 @@
-"""What compiled host code serves an operation with: its schedule, its arithmetic and the size of its pipeline steps."""
+"""The parts of an operation in compiled host code: schedule, arithmetic and the size of pipeline steps."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def sums(plan: CallPlan) -> dict[int, Arithmetic]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCall:
-    """How compiled host code serves an operation.
+    """The way in which compiled host code serves an operation.
 
     Attributes:
         schedule: the compiled function.
         chunk: ``chunk(plan, world_size, room)``, the limits of a pipeline step.
-        arithmetic: ``arithmetic(plan)``, what the schedule calls, by word of the plan record.
+        arithmetic: ``arithmetic(plan)``, the functions that the schedule calls, by word of the plan record.
         norms: rows are normed after the sum, so that calls bring the tensors of the norm.
-        alone: serves one rank, where the schedule needs two.
+        alone: the call that serves one rank, where the schedule needs two.
     """
 
     schedule: Schedule

@@ -54,20 +54,20 @@ class KernelLaunch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelContext:
-    """What a rank's kernels are bound with.
+    """The facts of a rank that its kernels are bound with.
 
     Attributes:
         rank, world_size: of the communicator.
         layout: of a rank's region of symmetric memory; offsets count quads of 16 bytes.
-        own_address: of this rank's region.
-        peers_address: of the table of all regions' addresses, in device memory.
-        cells_address: of this GPU's own cells, by which programs of fused kernels add up rows.
+        own_address: the address of this rank's region.
+        peers_address: the address of the table of all regions' addresses, in device memory.
+        cells_address: the address of this GPU's own cells, by which programs of fused kernels add up rows.
         cells_nbytes: bytes of these cells.
         multicast: the table ends with a multicast address that kernels may use.
         pdl: kernels begin before the kernel before them has ended (programmatic dependent launch).
         native_fp8: the GPU converts FP8 by an instruction.
-        clear_after_read_bytes: calls whose slots are larger, in bytes, clear them as they read.
-        header_of: the header of a plan.
+        clear_after_read_bytes: calls with larger slots, in bytes, clear them as they read.
+        header_of: ``header_of(plan)``, the header of a plan.
         aligned: all addresses of the call are multiples of 16.
     """
 

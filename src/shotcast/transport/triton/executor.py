@@ -24,14 +24,14 @@ from shotcast.wire import CallPlan, Fault
 
 
 class Form(Protocol):
-    """What the executor asks of an algorithm's form of an operation."""
+    """A form of an algorithm, as far as the executor needs it."""
 
     @property
     def divides(self) -> bool: ...
 
 
 class Algorithms(Protocol):
-    """What the executor asks of the algorithms of a communicator."""
+    """The algorithms of a communicator, as far as the executor needs them."""
 
     def header(self, plan: CallPlan, /) -> int: ...
     def form(self, plan: CallPlan, /) -> Form: ...
@@ -213,20 +213,20 @@ class TritonExecutor:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def waiting(self, nbytes: int) -> int:
-        """How many messages of ``nbytes`` may lie in a mailbox while their sender goes on."""
+        """Return how many messages of ``nbytes`` may lie in a mailbox while their sender goes on."""
         return min(
             layout.MESSAGE_SLOTS, layout.CHUNKS_IN_FLIGHT // max(1, math.ceil(nbytes / (4 * layout.CHUNK_WORDS)))
         )
 
     def fault(self) -> Fault | None:
-        """What stopped the communicator, as far as a finished kernel of this rank has seen. Never synchronises."""
+        """Return the fault that a finished kernel of this rank has seen, or None. Never synchronises."""
         word = self._status_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
     def headers(self, epoch: int) -> list[int | None]:
-        """What each rank called in ``epoch`` (48 bits of a header), None where no such header came. Synchronises.
+        """Return what each rank called in ``epoch`` (48 bits of a header), None where no such header came.
 
-        After a message that was not as this rank expected it: the headers of its two ranks.
+        After a message that was not as this rank expected it: the headers of its two ranks. Synchronises.
         """
         came, expected = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2].tolist()
         if expected:
@@ -240,7 +240,7 @@ class TritonExecutor:
 
     @property
     def epoch(self) -> int:
-        """Collective calls begun so far. Synchronises."""
+        """The number of collective calls begun so far. Synchronises."""
         return int(self._control[layout.EPOCH].item()) - 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -249,7 +249,7 @@ class TritonExecutor:
         self._flag_cells(epoch)
 
     def _flag_cells(self, epoch: int) -> None:
-        """Give all flag cells the flag of call ``epoch``, over: zeros would be the flag of call 2^32."""
+        """Give all flag cells the flag of call ``epoch``, which is over: zero would be the flag of call 2^32."""
         where = self._layout
         shape = (4 * where.cells_quads,)
         cells = self._buffer.view(self._rank, where.cells_at * layout.QUAD, shape, torch.int64)
@@ -267,7 +267,7 @@ class TritonExecutor:
             torch.cuda.synchronize(self.device)
 
     def clear(self, epoch: int) -> None:
-        """Put all memory as new, the last call being number ``epoch``. On every rank, between two host barriers."""
+        """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
         where = self._layout
         self._control.zero_()
         self._cells.zero_()
