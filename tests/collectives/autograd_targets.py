@@ -116,7 +116,7 @@ def numeric() -> int:
     return done
 
 
-def when_and_when_not() -> None:
+def require_grad_of_results() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         x = torch.ones(2 * comm.world_size, requires_grad=True)
         n = comm.world_size

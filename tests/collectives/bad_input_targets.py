@@ -308,7 +308,7 @@ METHODS: dict[str, Call] = {
 }
 
 
-def closed() -> None:
+def calls_after_close() -> None:
     comm = shotcast.Communicator(device="cpu", timeout_s=10)
     for name in ("all_reduce", "broadcast"):  # calls that the communicator remembers are refused as well
         METHODS[name](comm)
@@ -352,7 +352,7 @@ def bad_arguments() -> None:
         assert comm.all_reduce(x(3)).tolist() == [float(comm.world_size)] * 3
 
 
-def constructed(
+def construction_error(
     environments: Mapping[int, Mapping[str, str]], arguments: Mapping[int, Mapping[str, Any]] | None = None
 ) -> str:
     """Construct a communicator with each rank's own environment and arguments.
@@ -369,14 +369,14 @@ def constructed(
         return str(error)
 
 
-def constructed_with_little_room(rank: int) -> str:
-    """Run :func:`constructed` where rank ``rank`` can have no more than 512 KiB of shared memory."""
+def construction_error_with_little_memory(rank: int) -> str:
+    """Run :func:`construction_error` where rank ``rank`` can have no more than 512 KiB of shared memory."""
     if os.environ["RANK"] == str(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, 512 << 10))
-    return constructed({})
+    return construction_error({})
 
 
-def disagree_on_device() -> str:
+def construction_error_of_two_devices() -> str:
     """Construct a communicator while rank 0 believes that it has a GPU, and return the error."""
     if os.environ["RANK"] == "0":
         dist.init_process_group("gloo")
@@ -387,7 +387,7 @@ def disagree_on_device() -> str:
     return str(caught.value)
 
 
-def one_does_not_come() -> tuple[str, tuple[int, ...], float]:
+def construct_without_one_rank() -> tuple[str, tuple[int, ...], float]:
     communicator.SETUP_TIMEOUT_S = 1.0
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:

@@ -71,7 +71,7 @@ def copies_of_every_dtype(counts: list[int], shift: int) -> int:
 
 def reductions_by_gloo() -> list[str]:
     """Check reductions that our own kernels do not support. Return what explain says of them."""
-    said = []
+    explanations = []
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
         for dtype in (*INTEGERS, torch.bool, torch.float64, torch.complex64, torch.float32, torch.float16):
@@ -91,12 +91,12 @@ def reductions_by_gloo() -> list[str]:
                 same_bits(got, wanted, (dtype, name, "all_reduce"))
                 got = comm.reduce_scatter(xs[rank], reduction=name)
                 same_bits(got, wanted.chunk(size)[rank], (dtype, name, "reduce_scatter"))
-            said.append(str(comm.explain(xs[rank])))
+            explanations.append(str(comm.explain(xs[rank])))
         comm.check()
-    return said
+    return explanations
 
 
-def own_sum_is_not_taken_for_max() -> None:
+def sums_and_maxima_in_turn() -> None:
     """Alternate float32 sums and maxima, remembered calls included: the reduction is part of a call's key."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.full([5], float(comm.rank + 1))
@@ -174,7 +174,7 @@ def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:
         return bytes(got.view(torch.uint8).numpy()), str(comm.explain(xs[comm.rank]))
 
 
-def small_workspace_gives_the_same_bits() -> list[bytes]:
+def sums_with_small_workspaces() -> list[bytes]:
     """Check that the workspace, from which the chunk size follows, does not change the answer.
 
     Return the sums as bytes.
@@ -249,7 +249,7 @@ def rms_norms() -> None:
 
 def two_threads() -> list[str]:
     """Call from a second thread of rank 0 while its first thread waits in a call. Return the errors that rank 0 got."""
-    told: list[str] = []
+    errors: list[str] = []
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         comm.all_reduce(torch.ones(3))
         comm._host.barrier()
@@ -271,7 +271,7 @@ def two_threads() -> list[str]:
                 try:
                     call()
                 except shotcast.ShotcastError as error:
-                    told.append(str(error))
+                    errors.append(str(error))
             first.join()
             assert results[0].tolist() == [comm.world_size] * 3
         # Calls of several threads one after the other are allowed.
@@ -280,7 +280,7 @@ def two_threads() -> list[str]:
             later.start()
             later.join()
         assert comm.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2
-    return told
+    return errors
 
 
 def closed_during_a_call() -> tuple[str, float]:
@@ -314,7 +314,7 @@ def closed_during_a_call() -> tuple[str, float]:
     return ends[0], took
 
 
-def alone() -> None:
+def single_rank() -> None:
     """Check a single rank: every call is the identity, and all arguments are still checked."""
     with shotcast.Communicator(device="cpu") as comm:
         x = torch.arange(6, dtype=torch.float32)
@@ -338,7 +338,7 @@ def alone() -> None:
         assert comm.split(None) is None
 
 
-def beyond_the_own_kernels() -> str:
+def more_ranks_than_kernels_serve() -> str:
     """Check nine ranks: the vendor library serves all calls. Return what explain says."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         size = comm.world_size
@@ -395,7 +395,7 @@ def states() -> None:
     comm.close()
 
 
-def across_epochs_of_resets() -> list[int]:
+def repeated_resets() -> list[int]:
     """Check that resets without a failure keep counting epochs, and discard messages that nobody received."""
     epochs = []
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
@@ -412,7 +412,7 @@ def across_epochs_of_resets() -> list[int]:
     return epochs
 
 
-def room_for_messages() -> list[int]:
+def mailbox_capacity() -> list[int]:
     """Return how many messages may wait: of one byte, of more than fits, and of one element by the vendor library."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=20) as comm:
         found = [comm.waiting_messages(torch.zeros(count, dtype=torch.uint8)) for count in (1, 1 << 20)]
@@ -447,7 +447,7 @@ def epochs_of_a_call_by_gloo() -> int:
         return comm._executor.epoch - before
 
 
-def met_at_a_file(path: str) -> None:
+def rendezvous_at_a_file(path: str) -> None:
     """Run ranks that meet at a file. Such a store does not say that a wait ended because the time ran out."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2)
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:

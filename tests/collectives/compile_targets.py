@@ -20,7 +20,7 @@ from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.collectives.torch_ops import operators
 
 
-def compiled_anew(fn: Callable[..., Any], *args: Any) -> Any:
+def with_nothing_compiled(fn: Callable[..., Any], *args: Any) -> Any:
     """Call ``fn(*args)`` after PyTorch has forgotten all compiled code of this process."""
     torch._dynamo.reset()
     counters.clear()
@@ -33,7 +33,7 @@ def values(comm: Communicator, *shape: int, seed: int = 0, dtype: torch.dtype = 
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(comm.device, dtype)
 
 
-def same(got: Any, wanted: Any) -> None:
+def assert_same(got: Any, wanted: Any) -> None:
     """Check that tensors are equal bit by bit, and in shape, dtype, strides and requires_grad."""
     assert len(got) == len(wanted)
     for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
@@ -85,7 +85,7 @@ def compiled_equals_eager(backend: str) -> int:
             y, there = x.clone(), into.clone()
             wanted = call(x, into)
             got = traced(y, there)
-            same((*got, y, there), (*wanted, x, into))
+            assert_same((*got, y, there), (*wanted, x, into))
         return counters["stats"]["unique_graphs"]
 
 
@@ -135,7 +135,7 @@ def gradients(backend: str) -> int:
                 y = x.detach().clone().requires_grad_()
                 (call(x) * weight).sum().backward()
                 (torch.compile(call, fullgraph=True, backend=backend)(y) * weight).sum().backward()
-                same([y.grad], [x.grad])
+                assert_same([y.grad], [x.grad])
                 done += 1
         # Ring and one-shot gather float64 but cannot add it up: the backward chooses an algorithm that can.
         x = values(comm, 2, 3, dtype=torch.float64).requires_grad_()
@@ -219,16 +219,16 @@ def model_equals_eager(backend: str) -> int:
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
         traced = torch.compile(model, fullgraph=True, backend=backend)
         with torch.no_grad():
-            same([traced(x)], [model(x)])
+            assert_same([traced(x)], [model(x)])
             with torch.compiler.set_stance("fail_on_recompile"):
-                same([traced(2 * x)], [model(2 * x)])
+                assert_same([traced(2 * x)], [model(2 * x)])
         grads = []
         for run in (model, traced):
             model.zero_grad()
             out = run(x)
             out.square().sum().backward()
             grads.append([out, *(parameter.grad.clone() for parameter in model.parameters())])
-        same(*grads)
+        assert_same(*grads)
         whole = torch.empty(comm.world_size, *grads[0][0].shape)
         comm.all_gather(grads[1][0].detach()[None], out=whole)
         assert all(torch.equal(whole[0], other) for other in whole)
@@ -239,21 +239,21 @@ def fused_calls(comm: Communicator, x: torch.Tensor, residual: torch.Tensor, wei
     """Make each fused method's call in each of its forms. ``residual`` is changed."""
     k = x.shape[0] // comm.world_size
     mine, given = residual[k * comm.rank : k * (comm.rank + 1)].clone(), torch.full((), 0.25, device=x.device)
-    made: list[torch.Tensor] = []
-    made += comm.all_reduce_rms_norm(x, residual, weight)
-    made += comm.all_reduce_rms_norm(x, residual, weight, 1e-3, "two_shot", (torch.empty_like(x), residual))
-    made += comm.all_reduce_rms_norm_fp8(x, residual, weight)[:3]
-    made += [*comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")]
+    results: list[torch.Tensor] = []
+    results += comm.all_reduce_rms_norm(x, residual, weight)
+    results += comm.all_reduce_rms_norm(x, residual, weight, 1e-3, "two_shot", (torch.empty_like(x), residual))
+    results += comm.all_reduce_rms_norm_fp8(x, residual, weight)[:3]
+    results += [*comm.all_reduce_rms_norm_fp8(x, residual, weight, scale=given, with_normed=True, algorithm="one_shot")]
     for gather in (False, True):
-        made += comm.reduce_scatter_rms_norm(x, mine, weight, gather=gather)
+        results += comm.reduce_scatter_rms_norm(x, mine, weight, gather=gather)
         result = comm.reduce_scatter_rms_norm_fp8(x, mine, weight, gather=gather, with_normed=gather)
         assert (result.normed is None) is not gather
-        made += [tensor for tensor in result if tensor is not None]
-        out = Fp8Normed(*(torch.empty_like(tensor) for tensor in made[-4:])) if gather else None
-        made += comm.reduce_scatter_rms_norm_fp8(x, mine, weight, 1e-2, None, gather, gather, "auto", out)[:3]
+        results += [tensor for tensor in result if tensor is not None]
+        out = Fp8Normed(*(torch.empty_like(tensor) for tensor in results[-4:])) if gather else None
+        results += comm.reduce_scatter_rms_norm_fp8(x, mine, weight, 1e-2, None, gather, gather, "auto", out)[:3]
         if out is not None:
-            made += [*out]
-    return made
+            results += [*out]
+    return results
 
 
 def fused_equals_eager(backend: str) -> int:
@@ -270,7 +270,7 @@ def fused_equals_eager(backend: str) -> int:
             there = residual.clone()
             wanted = call(x, residual, weight)
             assert len(wanted) == 32
-            same([*traced(x, there, weight), there], [*wanted, residual])
+            assert_same([*traced(x, there, weight), there], [*wanted, residual])
         for text, bad in {
             "of one dtype": lambda: comm.all_reduce_rms_norm(x, residual, weight.float()),
             "divided among": lambda: comm.reduce_scatter_rms_norm(x[1:], residual, weight),
@@ -290,11 +290,11 @@ def order_of_the_program(backend: str) -> list[str]:
     Each rank does other work between the calls. Return the calls in order.
     """
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
-        made: list[str] = []
+        labels: list[str] = []
         run = comm._run
 
         def logged(op: Any, *args: Any, **kwargs: Any) -> None:
-            made.append(op.label)
+            labels.append(op.label)
             run(op, *args, **kwargs)
 
         def call(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -314,21 +314,21 @@ def order_of_the_program(backend: str) -> list[str]:
         comm._run = logged
         for seed, requires_grad in ((1, False), (2, True)):
             x = values(comm, 6, 6, seed=seed).round().requires_grad_(requires_grad)
-            made.clear()
+            labels.clear()
             wanted = call(x, weight)
             if requires_grad:
                 sum(t.sum() for t in wanted).backward()
-            program = list(made)
-            made.clear()
+            program = list(labels)
+            labels.clear()
             got = traced(x, weight)
             if requires_grad:
                 sum(t.sum() for t in got).backward()
-            assert made == program, (made, program)
-            same(got, wanted)
-        return made
+            assert labels == program, (labels, program)
+            assert_same(got, wanted)
+        return labels
 
 
-def cached_by_what_it_says() -> None:
+def graph_arguments() -> None:
     """Check that the graph names the rank and the number of ranks where it depends on them: equal graphs share code."""
     with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         n, rank = comm.world_size, comm.rank
@@ -342,15 +342,15 @@ def cached_by_what_it_says() -> None:
             return comm.all_gather(x), comm.all_gather(x, sizes=[2] * n), comm.reduce_scatter(comm.all_gather(x))
 
         torch.compile(call, fullgraph=True, backend=keep)(torch.ones(2, 2))
-        said = {node.target: node.args[1:] for node in graphs[0].graph.nodes if "shotcast" in str(node.target)}
-        made = torch.ops.shotcast
-        assert said == {
-            made.all_gather: (comm.name, n, "auto"),
-            made.all_gather_uneven: (comm.name, [2] * n, rank, "auto"),
-            made.reduce_scatter: (comm.name, n, "auto", "sum"),
+        arguments = {node.target: node.args[1:] for node in graphs[0].graph.nodes if "shotcast" in str(node.target)}
+        ops = torch.ops.shotcast
+        assert arguments == {
+            ops.all_gather: (comm.name, n, "auto"),
+            ops.all_gather_uneven: (comm.name, [2] * n, rank, "auto"),
+            ops.reduce_scatter: (comm.name, n, "auto", "sum"),
         }
         with pytest.raises(shotcast.ConfigError, match="compiled on rank 7"):
-            made.all_gather_uneven(torch.ones(2), comm.name, [2] * n, 7, "auto")
+            ops.all_gather_uneven(torch.ones(2), comm.name, [2] * n, 7, "auto")
 
 
 class _Seen(TorchDispatchMode):
@@ -366,7 +366,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def who_is_called(backend: str) -> None:
+def operators_and_names(backend: str) -> None:
     """Check that eager calls bypass the operators, that all ranks use the same names, and the error after a close."""
     comm = shotcast.Communicator(device="cpu", timeout_s=300)
     other = comm.split(0)
@@ -383,7 +383,7 @@ def who_is_called(backend: str) -> None:
         assert seen.names == ["shotcast.all_reduce.default"]
     # A compiler may choose the strides of a tensor.
     y = values(comm, 4, 3)
-    same([torch.ops.shotcast.all_reduce(y.t(), comm.name, "auto", "sum")], [comm.all_reduce(y.t().contiguous())])
+    assert_same([torch.ops.shotcast.all_reduce(y.t(), comm.name, "auto", "sum")], [comm.all_reduce(y.t().contiguous())])
 
     def call(c: Communicator, x: torch.Tensor) -> torch.Tensor:
         return c.all_reduce(x)
@@ -445,10 +445,10 @@ def checkpointed(backend: str) -> None:
             block.zero_grad()
             run(x).square().sum().backward()
             grads.append([parameter.grad.clone() for parameter in block.parameters()])
-        same(*grads)
+        assert_same(*grads)
 
 
-def without(what: str) -> str:
+def error_without(what: str) -> str:
     """Compile with a PyTorch that lacks a private part on which the order of calls depends. Return the error."""
     import torch._inductor.lowering
     from torch._inductor import ir

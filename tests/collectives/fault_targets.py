@@ -225,7 +225,7 @@ def miss_a_step(group: StoreGroup, gave_up: dist.Store, late: int, turn: int) ->
     gave_up.set(f"{turn}/{group.rank}", "")
 
 
-def reset_again_after_nobody_came(late: int) -> None:
+def reset_after_a_missed_attempt(late: int) -> None:
     """Have one rank miss the others' first attempt to reset, so that their second attempt meets its first."""
     with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
         comm.all_reduce(torch.ones(3))
@@ -237,7 +237,7 @@ def reset_again_after_nobody_came(late: int) -> None:
             assert group.all_gather(None) == [None] * comm.world_size
 
 
-class Busy:
+class SlowStore:
     """A store that fails every wait of less than 50 ms."""
 
     def __init__(self, store: dist.Store):
@@ -252,12 +252,12 @@ class Busy:
         self._store.wait(keys, timeout)
 
 
-def meet_by_a_busy_store(late: int) -> None:
+def gather_with_a_slow_store(late: int) -> None:
     """Check that a rank that came in time is not reported as missing when the store answers too late."""
     with shotcast.Communicator(device="cpu") as comm:
         group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
         gave_up = group.store("gave up")
-        group._store = Busy(group._store)
+        group._store = SlowStore(group._store)
         miss_a_step(group, gave_up, late, 0)
         assert group.all_gather((comm.rank, 0)) == [(r, 0) for r in range(comm.world_size)]
 

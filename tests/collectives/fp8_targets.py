@@ -27,14 +27,14 @@ def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         if clears:
             clear_after_read_from(comm, 64)
-        dice = random.Random(comm.rank)
+        rng = random.Random(comm.rank)
         for name in dtypes:
             for count in counts:
                 for shift in (0, 1):
                     xs = inputs(count, FLOATS[name], comm.world_size, count, comm.device)
                     xs = xs if shift else tame(xs)
                     wanted = reference.all_reduce(xs, FP8)
-                    straggle(comm, dice)
+                    straggle(comm, rng)
                     x = shifted(xs[comm.rank], shift)
                     check(comm.all_reduce(x, algorithm=FP8), wanted, (name, count, shift))
                     if done % 4 == 0:  # so that both kinds of call use each generation, after longer and shorter ones
@@ -63,7 +63,7 @@ def shorter_and_longer(calls: int) -> int:
     return total
 
 
-def at_the_limit(dtype: str) -> list[int]:
+def longest_messages(dtype: str) -> list[int]:
     """Send the longest legal message, between calls that would notice writes past the slots. Return its bytes."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 12, timeout_s=60) as comm:
         kind = FLOATS[dtype]
@@ -94,7 +94,7 @@ def nothing_but_sentinels() -> int:
     return found
 
 
-def left_behind(dtype: str, count: int) -> list[int]:
+def words_left_in_slots(dtype: str, count: int) -> list[int]:
     """Count the words other than the sentinel in all slots of this rank.
 
     The first count is taken after a call, the second after a short call that follows it.
@@ -111,7 +111,7 @@ def left_behind(dtype: str, count: int) -> list[int]:
     return left
 
 
-def launches_alike() -> bool:
+def bits_of_launches() -> bool:
     """Check that the bits do not depend on the launch shape."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for dtype in (torch.float32, torch.bfloat16):
@@ -128,7 +128,7 @@ def choices(allow_fp8: bool | None, variable: str) -> Outcome:
     os.environ["SHOTCAST_ALLOW_FP8"] = variable
     with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=30) as comm:
         x = torch.zeros(32 << 20)
-        said = comm.explain(x)
+        explanation = comm.explain(x)
         child = comm.split(0)
         assert child is not None
         with child:
@@ -136,4 +136,9 @@ def choices(allow_fp8: bool | None, variable: str) -> Outcome:
         few = inputs(500, torch.float32, comm.world_size, 3, comm.device)
         named = comm.all_reduce(few[comm.rank], algorithm=FP8)
         check(named, reference.all_reduce(few, FP8), "named")
-        return {"algorithm": said.algorithm, "reason": said.reason, "child": inherited, "legal": said.candidates}
+        return {
+            "algorithm": explanation.algorithm,
+            "reason": explanation.reason,
+            "child": inherited,
+            "legal": explanation.candidates,
+        }

@@ -64,7 +64,7 @@ def by_the_vendor_library() -> None:
         check(plain.scale, fused.scale, "scale")
 
 
-def late() -> None:
+def late_rank() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         x, weight = torch.ones(4, 48, dtype=torch.bfloat16), torch.ones(48, dtype=torch.bfloat16)
         residual = torch.ones(2, 48, dtype=torch.bfloat16)

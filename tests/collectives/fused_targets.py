@@ -57,7 +57,7 @@ def data(case: Case, shards: int, world_size: int, seed: int, device: torch.devi
     dtype = FLOATS[case.dtype]
     generator = torch.Generator().manual_seed(seed)
 
-    def made(*shape: int) -> torch.Tensor:
+    def random_tensor(*shape: int) -> torch.Tensor:
         x = torch.randn(*shape, generator=generator) * 10 ** torch.randint(-3, 3, shape, generator=generator)
         if shape[0] > 3:
             x[1] = 0.0
@@ -65,8 +65,8 @@ def data(case: Case, shards: int, world_size: int, seed: int, device: torch.devi
             x[3, 0] = float("inf")
         return x.to(dtype).to(device)
 
-    xs = [made(case.rows * shards, case.hidden) for _ in range(world_size)]
-    residuals = [made(case.rows, case.hidden) for _ in range(shards)]
+    xs = [random_tensor(case.rows * shards, case.hidden) for _ in range(world_size)]
+    residuals = [random_tensor(case.rows, case.hidden) for _ in range(shards)]
     if case.rows > 3:
         for tensor in (*xs, *residuals):
             tensor[1 :: case.rows] = 0.0
@@ -90,15 +90,15 @@ def call(
     op: Op,
     x: torch.Tensor,
     residual: torch.Tensor,
-    made: Data,
+    operands: Data,
     quantize: str,
     keeps: bool,
     algorithm: str,
     out: Any = None,
 ) -> Results:
     """Make one fused call by its public method."""
-    scale = made.scale if quantize == "static" else None
-    common = (x, residual, made.weight, EPS)
+    scale = operands.scale if quantize == "static" else None
+    common = (x, residual, operands.weight, EPS)
     gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
     if op is Op.ALL_REDUCE_RMS_NORM:
         if not quantize:
@@ -115,13 +115,13 @@ def call(
     return Results(got.new_residual, got.normed, got.quantized, got.scale)
 
 
-def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor, made: Data) -> Results:
+def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor, operands: Data) -> Results:
     """Compute the sum by a plain call, and then the norm."""
     plain = comm.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else comm.reduce_scatter
     total = plain(x, algorithm="one_shot")
     # Clone the operands: the separate norm takes tensors that begin at multiples of 16 bytes.
     norm, tensors = norm_operands(
-        "test", comm.device, total, residual.clone(), made.weight.clone(), EPS, 1, False, None
+        "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, 1, False, None
     )
     rms_norm.add_rms_norm(total, tensors, norm, comm.topology.kernels != "compiled")
     normed = tensors.normed
@@ -134,34 +134,34 @@ FORMS = (("", True), ("static", True), ("dynamic", False), ("static", False), ("
 """The quantization (none, one scale for the tensor, or one a row), and whether the norm is also returned."""
 
 
-def check_case(comm: Communicator, case: Case, op: Op, seed: int, dice: random.Random, forms: int) -> int:
+def check_case(comm: Communicator, case: Case, op: Op, seed: int, rng: random.Random, forms: int) -> int:
     """Check ``forms`` forms of one operation by every algorithm. Return the number of calls."""
     rank, size = comm.rank, comm.world_size
     shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
-    made = data(case, shards, size, seed, comm.device)
-    made = made._replace(weight=shifted(made.weight, case.shift))
-    x = shifted(made.xs[rank], case.shift)
-    residual = shifted(made.residuals[rank % shards], case.shift)
-    total = reference.ordered_sum(made.xs)
+    operands = data(case, shards, size, seed, comm.device)
+    operands = operands._replace(weight=shifted(operands.weight, case.shift))
+    x = shifted(operands.xs[rank], case.shift)
+    residual = shifted(operands.residuals[rank % shards], case.shift)
+    total = reference.ordered_sum(operands.xs)
     wanted = reference.add_residual(total.chunk(shards)[rank % shards] if case.rows else total, residual)
-    everything = reference.add_residual(total, torch.cat(made.residuals))
-    plain = unfused(comm, op, x, residual, made)
+    everything = reference.add_residual(total, torch.cat(operands.residuals))
+    plain = unfused(comm, op, x, residual, operands)
     check(plain.new_residual, wanted, (case, op, "unfused"))
     gathered = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
     assert plain.normed is not None
-    close_to_exact(plain.normed, everything if gathered else wanted, made.weight, (case, op, "unfused"))
+    close_to_exact(plain.normed, everything if gathered else wanted, operands.weight, (case, op, "unfused"))
     done = 1
     algorithms = [name for name in comm.candidates(x, op.label) if name != "vendor"] or ["auto"]
     chosen = [FORMS[(seed + i) % len(FORMS)] for i in range(forms)]
     for algorithm, (quantize, keeps) in itertools.product(algorithms, chosen):
         what = (case, op.label, algorithm, quantize, keeps)
-        straggle(comm, dice)
-        got = call(comm, op, x, residual, made, quantize, keeps, algorithm)
+        straggle(comm, rng)
+        got = call(comm, op, x, residual, operands, quantize, keeps, algorithm)
         check(got.new_residual, wanted, what)
         if got.normed is not None:
             check(got.normed, plain.normed, what)
         if quantize:
-            given = made.scale if quantize == "static" else None
+            given = operands.scale if quantize == "static" else None
             if plain.normed.numel():
                 quantized, scale = reference.quantize(plain.normed, given)
                 assert got.quantized is not None
@@ -175,9 +175,9 @@ def cases(device: str, listed: list[Case], ops: list[Op], max_bytes: int, forms:
     """Check each case of each operation, with random stragglers. Return the number of calls."""
     done = 0
     with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
-        dice = random.Random(comm.rank)
+        rng = random.Random(comm.rank)
         for number, (case, op) in enumerate(itertools.product(listed, ops)):
-            done += check_case(comm, case, op, number, dice, forms)
+            done += check_case(comm, case, op, number, rng, forms)
         settle(comm)
     return done
 
@@ -195,20 +195,20 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
         rank, size = comm.rank, comm.world_size
         for seed, op in enumerate(FUSED):
             shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
-            made = data(Case(dtype, rows, hidden), shards, size, seed, comm.device)
+            operands = data(Case(dtype, rows, hidden), shards, size, seed, comm.device)
             whole = op is not Op.REDUCE_SCATTER_RMS_NORM
-            for algorithm, quantize in itertools.product(comm.candidates(made.xs[0], op.label), QUANTIZATIONS):
+            for algorithm, quantize in itertools.product(comm.candidates(operands.xs[0], op.label), QUANTIZATIONS):
                 if algorithm == "vendor":
                     continue
-                residual = made.residuals[rank % shards]
-                wanted = call(comm, op, made.xs[rank], residual, made, quantize, True, algorithm)
-                x, given = shifted(made.xs[rank], shift), shifted(residual, shift)
+                residual = operands.residuals[rank % shards]
+                wanted = call(comm, op, operands.xs[rank], residual, operands, quantize, True, algorithm)
+                x, given = shifted(operands.xs[rank], shift), shifted(residual, shift)
                 over = x if whole else torch.empty_like(given)
                 if quantize:
                     scale = torch.empty(*over.shape[:-1], 1, device=comm.device) if quantize == "dynamic" else None
                     bytes_ = torch.empty(over.shape, dtype=torch.float8_e4m3fn, device=comm.device)
                     got = call(
-                        comm, op, x, given, made, quantize, True, algorithm, Fp8Normed(bytes_, scale, given, over)
+                        comm, op, x, given, operands, quantize, True, algorithm, Fp8Normed(bytes_, scale, given, over)
                     )
                     assert got.quantized is bytes_
                     check(bytes_.float(), wanted.quantized.float(), (op, algorithm, quantize))
@@ -216,7 +216,7 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
                         assert got.scale is scale
                         check(scale, wanted.scale, (op, algorithm, quantize))
                 else:
-                    got = call(comm, op, x, given, made, "", True, algorithm, (over, given))
+                    got = call(comm, op, x, given, operands, "", True, algorithm, (over, given))
                 assert got.normed is over
                 assert got.new_residual is given
                 check(over, wanted.normed, (op, algorithm, quantize, "normed"))
@@ -243,20 +243,22 @@ def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], 
             op = shared.choice(FUSED)
             case = Case(dtype, shared.randrange(most_rows + 1), shared.choice(lengths))
             shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
-            made = data(case, shards, size, number, comm.device)
-            x, residual = made.xs[rank], made.residuals[rank % shards]
-            total = reference.ordered_sum(made.xs)
+            operands = data(case, shards, size, number, comm.device)
+            x, residual = operands.xs[rank], operands.residuals[rank % shards]
+            total = reference.ordered_sum(operands.xs)
             wanted = reference.add_residual(total.view(shards, -1)[rank % shards].view_as(residual), residual)
             quantize, keeps = shared.choice([("", True), ("static", False), ("dynamic", True), ("dynamic", False)])
             algorithm = shared.choice([name for name in comm.candidates(x, op.label) if name != "vendor"] or ["auto"])
-            got = call(comm, op, x, residual, made, quantize, keeps, algorithm)
+            got = call(comm, op, x, residual, operands, quantize, keeps, algorithm)
             wrong += differing(got.new_residual, wanted)
             if case.rows:
-                plain = unfused(comm, op, x, residual, made)
+                plain = unfused(comm, op, x, residual, operands)
                 if keeps:
                     wrong += differing(got.normed, plain.normed)
                 if quantize:
-                    quantized, scale = reference.quantize(plain.normed, made.scale if quantize == "static" else None)
+                    quantized, scale = reference.quantize(
+                        plain.normed, operands.scale if quantize == "static" else None
+                    )
                     wrong += differing(got.quantized.float(), quantized.float()) + differing(got.scale, scale)
         assert int(wrong) == 0, f"{int(wrong)} values differ"
         settle(comm)
@@ -272,17 +274,19 @@ def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
     with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=60) as comm:
         rank = comm.rank
         for dtype, hidden in itertools.product(FLOATS, lengths):
-            made = data(Case(dtype, 3, hidden), 1, comm.world_size, hidden, comm.device)
-            x, residual = made.xs[rank], made.residuals[0]
-            wanted = unfused(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, made).normed
+            operands = data(Case(dtype, 3, hidden), 1, comm.world_size, hidden, comm.device)
+            x, residual = operands.xs[rank], operands.residuals[0]
+            wanted = unfused(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, operands).normed
             for algorithm in comm.candidates(x, Op.ALL_REDUCE_RMS_NORM.label):
                 if algorithm == "vendor":
                     continue
-                got = call(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, made, "", True, algorithm).normed
+                got = call(comm, Op.ALL_REDUCE_RMS_NORM, x, residual, operands, "", True, algorithm).normed
                 check(got, wanted, (dtype, hidden, algorithm))
                 for row in range(3):
                     part = slice(row, row + 1)
-                    got = call(comm, Op.ALL_REDUCE_RMS_NORM, x[part], residual[part], made, "", True, algorithm).normed
+                    got = call(
+                        comm, Op.ALL_REDUCE_RMS_NORM, x[part], residual[part], operands, "", True, algorithm
+                    ).normed
                     check(got, wanted[part], (dtype, hidden, algorithm, row))
             results.append(bytes(torch.nan_to_num(wanted.float()).cpu().numpy()))
         settle(comm)
@@ -297,9 +301,9 @@ def sentinels(device: str) -> int:
             shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
             whole = torch.full([2 * shards, 64 * dtype.itemsize], 0xFF, dtype=torch.uint8, device=comm.device)
             x, weight = whole.view(dtype), whole[0].view(dtype)
-            made = Data([x], [x[:2]], weight, torch.ones(1, device=comm.device))
+            operands = Data([x], [x[:2]], weight, torch.ones(1, device=comm.device))
             for algorithm in comm.candidates(x, op.label):
-                got = call(comm, op, x, x[:2], made, "static", True, algorithm)
+                got = call(comm, op, x, x[:2], operands, "static", True, algorithm)
                 for value in (got.new_residual, got.normed, got.quantized):
                     assert value.float().isnan().all(), (dtype, op, algorithm)
                 done += 1
@@ -312,7 +316,7 @@ def graphs(replays: int, hidden: int) -> None:
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         shared, own = random.Random(1), random.Random(rank)
-        made = []
+        captured = []
         for op, rows in itertools.product(FUSED, (1, 7, 64)):
             shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
             first = data(Case("bfloat16", rows, hidden), shards, size, rows, comm.device)
@@ -336,10 +340,10 @@ def graphs(replays: int, hidden: int) -> None:
                     algorithm: str = algorithm,
                     plain: Any = plain,
                     fp8: Fp8Normed = fp8,
-                    made: Data = first,
+                    operands: Data = first,
                 ) -> None:
-                    call(comm, op, x, residual, made, "", True, algorithm, plain)
-                    call(comm, op, x, residual, made, "dynamic", False, algorithm, fp8)
+                    call(comm, op, x, residual, operands, "", True, algorithm, plain)
+                    call(comm, op, x, residual, operands, "dynamic", False, algorithm, fp8)
 
                 both()
                 torch.cuda.synchronize()
@@ -348,10 +352,12 @@ def graphs(replays: int, hidden: int) -> None:
                     both()
                     both()
                 # keep the inputs too: the graph reads the weight
-                made.append((f"{op.label} {rows} {algorithm}", op, rows, shards, x, residual, plain, fp8, graph, first))
-        wrong = {name: torch.zeros(5, dtype=torch.int64, device=comm.device) for name, *_ in made}
+                captured.append(
+                    (f"{op.label} {rows} {algorithm}", op, rows, shards, x, residual, plain, fp8, graph, first)
+                )
+        wrong = {name: torch.zeros(5, dtype=torch.int64, device=comm.device) for name, *_ in captured}
         for replay in range(replays):
-            name, op, rows, shards, x, residual, plain, fp8, graph, _ = shared.choice(made)
+            name, op, rows, shards, x, residual, plain, fp8, graph, _ = shared.choice(captured)
             fresh = data(Case("bfloat16", rows, hidden), shards, size, replay, comm.device)
             x.copy_(fresh.xs[rank])
             residual.copy_(fresh.residuals[rank % shards])
@@ -399,22 +405,22 @@ def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.de
     )
 
 
-def was_told(comm: Communicator) -> bool:
+def peer_has_stopped(comm: Communicator) -> bool:
     """Return whether a peer has stopped the call that this rank is late for."""
     executor: Any = comm._executor
     return bool(executor.fault()) if comm.topology.kernels == "compiled" else bool(executor._control[layout.ABORT] != 0)
 
 
-def failing_call(comm: Communicator, op: Op, algorithm: str, made: Data, x: torch.Tensor) -> Stopped:
+def failing_call(comm: Communicator, op: Op, algorithm: str, operands: Data, x: torch.Tensor) -> Stopped:
     """Make one call that is expected to fail, twice."""
-    rows, hidden = made.residuals[0].shape
+    rows, hidden = operands.residuals[0].shape
     errors, times = [], []
     for _ in range(2):
         out = outputs_of(op, rows, hidden, comm.world_size, comm.device)
         started = time.monotonic()
         error: BaseException | None = None
         try:
-            call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm, out)
+            call(comm, op, x, operands.residuals[0], operands, "dynamic", True, algorithm, out)
             settle(comm)
         except shotcast.ShotcastError as caught:
             error = caught
@@ -425,37 +431,37 @@ def failing_call(comm: Communicator, op: Op, algorithm: str, made: Data, x: torc
     return Stopped(errors[0], times[0], nan, errors[1], times[1])
 
 
-def stopped(device: str, op: Op, algorithm: str, victim: int, how: int | str, timeout_s: float) -> Stopped | None:
-    """Send signal ``how`` to rank ``victim``, or make it late, while the others make a call.
+def stopped(device: str, op: Op, algorithm: str, victim: int, fault: int | str, timeout_s: float) -> Stopped | None:
+    """Send signal ``fault`` to rank ``victim``, or make it late, while the others make a call.
 
     After a late rank, all ranks reset, and later calls must give the right results.
     """
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
     shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
-    made = data(Case("float32", 3, 64), shards, comm.world_size, 1, comm.device)
-    x = made.xs[comm.rank]
+    operands = data(Case("float32", 3, 64), shards, comm.world_size, 1, comm.device)
+    x = operands.xs[comm.rank]
     for _ in range(4):  # write words into all generations
-        wanted = call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm)
+        wanted = call(comm, op, x, operands.residuals[0], operands, "dynamic", True, algorithm)
     settle(comm)
     comm._host.barrier()
     if comm.rank == victim:
-        if isinstance(how, int):
-            os.kill(os.getpid(), how)
+        if isinstance(fault, int):
+            os.kill(os.getpid(), fault)
             time.sleep(600)
-        while not was_told(comm):
+        while not peer_has_stopped(comm):
             time.sleep(0.01)
     time.sleep(0.2)
-    said = failing_call(comm, op, algorithm, made, x)
-    if isinstance(how, str):
+    outcome = failing_call(comm, op, algorithm, operands, x)
+    if isinstance(fault, str):
         comm.reset()
         for _ in range(4):
-            got = call(comm, op, x, made.residuals[0], made, "dynamic", True, algorithm)
+            got = call(comm, op, x, operands.residuals[0], operands, "dynamic", True, algorithm)
             for name in ("new_residual", "normed", "scale"):
                 check(getattr(got, name), getattr(wanted, name), ("after reset", name))
             check(got.quantized.float(), wanted.quantized.float(), "after reset")
         settle(comm)
     comm.close()
-    return said
+    return outcome
 
 
 def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -> tuple[BaseException | None, float]:
@@ -480,16 +486,16 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
         rows = comm.world_size if shards == 1 else 1  # one row for each rank
-        made = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)
-        x = made.xs[comm.rank]
-        call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
+        operands = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)
+        x = operands.xs[comm.rank]
+        call(comm, op, x, operands.residuals[0], operands, "", True, "two_shot")
         comm._host.barrier()
         if comm.rank == victim:
             pushed = 0
         error = None
         started = time.monotonic()
         try:
-            call(comm, op, x, made.residuals[0], made, "", True, "two_shot")
+            call(comm, op, x, operands.residuals[0], operands, "", True, "two_shot")
         except shotcast.ShotcastError as caught:
             error = caught
         took = time.monotonic() - started
@@ -505,8 +511,8 @@ def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]
     """
     with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
         odd = comm.rank == comm.world_size - 1
-        made = data(Case("float32", 2, 64), comm.world_size, comm.world_size, 1, comm.device)
-        x, residual = made.xs[comm.rank], made.residuals[0]
+        operands = data(Case("float32", 2, 64), comm.world_size, comm.world_size, 1, comm.device)
+        x, residual = operands.xs[comm.rank], operands.residuals[0]
         gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
         usual = (gather, "static", True)
         others = {
@@ -517,12 +523,12 @@ def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]
         error: BaseException | None = None
         try:
             op, quantize, keeps = others[what] if odd else usual
-            call(comm, op, x, residual, made, quantize, keeps, "auto")
+            call(comm, op, x, residual, operands, quantize, keeps, "auto")
             settle(comm)
         except shotcast.ShotcastError as caught:
             error = caught
         comm.reset()
-        got = call(comm, usual[0], x, residual, made, "", True, "auto")
-        check(got.normed, unfused(comm, gather, x, residual, made).normed, "after reset")
+        got = call(comm, usual[0], x, residual, operands, "", True, "auto")
+        check(got.normed, unfused(comm, gather, x, residual, operands).normed, "after reset")
         settle(comm)
         return error, list(getattr(error, "fields", []))

@@ -37,9 +37,9 @@ def in_turn(fn: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
 def run_cases(cases: list[Case]) -> int:
     """Run one case after the other, with random stragglers. Return the number of cases."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 18, timeout_s=60) as comm:
-        dice = random.Random(comm.rank)
+        rng = random.Random(comm.rank)
         for number, case in enumerate(cases):
-            straggle(comm, dice)
+            straggle(comm, rng)
             run_case(comm, case, seed=number)
         comm.check()
     return len(cases)
@@ -53,11 +53,11 @@ def with_late_programs(fn: Callable[..., Any], *args: Any) -> Any:
     """
     from shotcast.transport.triton import sync
 
-    dice = random.Random(int(os.environ["RANK"]))
+    rng = random.Random(int(os.environ["RANK"]))
 
     def pause(pdl: Any) -> None:
-        if dice.random() < 0.2:
-            time.sleep(dice.random() * 0.02)
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.02)
 
     sync.await_prior_kernel = pause  # every program calls this first, and in the interpreter it does nothing
     return fn(*args)
@@ -101,13 +101,13 @@ def long_messages(count: int) -> int:
     """Send messages of many chunks a lane, both ways. Return the number of messages that arrived at this rank."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for number, dtype in enumerate((torch.bfloat16, torch.uint8)):
-            xs = made(count, dtype, 2, number)
+            xs = rank_tensors(count, dtype, 2, number)
             check(*message(comm, xs, number, ""), (dtype, count))
         comm.check()
     return 2
 
 
-def clearing(calls: int, largest: int) -> int:
+def calls_clearing_slots(calls: int, largest: int) -> int:
     """Mix calls that clear their own slots, those of 256 bytes a slot and more, with calls that do not."""
     from shotcast.transport.triton import layout
 
@@ -115,7 +115,7 @@ def clearing(calls: int, largest: int) -> int:
     return changing_sizes("cpu", calls, largest, 5)
 
 
-def slots_left(operation: str, count: int) -> list[int]:
+def words_left_in_slots(operation: str, count: int) -> list[int]:
     """Count the words other than the sentinel in all slots of this rank after one call.
 
     The first count is for a call that clears its slots itself, the second for one that leaves it to the next call.
@@ -132,7 +132,7 @@ def slots_left(operation: str, count: int) -> list[int]:
     return left
 
 
-def pieces(max_bytes: int) -> int:
+def messages_in_pieces(max_bytes: int) -> int:
     """Reduce messages of 0.75 to 5 times the workspace, in place and not, with other calls between.
 
     Return their number.
@@ -142,7 +142,7 @@ def pieces(max_bytes: int) -> int:
         for dtype in (torch.float32, torch.bfloat16):
             for quarters in (3, 4, 5, 9, 20):
                 count = quarters * max_bytes // (4 * dtype.itemsize) + quarters % 3
-                xs = made(count, dtype, comm.world_size, quarters)
+                xs = rank_tensors(count, dtype, comm.world_size, quarters)
                 for run in (all_reduce, in_place):
                     check(*run(comm, xs, quarters % 2, "two_shot"), (dtype, quarters, run.__name__))
                     check(*all_reduce(comm, [x[:9] for x in xs], 0, "one_shot"), "between")
@@ -154,13 +154,13 @@ def pieces(max_bytes: int) -> int:
 
 
 def run_case(comm: shotcast.Communicator, case: Case, seed: int) -> None:
-    xs = made(case.count, getattr(torch, case.dtype), comm.world_size, seed)
+    xs = rank_tensors(case.count, getattr(torch, case.dtype), comm.world_size, seed)
     kind, _, algorithm = case.operation.partition("/")
     got, wanted = OPERATIONS[kind](comm, xs, case.shift, algorithm or "one_shot")
     check(got, wanted, case)
 
 
-def made(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
+def rank_tensors(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
     """Return every rank's tensor, the same on all ranks. In integer tensors, the first quarter is sentinel words."""
     if dtype.is_floating_point:
         return inputs(count, dtype, world_size, seed, "cpu")
@@ -260,7 +260,7 @@ def sentinels(count: int) -> int:
     return done
 
 
-def norm() -> None:
+def rms_norms() -> None:
     """Check all-reduce, residual and RMSNorm by the interpreted kernel."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):

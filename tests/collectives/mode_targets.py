@@ -87,7 +87,7 @@ def each_mode_has_its_own_choice() -> list[str]:
         return [plan.algorithm for plan in plans]
 
 
-def an_eager_call_readies_the_captured_one() -> tuple[list[str], list[str]]:
+def eager_call_compiles_the_captured_one() -> tuple[list[str], list[str]]:
     """Return what was compiled before a capture, and what was compiled after it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         chain, _ = with_modes(comm)
@@ -115,14 +115,14 @@ def explained() -> list[tuple[str, str, str]]:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         chain, _ = with_modes(comm)
         x = torch.ones(8)
-        said = [comm.explain(x), comm.explain(x, mode="graph"), comm.explain(x, mode="eager")]
+        explanations = [comm.explain(x), comm.explain(x, mode="graph"), comm.explain(x, mode="eager")]
         chain.graph = True
-        said += [comm.explain(x), comm.explain(x, mode="eager")]
+        explanations += [comm.explain(x), comm.explain(x, mode="eager")]
         assert chain.entered == 0, "explain orders nothing"
         with pytest.raises(ConfigError, match="mode is graph or eager, not 'captured'"):
             comm.explain(x, mode="captured")
         assert "float32, captured: one_shot" in str(comm.explain(x))
-        return [(one.mode, one.algorithm, one.source) for one in said]
+        return [(one.mode, one.algorithm, one.source) for one in explanations]
 
 
 def modes_of_cpu_ranks() -> None:
@@ -133,7 +133,7 @@ def modes_of_cpu_ranks() -> None:
                 comm.explain(torch.ones(8), mode=mode)
 
 
-def launched_past_the_choice() -> None:
+def explicit_launches() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         chain, plans = with_modes(comm)
         xs = inputs(5000, torch.bfloat16, comm.world_size, 2, "cpu")
@@ -141,8 +141,8 @@ def launched_past_the_choice() -> None:
         bound = []
         for chunk in (64, 704, 64):
             launch = LaunchShape(0, 64, 0, chunk)
-            made = comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="two_shot", launch=launch)
-            assert made.needs == (), "all is compiled"
+            call = comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="two_shot", launch=launch)
+            assert call.needs == (), "all is compiled"
             bound.append(chain.bound)
             check(out, reference.all_reduce(xs, "two_shot"), chunk)
         assert bound == [1, 2, 2], "what is measured has no twin, and is bound once"
@@ -151,7 +151,7 @@ def launched_past_the_choice() -> None:
         assert len(comm._calls) == 3
 
 
-def alone_nothing_is_ordered() -> int:
+def single_rank_orders_nothing() -> int:
     with shotcast.Communicator(device="cpu") as comm:
         chain, _ = with_modes(comm)
         comm.all_reduce(torch.ones(3))
@@ -165,13 +165,13 @@ def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:
         raise ConfigError("table x.json was made for revision 0 of the kernels")
 
     agreement.packaged = stale  # type: ignore[assignment]
-    heard: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shotcast").addHandler(handler)
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         x = torch.ones(8)
         assert comm.all_reduce(x).tolist() == [comm.world_size] * 8
         by_model = comm.explain(x)
         assert by_model.source == "cost model"
-        return by_model.reason, comm.explain(x, algorithm="ring").reason, heard
+        return by_model.reason, comm.explain(x, algorithm="ring").reason, logged

@@ -21,7 +21,7 @@ from shotcast.collectives import reference
 from shotcast.memory import shm
 from shotcast.wire import Op
 
-NOWHERE = itertools.count(1 << 52, 1 << 40)
+UNMAPPED = itertools.count(1 << 52, 1 << 40)
 """Addresses beyond those that a process can map, one for each buffer."""
 
 
@@ -36,7 +36,7 @@ class EmulatedBuffer:
         from shotcast.transport.triton import multicast
 
         self._shared = _ShmBuffer(group, nbytes)
-        self.multicast_address = next(NOWHERE)
+        self.multicast_address = next(UNMAPPED)
         self.traffic = multicast.emulate(self.multicast_address, self._shared.nbytes, self._shared.addresses)
 
     @property
@@ -63,7 +63,7 @@ def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def moved(comm: shotcast.Communicator) -> tuple[int, int]:
+def traffic(comm: shotcast.Communicator) -> tuple[int, int]:
     """Return the number of quads stored, and of quads summed, by multicast so far."""
     traffic = comm._executor._buffer.traffic
     return traffic.stored_quads, traffic.summed_quads
@@ -88,38 +88,38 @@ def every_form(counts: list[int], seed: int) -> int:
     with shotcast.Communicator(device="cpu", max_bytes=1 << 17, timeout_s=60) as comm:
         assert comm.topology.multicast
         rank, size = comm.rank, comm.world_size
-        dice = random.Random(rank)
+        rng = random.Random(rank)
         for (name, dtype), count in itertools.product(FLOATS.items(), counts):
             shift = done % 2
             xs = inputs(count, dtype, size, seed + count, "cpu")
             nbytes = count * dtype.itemsize
             mine = slice_quads(nbytes, rank, size)
             for algorithm, summed in (("two_shot", 0), ("multimem", mine)):
-                straggle(comm, dice)
-                before = moved(comm)
+                straggle(comm, rng)
+                before = traffic(comm)
                 x = shifted(xs[rank], shift)
                 got = comm.all_reduce(x, out=x if done % 3 == 0 else None, algorithm=algorithm)
                 check(got, reference.ordered_sum(xs), (name, count, shift, algorithm))
-                assert moved(comm) == (before[0] + mine, before[1] + summed), (name, count, shift, algorithm)
-            before = moved(comm)
+                assert traffic(comm) == (before[0] + mine, before[1] + summed), (name, count, shift, algorithm)
+            before = traffic(comm)
             check(
                 comm.all_gather(shifted(xs[rank], shift), algorithm="one_shot"), torch.cat(xs), (name, count, "gather")
             )
-            assert moved(comm) == (before[0] + quads(nbytes), before[1])
+            assert traffic(comm) == (before[0] + quads(nbytes), before[1])
             root = count % size
             got = comm.broadcast(shifted(xs[rank], shift), root)
             check(got, xs[root], (name, count, "broadcast"))
-            assert moved(comm) == (before[0] + quads(nbytes) * (1 + (rank == root)), before[1])
-            before = moved(comm)
+            assert traffic(comm) == (before[0] + quads(nbytes) * (1 + (rank == root)), before[1])
+            before = traffic(comm)
             if done % 2:
                 lengths = [max(0, count - 3 * r) for r in range(size)]
                 got = comm.all_gather(shifted(xs[rank][: lengths[rank]], shift), sizes=lengths)
                 check(got, torch.cat([x[:n] for x, n in zip(xs, lengths, strict=True)]), (name, count, "uneven"))
-                assert moved(comm) == (before[0] + quads(lengths[rank] * dtype.itemsize), before[1])
+                assert traffic(comm) == (before[0] + quads(lengths[rank] * dtype.itemsize), before[1])
             else:
                 cells = [x.view(torch.int16 if dtype.itemsize == 2 else torch.int32) for x in xs]
                 check(comm.all_gather(cells[rank]), torch.cat(cells), (name, count, "cells"))
-                assert moved(comm) == before, "flag cells go by peer stores"
+                assert traffic(comm) == before, "flag cells go by peer stores"
             done += 1
         comm.check()
     return done

@@ -54,7 +54,7 @@ WRONG = {
 """Algorithms that do not do what their descriptions state."""
 
 
-def served() -> tuple[list[float], str, list[str], str, bool]:
+def registered_before() -> tuple[list[float], str, list[str], str, bool]:
     """Return what a registered algorithm computes, and where it appears."""
     shotcast.register_algorithm(COPYCAT)
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
@@ -82,17 +82,17 @@ def registered_later() -> str:
         return later
 
 
-def wrong(what: str) -> str:
+def error_of_wrong_algorithm(what: str) -> str:
     """Return the error of a communicator whose registered algorithm is wrong. The ranks can go on without it."""
     shotcast.register_algorithm(WRONG[what])
     try:
         shotcast.Communicator(device="cpu", timeout_s=30)
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
     registry._added.clear()
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         assert comm.all_reduce(torch.ones(3)).tolist() == [comm.world_size] * 3
-    return said
+    return message
 
 
 def lossy() -> str:
@@ -105,7 +105,7 @@ def lossy() -> str:
         return comm.explain(torch.ones(8)).algorithm
 
 
-def differing(names: tuple[str, str]) -> str:
+def error_of_differing_names(names: tuple[str, str]) -> str:
     """Return the error of ranks that have registered different algorithms."""
     name = names[int(os.environ["RANK"])]
     shotcast.register_algorithm(dataclasses.replace(COPYCAT, name=name))
@@ -116,7 +116,7 @@ def differing(names: tuple[str, str]) -> str:
     return ""
 
 
-def differing_descriptions() -> str:
+def error_of_differing_descriptions() -> str:
     """Return the error of ranks whose descriptions of one name differ."""
     divides = os.environ["RANK"] == "0"
     form = dataclasses.replace(COPYCAT.forms[Op.ALL_REDUCE], divides=divides)

@@ -44,7 +44,7 @@ def every_operation(comm: Communicator, job_ranks: list[int], mine: int, algorit
     comm.barrier()
 
 
-def groups() -> None:
+def colors_and_keys() -> None:
     """Check colors, keys, and the order of ranks within a group."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         me, size = comm.rank, comm.world_size
@@ -71,7 +71,7 @@ def groups() -> None:
         every_operation(comm, list(range(size)), me, "ring")
 
 
-def some_without() -> None:
+def last_rank_left_out() -> None:
     """Leave out the last rank, and check that the others go on without it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         last = comm.world_size - 1
@@ -85,7 +85,7 @@ def some_without() -> None:
         assert comm.all_reduce(torch.ones(2)).tolist() == [last + 1.0] * 2
 
 
-def alternating(calls: int) -> None:
+def communicators_in_turn(calls: int) -> None:
     """Use the rows and columns of a grid, the whole, and a copy of it, in a random order that all ranks share."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         me, size = comm.rank, comm.world_size
@@ -114,7 +114,7 @@ def alternating(calls: int) -> None:
         comm.check()
 
 
-def of_another_size(small: int, large: int) -> None:
+def own_workspace_size(small: int, large: int) -> None:
     """Split off a part with its own workspace size. A part of that part has the same size by default."""
     with shotcast.Communicator(device="cpu", max_bytes=small, timeout_s=20) as comm:
         with comm.split(comm.rank % 2, max_bytes=large) as part, part.split(0) as like_it:
@@ -143,7 +143,7 @@ def after_different_splits(groups: int) -> None:
             assert half.all_reduce(torch.ones(1), algorithm="vendor").tolist() == [half.world_size]
 
 
-def many_in_turn(count: int) -> list[tuple[int, int]]:
+def resources_of_many_splits(count: int) -> list[tuple[int, int]]:
     """Return the open files and threads after half of ``count`` splits that were closed, and after all of them."""
     held = []
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:

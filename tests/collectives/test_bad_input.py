@@ -26,7 +26,7 @@ def test_bad_calls_are_refused_and_the_next_good_one_succeeds(world_size: int) -
 
 
 def test_closed_communicator_refuses_every_method() -> None:
-    shotcast.spawn(targets.closed, 2, timeout_s=50)
+    shotcast.spawn(targets.calls_after_close, 2, timeout_s=50)
 
 
 def test_bad_arguments_of_the_communicator() -> None:
@@ -56,7 +56,7 @@ class TestEnvironment:
     CODE = """
 import json, os, sys, shotcast
 job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-said = []
+errors = []
 for changes in json.load(sys.stdin):
     os.environ.update(job)
     for name, value in changes.items():
@@ -66,77 +66,83 @@ for changes in json.load(sys.stdin):
     try:
         shotcast.Communicator(device="cpu")
     except shotcast.ConfigError as error:
-        said.append(str(error))
+        errors.append(str(error))
     else:
-        said.append("")
+        errors.append("")
     for name in changes:
         os.environ.pop(name, None)
-print(json.dumps(said))
+print(json.dumps(errors))
 """
 
     def test_missing_wrong_and_inconsistent(self) -> None:
         env = {**os.environ, "PYTHONPATH": str(Path(shotcast.__file__).parents[1])}
-        asked = json.dumps([changes for changes, _ in self.CASES])
+        cases = json.dumps([changes for changes, _ in self.CASES])
         command = [sys.executable, "-c", self.CODE]
-        done = subprocess.run(command, input=asked, env=env, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, input=cases, env=env, capture_output=True, text=True, timeout=50)
         assert done.returncode == 0, done.stderr
-        for (changes, texts), said in zip(self.CASES, json.loads(done.stdout), strict=True):
+        for (changes, texts), message in zip(self.CASES, json.loads(done.stdout), strict=True):
             for text in texts:
-                assert text in said, (changes, said)
+                assert text in message, (changes, message)
 
 
 class TestDisagreement:
     """Every rank raises an error, and all errors have the same text."""
 
     @staticmethod
-    def told(*args: object) -> str:
-        said = shotcast.spawn(targets.constructed, 3, *args, timeout_s=50)
-        assert said[0]
-        assert said == [said[0]] * 3
-        return said[0]
+    def error_of(*args: object) -> str:
+        messages = shotcast.spawn(targets.construction_error, 3, *args, timeout_s=50)
+        assert messages[0]
+        assert messages == [messages[0]] * 3
+        return messages[0]
 
     def test_algorithm(self) -> None:
-        said = self.told({1: {"SHOTCAST_ALGORITHM": "ring"}})
-        assert said == "the ranks do not agree on SHOTCAST_ALGORITHM: rank 0: auto, rank 1: ring, rank 2: auto"
+        message = self.error_of({1: {"SHOTCAST_ALGORITHM": "ring"}})
+        assert message == "the ranks do not agree on SHOTCAST_ALGORITHM: rank 0: auto, rank 1: ring, rank 2: auto"
 
     def test_allow_fp8(self) -> None:
-        said = self.told({1: {"SHOTCAST_ALLOW_FP8": "1"}})
+        message = self.error_of({1: {"SHOTCAST_ALLOW_FP8": "1"}})
         words = "the ranks do not agree on allow_fp8 (SHOTCAST_ALLOW_FP8): "
-        assert said == words + "rank 0: False, rank 1: True, rank 2: False"
-        said = self.told({}, {0: {"allow_fp8": True}})
-        assert said == words + "rank 0: True, rank 1: False, rank 2: False"
+        assert message == words + "rank 0: False, rank 1: True, rank 2: False"
+        message = self.error_of({}, {0: {"allow_fp8": True}})
+        assert message == words + "rank 0: True, rank 1: False, rank 2: False"
 
     def test_check_vendor(self) -> None:
-        said = self.told({1: {"SHOTCAST_CHECK_VENDOR": "0"}})
-        assert said == "the ranks do not agree on SHOTCAST_CHECK_VENDOR: rank 0: True, rank 1: False, rank 2: True"
+        message = self.error_of({1: {"SHOTCAST_CHECK_VENDOR": "0"}})
+        assert message == "the ranks do not agree on SHOTCAST_CHECK_VENDOR: rank 0: True, rank 1: False, rank 2: True"
 
     @pytest.mark.parametrize("other", [1 << 10, 32 << 20])
     def test_max_bytes(self, other: int) -> None:
-        said = self.told({}, {2: {"max_bytes": other}})
-        assert said == f"the ranks do not agree on max_bytes: rank 0: {16 << 20}, rank 1: {16 << 20}, rank 2: {other}"
+        message = self.error_of({}, {2: {"max_bytes": other}})
+        assert (
+            message == f"the ranks do not agree on max_bytes: rank 0: {16 << 20}, rank 1: {16 << 20}, rank 2: {other}"
+        )
 
     def test_kernels(self) -> None:
-        said = self.told({0: {"SHOTCAST_CPU_KERNELS": "interpreter"}})
-        assert said.startswith("the ranks do not agree on SHOTCAST_CPU_KERNELS: rank 0: interpreter, rank 1: compiled")
+        message = self.error_of({0: {"SHOTCAST_CPU_KERNELS": "interpreter"}})
+        assert message.startswith(
+            "the ranks do not agree on SHOTCAST_CPU_KERNELS: rank 0: interpreter, rank 1: compiled"
+        )
 
     def test_table(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
         path.write_text(render("cpu", 3, {}, {}, []))
-        said = self.told({1: {"SHOTCAST_TABLE": str(path)}})
-        assert said.startswith("the ranks do not agree on tables (SHOTCAST_TABLE): rank 0: ")
+        message = self.error_of({1: {"SHOTCAST_TABLE": str(path)}})
+        assert message.startswith("the ranks do not agree on tables (SHOTCAST_TABLE): rank 0: ")
 
     def test_table_that_one_rank_cannot_read(self, tmp_path: Path) -> None:
-        said = self.told({1: {"SHOTCAST_TABLE": str(tmp_path / "none.json")}})
-        assert said.startswith("rank 1: SHOTCAST_TABLE: cannot read ")
+        message = self.error_of({1: {"SHOTCAST_TABLE": str(tmp_path / "none.json")}})
+        assert message.startswith("rank 1: SHOTCAST_TABLE: cannot read ")
 
     def test_table_of_other_hardware(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
         path.write_text(render("NVIDIA H200", 4, {}, {}, []))
-        said = self.told({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
-        assert f"{path} was made for 4 x NVIDIA H200; this is 3 x {cpu_model()}: run `shotcast tune` again here" in said
+        message = self.error_of({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
+        assert (
+            f"{path} was made for 4 x NVIDIA H200; this is 3 x {cpu_model()}: run `shotcast tune` again here" in message
+        )
 
     @pytest.mark.parametrize(
-        ("change", "told"),
+        ("change", "reason"),
         [
             (('"format": 2', '"format": 1'), "has format 1; this version reads format 2: run `shotcast tune` again"),
             (
@@ -145,27 +151,27 @@ class TestDisagreement:
             ),
         ],
     )
-    def test_table_that_is_out_of_date(self, tmp_path: Path, change: tuple[str, str], told: str) -> None:
+    def test_table_that_is_out_of_date(self, tmp_path: Path, change: tuple[str, str], reason: str) -> None:
         path = tmp_path / "table.json"
         path.write_text(render("cpu", 3, {}, {}, []).replace(*change))
-        said = self.told({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
-        assert f"table {path} {told}" in said
+        message = self.error_of({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
+        assert f"table {path} {reason}" in message
 
     def test_table_with_a_launch_that_the_kernels_cannot_take(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
         row = Row(64, "one_shot", LaunchShape(block_words=0), "eager")
         path.write_text(render("cpu", 3, {("eager", "all_reduce", "int8"): [row]}, {}, []))
         settings = {"SHOTCAST_TABLE": str(path), "SHOTCAST_CPU_KERNELS": "interpreter"}
-        said = self.told(dict.fromkeys(range(3), settings))
-        assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 4096, not 0" in said
+        message = self.error_of(dict.fromkeys(range(3), settings))
+        assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 4096, not 0" in message
 
     def test_device(self) -> None:
-        said = shotcast.spawn(targets.disagree_on_device, 2, timeout_s=50)
-        assert said == ["the ranks do not agree on device: rank 0: cuda, rank 1: cpu"] * 2
+        messages = shotcast.spawn(targets.construction_error_of_two_devices, 2, timeout_s=50)
+        assert messages == ["the ranks do not agree on device: rank 0: cuda, rank 1: cpu"] * 2
 
     @pytest.mark.timing
-    def test_construction_that_a_rank_does_not_come_to(self) -> None:
-        op, missing, took = shotcast.spawn(targets.one_does_not_come, 3, timeout_s=50)[0]
+    def test_construction_without_one_rank(self) -> None:
+        op, missing, took = shotcast.spawn(targets.construct_without_one_rank, 3, timeout_s=50)[0]
         assert (op, missing) == ("construction", (1,))
         assert took < 2.0
 
@@ -173,24 +179,24 @@ class TestDisagreement:
 class TestSharedMemory:
     def test_no_such_directory(self, tmp_path: Path) -> None:
         env = {rank: {"SHOTCAST_SHM_DIR": str(tmp_path / "none")} for rank in range(2)}
-        for said in shotcast.spawn(targets.constructed, 2, env, timeout_s=50):
-            assert "rank 0: cannot create shared memory in " in said
-            assert "rank 1: " in said
-            assert "Set SHOTCAST_SHM_DIR to use another tmpfs" in said
+        for message in shotcast.spawn(targets.construction_error, 2, env, timeout_s=50):
+            assert "rank 0: cannot create shared memory in " in message
+            assert "rank 1: " in message
+            assert "Set SHOTCAST_SHM_DIR to use another tmpfs" in message
 
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter"])
-    def test_too_little(self, kernels: str) -> None:
+    def test_too_little_shared_memory(self, kernels: str) -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
             env = {"SHOTCAST_CPU_KERNELS": kernels, "SHOTCAST_SHM_DIR": folder}
-            for said in shotcast.spawn(targets.constructed_with_little_room, 2, 1, env=env, timeout_s=50):
-                assert "rank 1: not enough shared memory: wanted" in said
-                assert "rank 0" not in said
-                assert "smaller max_bytes" in said
-                assert "SHOTCAST_SHM_DIR" in said
+            for message in shotcast.spawn(targets.construction_error_with_little_memory, 2, 1, env=env, timeout_s=50):
+                assert "rank 1: not enough shared memory: wanted" in message
+                assert "rank 0" not in message
+                assert "smaller max_bytes" in message
+                assert "SHOTCAST_SHM_DIR" in message
             assert os.listdir(folder) == []
 
 
 def test_error_is_a_value_error_too() -> None:
     with pytest.raises(ValueError, match="positive number of processes"):
-        shotcast.spawn(targets.closed, 0)
+        shotcast.spawn(targets.calls_after_close, 0)
     assert issubclass(ConfigError, ValueError)

@@ -46,7 +46,7 @@ def empty_inductor_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def compile_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run a target on ranks that other tests use too, as PyTorch's compilers take seconds to load."""
-    return shared_ranks.run(targets.compiled_anew, world_size, fn, *args)
+    return shared_ranks.run(targets.with_nothing_compiled, world_size, fn, *args)
 
 
 @pytest.mark.parametrize("backend", SOMETIMES)
@@ -55,7 +55,7 @@ def test_every_call(backend: str) -> None:
 
 
 @pytest.mark.full
-def test_every_call_of_three() -> None:
+def test_every_call_on_three_ranks() -> None:
     assert compile_on_ranks(targets.compiled_equals_eager, 3, "aot_eager") == [1, 1, 1]
 
 
@@ -75,31 +75,31 @@ def test_gradients(world_size: int) -> None:
     assert compile_on_ranks(targets.gradients, world_size, "aot_eager") == [26] * world_size
 
 
-def test_operators_are_what_they_say() -> None:
+def test_operators_pass_opcheck() -> None:
     checked = compile_on_ranks(targets.opcheck, 2)[0]
     assert len(checked) == 13
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model(backend: str) -> None:
+def test_model(backend: str) -> None:
     assert compile_on_ranks(targets.model_equals_eager, 2, backend) == [2, 2]  # for inference and for training
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_the_program(backend: str) -> None:
     """Without precautions, compilers drop the unused call, and Inductor runs the barrier first and the gathers last."""
-    made = compile_on_ranks(targets.order_of_the_program, 2, backend)
-    assert made[0] == made[1]
-    assert made[0][:6] == ["all_to_all", "all_reduce", "barrier", "all_gather", "all_reduce", "reduce_scatter"]
-    assert sorted(made[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # in the backward
+    labels = compile_on_ranks(targets.order_of_the_program, 2, backend)
+    assert labels[0] == labels[1]
+    assert labels[0][:6] == ["all_to_all", "all_reduce", "barrier", "all_gather", "all_reduce", "reduce_scatter"]
+    assert sorted(labels[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # in the backward
 
 
-def test_what_a_graph_says() -> None:
-    compile_on_ranks(targets.cached_by_what_it_says, 2)
+def test_graphs_name_rank_and_world_size() -> None:
+    compile_on_ranks(targets.graph_arguments, 2)
 
 
-def test_who_is_called() -> None:
-    compile_on_ranks(targets.who_is_called, 2, "aot_eager")
+def test_eager_calls_bypass_the_operators() -> None:
+    compile_on_ranks(targets.operators_and_names, 2, "aot_eager")
 
 
 def test_bad_calls() -> None:
@@ -111,8 +111,8 @@ def test_selective_checkpoints() -> None:
 
 
 def test_order_that_cannot_be_kept_is_refused() -> None:
-    said = shotcast.spawn(targets.without, 1, "Inductor's kernels", timeout_s=500)[0]
-    assert "the order of calls in code of PyTorch" in said
+    message = shotcast.spawn(targets.error_without, 1, "Inductor's kernels", timeout_s=500)[0]
+    assert "the order of calls in code of PyTorch" in message
 
 
 def test_operators_that_cannot_be_ordered_are_refused(tmp_path: Path) -> None:

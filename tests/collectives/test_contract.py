@@ -16,18 +16,18 @@ SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", range(3, 9))
 @pytest.mark.parametrize("multicast", [False, True])
-def test_auto_never_takes_other_roundings_for_a_sum(device: str, world_size: int, multicast: bool) -> None:
+def test_auto_keeps_the_bits_of_a_sum(device: str, world_size: int, multicast: bool) -> None:
     kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
-    place = Topology(world_size, device, part, kernels, "", multicast, 512 << 20, registered())
+    topology = Topology(world_size, device, part, kernels, "", multicast, 512 << 20, registered())
     table = packaged(part, world_size, registered())
     for tables in ((), (("packaged table", table),) if table else ()):
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             for dtype in ("float32", "float16", "bfloat16"):
                 for nbytes in SIZES:
-                    choice = choose(CollectiveProblem(op, nbytes, dtype, place), "auto", "auto", tables)
+                    choice = choose(CollectiveProblem(op, nbytes, dtype, topology), "auto", "auto", tables)
                     assert choice.candidate.algorithm in ("one_shot", "two_shot", "vendor"), (op, dtype, nbytes, choice)
 
 
-def test_the_packaged_tables_that_this_is_about_exist() -> None:
+def test_packaged_tables_exist() -> None:
     assert packaged("NVIDIA H200", 2, registered())
     assert packaged("NVIDIA H200", 4, registered())

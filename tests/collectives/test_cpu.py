@@ -48,11 +48,11 @@ class TestValues:
         shotcast.spawn(changing_sizes, world_size, "cpu", 600 // world_size, 60_000, world_size, timeout_s=100)
 
     def test_more_ranks_than_own_kernels_serve(self) -> None:
-        said = shotcast.spawn(targets.beyond_the_own_kernels, wire.MAX_WORLD_SIZE + 1, timeout_s=60)[0]
-        assert "vendor, by legality: own kernels serve up to 8 ranks, not 9" in said
+        explanation = shotcast.spawn(targets.more_ranks_than_kernels_serve, wire.MAX_WORLD_SIZE + 1, timeout_s=60)[0]
+        assert "vendor, by legality: own kernels serve up to 8 ranks, not 9" in explanation
 
     def test_one_rank(self) -> None:
-        shotcast.spawn(targets.alone, 1, timeout_s=60)
+        shotcast.spawn(targets.single_rank, 1, timeout_s=60)
 
     def test_shapes(self) -> None:
         shotcast.spawn(targets.shapes, 3, timeout_s=60)
@@ -67,15 +67,15 @@ class TestValues:
     def test_messages_wait_in_the_mailbox(self) -> None:
         assert shotcast.spawn(waiting_messages, 3, "cpu", 30, timeout_s=60) == [6 * (4 + 4 + 4 + 2 + 1)] * 2 + [0]
 
-    def test_what_fits_and_what_the_vendor_library_carries(self) -> None:
-        assert shotcast.spawn(targets.room_for_messages, 2, timeout_s=60) == [[4, 0, 0]] * 2
+    def test_number_of_messages_that_may_wait(self) -> None:
+        assert shotcast.spawn(targets.mailbox_capacity, 2, timeout_s=60) == [[4, 0, 0]] * 2
 
     def test_first_messages_wait_for_nobody_else(self) -> None:
         assert max(shotcast.spawn(targets.first_messages, 3, timeout_s=60)) < 1.5, (
             "half a second for each form, to wait for the third rank"
         )
 
-    def test_more_different_calls_than_are_kept(self) -> None:
+    def test_more_calls_than_a_communicator_remembers(self) -> None:
         from shotcast.collectives.communicator import _KEPT_CALLS
 
         kept = shotcast.spawn(targets.many_different_calls, 2, _KEPT_CALLS + 100, timeout_s=60)
@@ -95,7 +95,7 @@ class TestBits:
             assert ends == [(1 << 16) + 8, (1 << 31) + 8, (1 << 32) + 8]
 
     def test_workspace_does_not_change_the_answer(self) -> None:
-        results = shotcast.spawn(targets.small_workspace_gives_the_same_bits, 3, timeout_s=60)
+        results = shotcast.spawn(targets.sums_with_small_workspaces, 3, timeout_s=60)
         assert all(result == results[0] for result in results)
         found = results[0]
         third = len(found) // 3
@@ -110,22 +110,24 @@ class TestBits:
                 row = Row(float("inf"), algorithm, LaunchShape(0, 0, 0, chunk_bytes), "eager")
                 path.write_text(render("cpu", 3, {("eager", "all_reduce", "bfloat16"): [row]}, {}, []))
                 env = {"SHOTCAST_TABLE": str(path)}
-                for found, said in shotcast.spawn(targets.sums_with_chunks, 3, [algorithm], env=env, timeout_s=60):
-                    assert f"{algorithm} (chunks of {chunk_bytes} bytes), by user table: {path}" in said
+                for found, explanation in shotcast.spawn(
+                    targets.sums_with_chunks, 3, [algorithm], env=env, timeout_s=60
+                ):
+                    assert f"{algorithm} (chunks of {chunk_bytes} bytes), by user table: {path}" in explanation
                     bits.add(found)
         assert len(bits) == 1
 
 
 @pytest.mark.timing
 class TestThreads:
-    def test_two_at_once_are_refused(self) -> None:
-        told = shotcast.spawn(targets.two_threads, 2, timeout_s=60)[0]
-        assert len(told) == 4
-        assert all("two threads use one communicator at once" in text for text in told)
+    def test_two_concurrent_calls_are_refused(self) -> None:
+        errors = shotcast.spawn(targets.two_threads, 2, timeout_s=60)[0]
+        assert len(errors) == 4
+        assert all("two threads use one communicator at once" in text for text in errors)
 
     def test_close_waits_for_a_call_of_another_thread(self) -> None:
-        how, took = shotcast.spawn(targets.closed_during_a_call, 2, timeout_s=60)[0]
-        assert how == "CollectiveTimeout"
+        error, took = shotcast.spawn(targets.closed_during_a_call, 2, timeout_s=60)[0]
+        assert error == "CollectiveTimeout"
         assert 0.5 < took < 3
 
 
@@ -134,14 +136,14 @@ class TestStates:
     def test_context_timeout_and_close(self) -> None:
         shotcast.spawn(targets.states, 3, timeout_s=60)
 
-    def test_reset_without_trouble(self) -> None:
-        epochs = shotcast.spawn(targets.across_epochs_of_resets, 2, timeout_s=60)
+    def test_reset_without_a_failure(self) -> None:
+        epochs = shotcast.spawn(targets.repeated_resets, 2, timeout_s=60)
         assert epochs[0] == epochs[1]
         assert epochs[0] == sorted(set(epochs[0]))
 
 
-def test_ranks_that_met_at_a_file(tmp_path: Path) -> None:
-    shotcast.spawn(targets.met_at_a_file, 2, str(tmp_path / "store"), timeout_s=50)
+def test_rendezvous_at_a_file(tmp_path: Path) -> None:
+    shotcast.spawn(targets.rendezvous_at_a_file, 2, str(tmp_path / "store"), timeout_s=50)
 
 
 def test_started_by_torchrun(tmp_path: Path) -> None:

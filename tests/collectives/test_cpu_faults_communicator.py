@@ -26,18 +26,18 @@ def shm() -> Iterator[dict[str, str]]:
         assert os.listdir(directory) == []
 
 
-def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
-    error = said["error"]
+def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float) -> None:
+    error = outcome["error"]
     assert isinstance(error, CollectiveTimeout), error
     assert (error.missing, error.op, error.timeout_s) == ((missing,), "all_reduce", timeout_s)
     assert error.epoch == 3, "two calls went before"
-    assert timeout_s * 0.9 < said["took"] < timeout_s + 1
-    assert said["nan"]
+    assert timeout_s * 0.9 < outcome["took"] < timeout_s + 1
+    assert outcome["nan"]
 
 
 class TestKilled:
     @pytest.mark.parametrize(
-        ("world_size", "how", "algorithm", "victim"),
+        ("world_size", "fault", "algorithm", "victim"),
         [
             (2, "killed", "one_shot", 1),
             pytest.param(2, "stopped", "ring", 0, marks=pytest.mark.full),
@@ -47,7 +47,7 @@ class TestKilled:
         ],
     )
     def test_survivors_name_the_victim(
-        self, world_size: int, how: str, algorithm: str, victim: int, shm: dict[str, str]
+        self, world_size: int, fault: str, algorithm: str, victim: int, shm: dict[str, str]
     ) -> None:
         results = shotcast.spawn(
             killed,
@@ -55,7 +55,7 @@ class TestKilled:
             "cpu",
             algorithm,
             victim,
-            SIGNALS[how],
+            SIGNALS[fault],
             TIMEOUT_S,
             timeout_s=TIMEOUT_S + 3.5,
             env=shm,
@@ -63,14 +63,14 @@ class TestKilled:
         )
         failed = results.pop(victim)
         assert isinstance(failed, RankFailed)
-        if how == "killed":
+        if fault == "killed":
             assert "SIGKILL" in failed.detail
-        for said in results:
-            assert isinstance(said, dict), said
-            expect_timeout(said, victim, TIMEOUT_S)
-            assert isinstance(said["again"], CollectiveTimeout)
-            assert (said["again"].missing, said["again"].epoch) == ((victim,), 3)
-            assert said["again_s"] < 0.5
+        for outcome in results:
+            assert isinstance(outcome, dict), outcome
+            expect_timeout(outcome, victim, TIMEOUT_S)
+            assert isinstance(outcome["again"], CollectiveTimeout)
+            assert (outcome["again"].missing, outcome["again"].epoch) == ((victim,), 3)
+            assert outcome["again_s"] < 0.5
 
     @pytest.mark.parametrize(
         "op",
@@ -86,16 +86,16 @@ class TestKilled:
         results = shotcast.spawn(call, 3, 1, 0.8, op, env=shm, timeout_s=20, return_exceptions=True)
         assert isinstance(results.pop(1), RankFailed)
         kinds = []
-        for said in results:
-            assert isinstance(said, dict), said
-            assert said["error"].missing == (1,)
-            kinds.append(said["error"].op)
-            assert 0.7 < said["took"] < 0.8 + 1
-            assert said["after"] < 0.5
-            assert said["nan"]
+        for outcome in results:
+            assert isinstance(outcome, dict), outcome
+            assert outcome["error"].missing == (1,)
+            kinds.append(outcome["error"].op)
+            assert 0.7 < outcome["took"] < 0.8 + 1
+            assert outcome["after"] < 0.5
+            assert outcome["nan"]
         assert kinds == [op, op]
 
-    def test_the_rest_go_on_in_a_new_communicator(self) -> None:
+    def test_survivors_continue_in_a_new_communicator(self) -> None:
         results = shotcast.spawn(targets.survivors_go_on, 4, 1, timeout_s=40, return_exceptions=True)
         assert isinstance(results.pop(1), RankFailed)
         assert results == [[5.0] * 4] * 3
@@ -107,7 +107,7 @@ class TestKilled:
             assert kind == "ShotcastError"
             assert "gloo lost a rank during all_reduce(sum) of int64" in text
 
-    def test_spawn_names_who_died_and_not_who_noticed(self) -> None:
+    def test_spawn_names_the_dead_rank_and_not_a_survivor(self) -> None:
         with pytest.raises(RankFailed) as caught:
             shotcast.spawn(targets.killed_in_each_call, 3, 1, 0.5, "barrier", timeout_s=20)
         assert caught.value.rank == 1
@@ -118,23 +118,23 @@ class TestLate:
     @pytest.mark.parametrize(
         ("world_size", "algorithm", "late"), [(2, "one_shot", 0), (4, "two_shot", 1), (4, "ring", 3)]
     )
-    def test_named_and_reset(self, world_size: int, algorithm: str, late: int) -> None:
+    def test_late_rank_is_named_and_reset(self, world_size: int, algorithm: str, late: int) -> None:
         results = shotcast.spawn(late_then_reset, world_size, "cpu", algorithm, late, TIMEOUT_S, timeout_s=40)
-        for rank, said in enumerate(results):
+        for rank, outcome in enumerate(results):
             if rank == late:  # the late rank learns at once what the others found
-                assert isinstance(said["error"], CollectiveTimeout)
-                assert (said["error"].missing, said["error"].rank) == ((late,), late)
-                assert said["took"] < TIMEOUT_S
+                assert isinstance(outcome["error"], CollectiveTimeout)
+                assert (outcome["error"].missing, outcome["error"].rank) == ((late,), late)
+                assert outcome["took"] < TIMEOUT_S
             else:
-                expect_timeout(said, late, TIMEOUT_S)
+                expect_timeout(outcome, late, TIMEOUT_S)
 
-    def test_a_second_attempt_to_meet(self) -> None:
-        shotcast.spawn(targets.reset_again_after_nobody_came, 3, 1, timeout_s=40)
+    def test_second_attempt_to_reset(self) -> None:
+        shotcast.spawn(targets.reset_after_a_missed_attempt, 3, 1, timeout_s=40)
 
-    def test_the_store_answers_late(self) -> None:
-        shotcast.spawn(targets.meet_by_a_busy_store, 3, 0, timeout_s=40)
+    def test_slow_store(self) -> None:
+        shotcast.spawn(targets.gather_with_a_slow_store, 3, 0, timeout_s=40)
 
-    def test_deadline_is_each_ranks_own(self) -> None:
+    def test_each_rank_has_its_own_deadline(self) -> None:
         results = shotcast.spawn(targets.timeouts_of_each_rank, 3, timeout_s=40)
         assert [kind for _, kind in results] == ["CollectiveTimeout", "CollectiveTimeout", ""]
         assert 0.4 < results[1][0] < 1.5
@@ -146,16 +146,16 @@ class TestMismatch:
         ("world_size", "odd", "what"),
         [(2, 1, "op"), (2, 1, "nbytes"), *((4, 0, what) for what in ("op", "nbytes", "dtype", "algorithm", "root"))],
     )
-    def test_reported_alike(self, world_size: int, odd: int, what: str) -> None:
-        for rank, said in enumerate(shotcast.spawn(mismatched, world_size, "cpu", what, odd, 5.0, timeout_s=40)):
-            error = said["error"]
+    def test_all_ranks_report_the_same(self, world_size: int, odd: int, what: str) -> None:
+        for rank, outcome in enumerate(shotcast.spawn(mismatched, world_size, "cpu", what, odd, 5.0, timeout_s=40)):
+            error = outcome["error"]
             assert isinstance(error, CollectiveMismatch), error
             assert (error.rank, error.differing, error.fields) == (rank, (odd,), (what,))
             assert sorted(error.calls) == list(range(world_size))
             assert error.epoch == 5
-            assert said["took"] < 1.5
+            assert outcome["took"] < 1.5
 
-    def test_before_the_vendor_runs_and_not_after_a_reset(self) -> None:
+    def test_mismatch_is_found_before_the_vendor_runs(self) -> None:
         for seen in shotcast.spawn(targets.different_calls, 3, 2, timeout_s=50):
             assert len(seen) == 9
             for what, (error, took) in seen.items():
@@ -164,18 +164,18 @@ class TestMismatch:
                 assert took < 1.5, what
 
     @pytest.mark.parametrize("what", ["dtype", "nbytes"])
-    def test_of_a_message(self, what: str) -> None:
+    def test_mismatched_message(self, what: str) -> None:
         errors = shotcast.spawn(targets.different_messages, 3, what, timeout_s=40)
         assert errors[0] is errors[2] is None
         assert errors[1].fields == (what,)
         assert sorted(errors[1].calls) == [0, 1]
 
-    def test_a_message_that_does_not_come(self) -> None:
+    def test_missing_message(self) -> None:
         first, second, third = shotcast.spawn(targets.missing_messages, 3, timeout_s=40)
         assert [error and error.missing for error in first] == [None, (1,)]
         assert [error and error.missing for error in second] == [(0,), None]
         assert third == [None, None]
 
-    def test_output_is_nan_in_every_dtype_that_has_it(self) -> None:
+    def test_output_is_nan_in_every_dtype_that_has_nan(self) -> None:
         served = sum(name.startswith(("float", "bfloat", "complex")) for name in wire.DTYPES)
         assert shotcast.spawn(targets.outputs_after_a_fault, 2, timeout_s=40) == [served] * 2

@@ -67,7 +67,7 @@ def graphs(replays: int) -> None:
     """Replay graphs of several calls on changed inputs, between eager calls."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         shared, own = random.Random(1), random.Random(comm.rank)
-        made = []
+        captured = []
         for count in (512, 4096, 70_001, 1 << 20):
             for name in ("one_shot", "two_shot", "two_shot_fp8", "ring"):
                 x = torch.zeros(count, dtype=torch.bfloat16, device=comm.device)
@@ -81,10 +81,10 @@ def graphs(replays: int) -> None:
                     for _ in range(3):
                         comm.all_reduce(x, out=out, algorithm=name)
                     comm.all_gather(x.view(torch.int16), out=gathered)
-                made.append((name, x, out, gathered, graph))
+                captured.append((name, x, out, gathered, graph))
         wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
         for replay in range(replays):
-            name, x, out, gathered, graph = shared.choice(made)
+            name, x, out, gathered, graph = shared.choice(captured)
             xs = inputs(x.numel(), torch.bfloat16, comm.world_size, replay, comm.device)
             xs = tame(xs) if name == "two_shot_fp8" else xs
             x.copy_(xs[comm.rank])
@@ -150,12 +150,12 @@ def repeated(calls: int) -> int:
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size, device = comm.rank, comm.world_size, comm.device
         assert comm._fast_path is not None
-        short, make = [0], comm._fast_path.make
+        fast_calls, make = [0], comm._fast_path.make
 
         def counted(*args: Any) -> bool:
-            made = make(*args)
-            short[0] += made
-            return made
+            taken = make(*args)
+            fast_calls[0] += taken
+            return taken
 
         comm._fast_path.make = counted  # type: ignore[method-assign]
         other = torch.cuda.Stream(device)
@@ -172,30 +172,30 @@ def repeated(calls: int) -> int:
             torch.cuda.synchronize(device)
             assert torch.equal(out, wanted), (number, count, dtype, algorithm)
         comm.check()
-        return short[0]
+        return fast_calls[0]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_calls_made_again(world_size: int) -> None:
+def test_repeated_calls_take_the_fast_path(world_size: int) -> None:
     assert min(shotcast.spawn(repeated, world_size, 400, timeout_s=200)) > 200
 
 
-def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
-    error = said["error"]
+def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float) -> None:
+    error = outcome["error"]
     assert isinstance(error, shotcast.CollectiveTimeout), error
     assert error.missing == (missing,)
     assert error.op == "all_reduce"
     assert error.epoch > 2
-    assert timeout_s * 0.9 < said["took"] < timeout_s + 1
-    assert said["nan"]
+    assert timeout_s * 0.9 < outcome["took"] < timeout_s + 1
+    assert outcome["nan"]
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_killed_or_stopped_rank(world_size: int, how: str, record_property: Callable[[str, object], None]) -> None:
+def test_killed_or_stopped_rank(world_size: int, fault: str, record_property: Callable[[str, object], None]) -> None:
     victim = world_size - 1
     results = shotcast.spawn(
-        killed, world_size, "cuda", "two_shot", victim, SIGNALS[how], 2.0, timeout_s=25, return_exceptions=True
+        killed, world_size, "cuda", "two_shot", victim, SIGNALS[fault], 2.0, timeout_s=25, return_exceptions=True
     )
     for rank in range(world_size):
         if rank == victim:
@@ -215,22 +215,22 @@ def test_reset_after_a_late_rank(
     world_size: int, algorithm: str, record_property: Callable[[str, object], None]
 ) -> None:
     results = shotcast.spawn(late_then_reset, world_size, "cuda", algorithm, 1, 2.0, timeout_s=60)
-    for rank, said in enumerate(results):
-        record_property(f"rank_{rank}", f"{said['took']:.3f} s: {said['error']}")
+    for rank, outcome in enumerate(results):
+        record_property(f"rank_{rank}", f"{outcome['took']:.3f} s: {outcome['error']}")
         if rank == 1:
-            assert said["error"].missing == (1,)
+            assert outcome["error"].missing == (1,)
         else:
-            expect_timeout(said, 1, 2.0)
+            expect_timeout(outcome, 1, 2.0)
 
 
 @pytest.mark.parametrize("what", ["op", "nbytes", "dtype", "algorithm", "root"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mismatch(world_size: int, what: str, record_property: Callable[[str, object], None]) -> None:
     odd = world_size - 1
-    for rank, said in enumerate(shotcast.spawn(mismatched, world_size, "cuda", what, odd, 5.0, timeout_s=60)):
-        record_property(f"rank_{rank}", f"{said['took']:.3f} s: {said['error']}")
-        error = said["error"]
+    for rank, outcome in enumerate(shotcast.spawn(mismatched, world_size, "cuda", what, odd, 5.0, timeout_s=60)):
+        record_property(f"rank_{rank}", f"{outcome['took']:.3f} s: {outcome['error']}")
+        error = outcome["error"]
         assert isinstance(error, shotcast.CollectiveMismatch), error
         assert error.differing == (odd,)
         assert what in error.fields
-        assert said["took"] < 2
+        assert outcome["took"] < 2

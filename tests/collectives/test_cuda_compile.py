@@ -7,7 +7,7 @@ from typing import Any
 import compile_targets as targets
 import pytest
 import torch
-from compile_targets import Block, same
+from compile_targets import Block, assert_same
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -49,11 +49,11 @@ def reduce_overhead(rows: list[int]) -> int:
     hidden = 512
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm, torch.no_grad():
         model = nn.ModuleList(Normed(comm, hidden) for _ in range(2))
-        made: list[str] = []
+        labels: list[str] = []
         run = comm._run
 
         def logged(op: Any, *args: Any, **kwargs: Any) -> Any:
-            made.append(op.label)
+            labels.append(op.label)
             return run(op, *args, **kwargs)
 
         def layers(x: torch.Tensor) -> list[torch.Tensor]:
@@ -71,10 +71,10 @@ def reduce_overhead(rows: list[int]) -> int:
                 comm._run = logged
                 got = [tensor.clone() for tensor in traced(x)]
                 comm._run = run
-                by_host += len(made)
-                assert seed < 4 or not made, "a replay needs no host"
-                made.clear()
-                same(got, outputs(model, comm, x))
+                by_host += len(labels)
+                assert seed < 4 or not labels, "a replay needs no host"
+                labels.clear()
+                assert_same(got, outputs(model, comm, x))
         torch.cuda.synchronize()
         comm.check()
         assert counters["inductor"]["cudagraph_skips"] == 0
@@ -101,7 +101,7 @@ def manual_graph(rows: int) -> None:
         for seed in range(1, 20):
             x.copy_(inputs(comm, rows, hidden, seed))
             graph.replay()
-            same(kept, outputs(model, comm, x))
+            assert_same(kept, outputs(model, comm, x))
         torch.cuda.synchronize()
         comm.check()
 

@@ -30,8 +30,8 @@ def test_values(world_size: int, op: Op, dtype: str) -> None:
     Every form of every length takes a second to compile. So each operation and dtype takes two lengths, and one form
     for each number of rows; all lengths occur with most of them. The interpreter runs the rest.
     """
-    place = FUSED.index(op) * len(DTYPES) + DTYPES.index(dtype)
-    lengths = LENGTHS[3 * place % 8], LENGTHS[(3 * place + 4) % 8]
+    index = FUSED.index(op) * len(DTYPES) + DTYPES.index(dtype)
+    lengths = LENGTHS[3 * index % 8], LENGTHS[(3 * index + 4) % 8]
     listed = [Case(dtype, rows, hidden, rows % 2) for hidden, rows in itertools.product(lengths, ROWS)]
     listed.append(Case(dtype, 3, 16384 if dtype != "float32" else 8192))
     listed.append(Case(dtype, 700, 4096))
@@ -68,14 +68,14 @@ def test_graphs_replay_on_changed_inputs(world_size: int, hidden: int) -> None:
     shotcast.spawn(targets.graphs, world_size, 200, hidden, timeout_s=480)
 
 
-def expect_timeout(said: Stopped, missing: int, timeout_s: float, op: Op) -> None:
-    assert isinstance(said.error, shotcast.CollectiveTimeout), said.error
-    assert said.error.missing == (missing,)
-    assert said.error.op == op.label
-    assert timeout_s * 0.9 < said.took < timeout_s + 1
-    assert said.nan == {"quantized": True, "scale": True, "new_residual": True, "normed": True}
-    assert isinstance(said.again, shotcast.CollectiveTimeout)
-    assert said.again_s < 0.5
+def expect_timeout(outcome: Stopped, missing: int, timeout_s: float, op: Op) -> None:
+    assert isinstance(outcome.error, shotcast.CollectiveTimeout), outcome.error
+    assert outcome.error.missing == (missing,)
+    assert outcome.error.op == op.label
+    assert timeout_s * 0.9 < outcome.took < timeout_s + 1
+    assert outcome.nan == {"quantized": True, "scale": True, "new_residual": True, "normed": True}
+    assert isinstance(outcome.again, shotcast.CollectiveTimeout)
+    assert outcome.again_s < 0.5
 
 
 @pytest.mark.parametrize(("op", "algorithm"), [(op, algorithm) for op, algorithm, _ in TROUBLE])
@@ -85,9 +85,9 @@ def test_killed_rank(world_size: int, op: Op, algorithm: str) -> None:
     args = ("cuda", op, algorithm, victim, SIGNALS["killed"], 2.0)
     results = shotcast.spawn(targets.stopped, world_size, *args, timeout_s=60, return_exceptions=True)
     assert isinstance(results[victim], shotcast.RankFailed)
-    for said in results[:victim]:
-        assert isinstance(said, Stopped), said
-        expect_timeout(said, victim, 2.0, op)
+    for outcome in results[:victim]:
+        assert isinstance(outcome, Stopped), outcome
+        expect_timeout(outcome, victim, 2.0, op)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), [(op, algorithm) for op, algorithm, _ in TROUBLE])
@@ -95,8 +95,8 @@ def test_killed_rank(world_size: int, op: Op, algorithm: str) -> None:
 def test_reset_after_a_late_rank(world_size: int, op: Op, algorithm: str) -> None:
     results = shotcast.spawn(targets.stopped, world_size, "cuda", op, algorithm, 0, "late", 2.0, timeout_s=100)
     assert results[0].error.missing == (0,)
-    for said in results[1:]:
-        expect_timeout(said, 0, 2.0, op)
+    for outcome in results[1:]:
+        expect_timeout(outcome, 0, 2.0, op)
 
 
 @pytest.mark.parametrize(("what", "field"), [("op", "op"), ("quantize", "root"), ("normed", "root")])

@@ -31,12 +31,12 @@ def sums_in_the_switch(repeats: int) -> int:
     with shotcast.Communicator(device="cuda", timeout_s=60, max_bytes=32 << 20) as comm:
         if not comm.topology.multicast:
             return 0
-        dice = random.Random(comm.rank)
+        rng = random.Random(comm.rank)
         for dtype in FLOATS.values():
             for number, count in enumerate(COUNTS * repeats):
                 generator = torch.Generator().manual_seed(number)
                 xs = [torch.randn(count, generator=generator).to(dtype).to(comm.device) for _ in range(comm.world_size)]
-                straggle(comm, dice)
+                straggle(comm, rng)
                 got = comm.all_reduce(xs[comm.rank], algorithm="multimem")
                 exact = torch.stack([x.double() for x in xs]).sum(0)
                 assert bool(((got.double() - exact).abs() <= bound(xs)).all()), (dtype, count)
@@ -72,7 +72,7 @@ def test_killed_rank(world_size: int) -> None:
     results = shotcast.spawn(
         killed, world_size, "cuda", "multimem", victim, SIGNALS["killed"], 2.0, timeout_s=25, return_exceptions=True
     )
-    for said in results[:victim]:
-        assert isinstance(said, dict), said
-        assert said["error"].missing == (victim,)
-        assert said["nan"]
+    for outcome in results[:victim]:
+        assert isinstance(outcome, dict), outcome
+        assert outcome["error"].missing == (victim,)
+        assert outcome["nan"]

@@ -60,10 +60,10 @@ class Parts:
         self.fast_path.keep(call, x, out)
 
     def make(self, x: torch.Tensor, out: torch.Tensor, algorithm: str = "auto", reduction: str = "sum") -> bool:
-        made = self.fast_path.make(x, out, algorithm, reduction)
-        assert made == bool(self.executor.enqueued)
+        taken = self.fast_path.make(x, out, algorithm, reduction)
+        assert taken == bool(self.executor.enqueued)
         assert not self.lock.locked()
-        return made
+        return taken
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     return Parts()
 
 
-def test_a_call_like_one_before_is_made(parts: Parts) -> None:
+def test_a_repeated_call_takes_the_fast_path(parts: Parts) -> None:
     x, out = torch.zeros(64), torch.zeros(64)
     assert parts.make(x, out)
     assert parts.executor.enqueued == [(STREAM, (x.data_ptr(), out.data_ptr()))]
 
 
-def test_in_place_and_in_another_shape(parts: Parts) -> None:
+def test_in_place_calls_of_another_shape_take_the_fast_path(parts: Parts) -> None:
     x = torch.zeros(8, 8)
     assert parts.make(x, x)
 
@@ -113,16 +113,16 @@ def test_other_algorithms_and_reductions_are_other_calls(parts: Parts) -> None:
         "class", "class of out", "gradient", "negated", "negated out", "no tensor",
     ],
 )  # fmt: skip
-def test_what_differs_goes_the_long_way(parts: Parts, x: torch.Tensor, out: torch.Tensor) -> None:
+def test_a_different_call_takes_the_slow_path(parts: Parts, x: torch.Tensor, out: torch.Tensor) -> None:
     assert not parts.make(x, out)
 
 
-def test_not_while_another_gpu_is_current(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_path_while_another_gpu_is_current(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_path, "current_device", lambda: 1)
     assert not parts.make(parts.x, parts.out)
 
 
-def test_not_in_a_capture_and_not_after_a_fault_or_the_end(parts: Parts) -> None:
+def test_slow_path_in_a_capture_after_a_fault_and_after_close(parts: Parts) -> None:
     parts.chain.captured = True
     assert not parts.make(parts.x, parts.out)
     parts.chain.captured, parts.executor.stopped = False, True
@@ -132,13 +132,13 @@ def test_not_in_a_capture_and_not_after_a_fault_or_the_end(parts: Parts) -> None
     assert not parts.make(parts.x, parts.out)
 
 
-def test_not_beside_a_call_of_another_thread(parts: Parts) -> None:
+def test_slow_path_during_a_call_of_another_thread(parts: Parts) -> None:
     with parts.lock:
         assert not parts.fast_path.make(parts.x, parts.out, "auto", "sum")
     assert parts.make(parts.x, parts.out)
 
 
-def test_calls_of_several_kernels_of_captures_and_of_nothing_are_not_kept(parts: Parts) -> None:
+def test_calls_of_several_kernels_captures_and_empty_calls_are_not_kept(parts: Parts) -> None:
     x = torch.ones(128)
     parts.executor.several = True
     parts.keep(x, x)
@@ -151,12 +151,12 @@ def test_calls_of_several_kernels_of_captures_and_of_nothing_are_not_kept(parts:
     assert not parts.make(empty, empty)
 
 
-def test_a_call_that_the_communicator_forgot_goes_the_long_way(parts: Parts) -> None:
+def test_a_forgotten_call_takes_the_slow_path(parts: Parts) -> None:
     parts.calls.clear()
     assert not parts.make(parts.x, parts.out)
 
 
-def test_a_call_of_the_library_goes_the_long_way(parts: Parts) -> None:
+def test_a_call_of_the_vendor_library_takes_the_slow_path(parts: Parts) -> None:
     for call in parts.calls.values():
         call.bound = call.enqueue_aligned = None
         parts.fast_path.keep(call, parts.x, parts.out)

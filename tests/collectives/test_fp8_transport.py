@@ -47,7 +47,7 @@ def test_shorter_and_longer_calls(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
-def test_the_next_call_clears_all_of_it(dtype: str, item: int) -> None:
+def test_the_next_call_clears_all_slots(dtype: str, item: int) -> None:
     """A call leaves as many words and scales as the documentation states, and the next call clears all of them."""
     count = 3 * 128 * item + 40  # a rank's slice is one and a half groups and a little more
     first = wire.slice_bytes(count * item, 2)
@@ -57,13 +57,13 @@ def test_the_next_call_clears_all_of_it(dtype: str, item: int) -> None:
         groups, rest = divmod(-(-slice_bytes // 16) * 16, group_bytes)
         wanted += groups * 128 * item // 4 + min(rest, 128 * item) // 4 + (groups + (rest > 0)) * item
     short = -(-4 * item // 16) * 4
-    for said in interpreted(targets.left_behind, 2, dtype, count):
-        assert said == [wanted, short]
+    for counts in interpreted(targets.words_left_in_slots, 2, dtype, count):
+        assert counts == [wanted, short]
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), [("float32", 2), ("float16", 3)])
 def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
-    (nbytes,) = interpreted(targets.at_the_limit, world_size, dtype)[0]
+    (nbytes,) = interpreted(targets.longest_messages, world_size, dtype)[0]
     assert nbytes > (1 << 12) * (3 if dtype == "float32" else 1.5)
 
 
@@ -72,25 +72,25 @@ def test_sentinels_arrive_as_nan() -> None:
 
 
 def test_bits_do_not_depend_on_the_launch() -> None:
-    assert interpreted(targets.launches_alike, 2) == [True, True]
+    assert interpreted(targets.bits_of_launches, 2) == [True, True]
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("world_size", "how"), [(2, "killed"), (3, "stopped")])
-def test_killed_or_stopped_rank(world_size: int, how: str) -> None:
+@pytest.mark.parametrize(("world_size", "fault"), [(2, "killed"), (3, "stopped")])
+def test_killed_or_stopped_rank(world_size: int, fault: str) -> None:
     victim, timeout_s = world_size - 1, 3.0
-    arguments = ("cpu", "two_shot_fp8", victim, SIGNALS[how], timeout_s)
+    arguments = ("cpu", "two_shot_fp8", victim, SIGNALS[fault], timeout_s)
     results = interpreted(killed, world_size, *arguments, timeout_s=20, fresh=True, return_exceptions=True)
     assert isinstance(results[victim], shotcast.RankFailed)
-    for said in results[:victim]:
-        assert isinstance(said, dict), said
-        assert isinstance(said["error"], shotcast.CollectiveTimeout), said["error"]
-        assert said["error"].missing == (victim,)
+    for outcome in results[:victim]:
+        assert isinstance(outcome, dict), outcome
+        assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome["error"]
+        assert outcome["error"].missing == (victim,)
         # A stopped call runs all its tiles to the end, which takes the interpreter a while.
-        assert timeout_s * 0.9 < said["took"] < timeout_s + 10
-        assert said["nan"]
-        assert isinstance(said["again"], shotcast.CollectiveTimeout)
-        assert said["left"] == []
+        assert timeout_s * 0.9 < outcome["took"] < timeout_s + 10
+        assert outcome["nan"]
+        assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
+        assert outcome["left"] == []
 
 
 @pytest.mark.timing
@@ -104,13 +104,13 @@ def test_calls_after_a_fault_give_nan() -> None:
 # -- permission -------------------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_it_only_where_it_was_allowed() -> None:
+def test_auto_takes_fp8_only_where_allowed() -> None:
     """The argument allows it or, without an argument, the environment does."""
     kinds = [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)]
     calls = [(argument, variable) for argument, variable, _ in kinds]
     for each in shotcast.spawn(in_turn, 2, targets.choices, calls, timeout_s=100):
-        for (argument, variable, allowed), said in zip(kinds, each, strict=True):
-            taken = [said[key] == "two_shot_fp8" for key in ("algorithm", "child")]
+        for (argument, variable, allowed), outcome in zip(kinds, each, strict=True):
+            taken = [outcome[key] == "two_shot_fp8" for key in ("algorithm", "child")]
             assert taken == [allowed] * 2, (argument, variable)
-            assert "two_shot_fp8" in said["legal"]
-            assert ("allow_fp8 is not set" in said["reason"]) == (not allowed)
+            assert "two_shot_fp8" in outcome["legal"]
+            assert ("allow_fp8 is not set" in outcome["reason"]) == (not allowed)

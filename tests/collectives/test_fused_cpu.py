@@ -27,19 +27,19 @@ def test_every_operation_and_form(world_size: int, max_bytes: int, shift: int) -
     assert done == [len(listed) * (len(OPS) + 5 * algorithms)] * world_size
 
 
-def test_one_call_and_in_place() -> None:
+def test_fused_operations_are_one_call_and_work_in_place() -> None:
     shotcast.spawn(cpu_targets.one_call_and_in_place, 2, timeout_s=60)
 
 
 def test_rows_without_elements_are_served_by_separate_calls() -> None:
-    said = shotcast.spawn(cpu_targets.rows_without_elements, 2, timeout_s=60)[0]
-    assert "rows have no elements; so the sum is a call of its own" in said
+    explanation = shotcast.spawn(cpu_targets.rows_without_elements, 2, timeout_s=60)[0]
+    assert "rows have no elements; so the sum is a call of its own" in explanation
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_vendor_library_s_sum_is_normed_with_the_same_bits(world_size: int) -> None:
+def test_vendor_sum_has_the_same_norm_bits(world_size: int) -> None:
     shotcast.spawn(cpu_targets.by_the_vendor_library, world_size, timeout_s=60)
 
 
 def test_a_late_rank_leaves_nothing_that_looks_like_a_result() -> None:
-    shotcast.spawn(cpu_targets.late, 2, timeout_s=60)
+    shotcast.spawn(cpu_targets.late_rank, 2, timeout_s=60)

@@ -16,17 +16,17 @@ from fault_targets import different_messages, missing_messages
 from interpreter_targets import (
     OPERATIONS,
     Case,
-    clearing,
+    calls_clearing_slots,
     in_turn,
     long_messages,
-    norm,
-    pieces,
+    messages_in_pieces,
     replayed,
+    rms_norms,
     run_cases,
     sentinels,
     silent_after_its_header,
-    slots_left,
     with_late_programs,
+    words_left_in_slots,
 )
 from workers import (
     SIGNALS,
@@ -75,12 +75,12 @@ def pairs_of(values: dict[str, Any]) -> set[Pair]:
 
 def all_pairs() -> set[Pair]:
     """Return every two values of different parameters that a call can have at once."""
-    made = set()
+    pairs = set()
     for first, second in itertools.combinations(VALUES, 2):
         for a, b in itertools.product(VALUES[first], VALUES[second]):
             if legal({first: a, second: b}):
-                made.add(((first, a), (second, b)))
-    return made
+                pairs.add(((first, a), (second, b)))
+    return pairs
 
 
 def pairwise() -> list[Case]:
@@ -88,12 +88,12 @@ def pairwise() -> list[Case]:
 
     Each step draws some cases around a missing pair and takes the one with the most new pairs.
     """
-    dice, missing, cases = random.Random(1), all_pairs(), []
+    rng, missing, cases = random.Random(1), all_pairs(), []
     while missing:
         wanted = dict(min(missing, key=str))
         drawn = []
         while len(drawn) < 40:
-            values = {name: wanted.get(name, dice.choice(choices)) for name, choices in VALUES.items()}
+            values = {name: wanted.get(name, rng.choice(choices)) for name, choices in VALUES.items()}
             if legal(values):
                 drawn.append(values)
         best = max(drawn, key=lambda values: len(pairs_of(values) & missing))
@@ -173,12 +173,12 @@ def test_sentinels_arrive_as_nan(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_calls_that_clear_their_slots_themselves(world_size: int) -> None:
-    interpreted(with_late_programs, world_size, clearing, 60, 1500)
+    interpreted(with_late_programs, world_size, calls_clearing_slots, 60, 1500)
 
 
-def test_who_clears_leaves_nothing() -> None:
+def test_calls_that_clear_their_slots_leave_no_words() -> None:
     kinds = ("all_reduce/two_shot", "all_reduce/two_shot_fp8", "reduce_scatter/one_shot", "all_gather", "all_to_all")
-    for each in interpreted(in_turn, 2, slots_left, [(operation, 1001) for operation in kinds]):
+    for each in interpreted(in_turn, 2, words_left_in_slots, [(operation, 1001) for operation in kinds]):
         assert len(each) == len(kinds)
         for operation, (itself, by_the_next) in zip(kinds, each, strict=True):
             assert itself == 0, operation
@@ -186,7 +186,7 @@ def test_who_clears_leaves_nothing() -> None:
 
 
 def test_messages_beyond_the_workspace_pass_in_pieces() -> None:
-    assert interpreted(pieces, 3, 4096) == [20] * 3
+    assert interpreted(messages_in_pieces, 3, 4096) == [20] * 3
 
 
 def test_long_messages() -> None:
@@ -199,53 +199,53 @@ def test_messages_wait_in_the_mailbox() -> None:
 
 
 def test_norm() -> None:
-    interpreted(norm, 2)
+    interpreted(rms_norms, 2)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
-    error = said["error"]
+def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float) -> None:
+    error = outcome["error"]
     assert isinstance(error, shotcast.CollectiveTimeout), error
     assert error.missing == (missing,)
     assert error.op == "all_reduce"
     assert error.epoch > 2
-    assert timeout_s * 0.9 < said["took"] < timeout_s + 2
-    assert said["nan"]
+    assert timeout_s * 0.9 < outcome["took"] < timeout_s + 2
+    assert outcome["nan"]
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("world_size", "how", "algorithm"), [(2, "killed", "one_shot"), (3, "killed", "ring"), (3, "stopped", "two_shot")]
+    ("world_size", "fault", "algorithm"), [(2, "killed", "one_shot"), (3, "killed", "ring"), (3, "stopped", "two_shot")]
 )
-def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
+def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> None:
     """Survivors name the lost rank within the deadline, and later calls fail at once."""
     victim, timeout_s = world_size - 1, 3.0
     results = interpreted(
         killed,
         world_size,
-        *("cpu", algorithm, victim, SIGNALS[how], timeout_s),
+        *("cpu", algorithm, victim, SIGNALS[fault], timeout_s),
         timeout_s=30,
         fresh=True,
         return_exceptions=True,
     )
     assert isinstance(results[victim], shotcast.RankFailed)
-    for said in results[:victim]:
-        assert isinstance(said, dict), said
-        expect_timeout(said, victim, timeout_s)
-        assert isinstance(said["again"], shotcast.CollectiveTimeout)
-        assert said["again_s"] < 1
-        assert said["left"] == []
+    for outcome in results[:victim]:
+        assert isinstance(outcome, dict), outcome
+        expect_timeout(outcome, victim, timeout_s)
+        assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
+        assert outcome["again_s"] < 1
+        assert outcome["left"] == []
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize(("operation", "victim"), [("all_gather", 0), ("broadcast", 1)])
-def test_who_sends_nothing_after_its_header_is_named(operation: str, victim: int) -> None:
-    for rank, said in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 2.0)):
+def test_rank_that_sends_only_its_header_is_named(operation: str, victim: int) -> None:
+    for rank, outcome in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 2.0)):
         if rank != victim:
-            assert isinstance(said["error"], shotcast.CollectiveTimeout), said["error"]
-            assert (said["error"].op, said["error"].missing) == (operation, (victim,))
+            assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome["error"]
+            assert (outcome["error"].op, outcome["error"].missing) == (operation, (victim,))
 
 
 @pytest.mark.timing
@@ -262,16 +262,16 @@ def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -
 @pytest.mark.parametrize(("world_size", "algorithm"), [(2, "two_shot"), (3, "ring")])
 def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
     results = interpreted(late_then_reset, world_size, "cpu", algorithm, 1, 3.0)
-    for rank, said in enumerate(results):
+    for rank, outcome in enumerate(results):
         if rank == 1:
-            assert said["error"].missing == (1,)
+            assert outcome["error"].missing == (1,)
         else:
-            expect_timeout(said, 1, 3.0)
+            expect_timeout(outcome, 1, 3.0)
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize(("what", "ahead"), [("nbytes", 0), ("dtype", 3)])
-def test_a_message_that_is_not_as_expected(what: str, ahead: int) -> None:
+def test_mismatched_message(what: str, ahead: int) -> None:
     """The receiver learns of it at once. The sender, whose message lies in the mailbox, learns of it later."""
     errors = interpreted(different_messages, 3, what, ahead)
     assert errors[0] is errors[2] is None
@@ -281,7 +281,7 @@ def test_a_message_that_is_not_as_expected(what: str, ahead: int) -> None:
 
 
 @pytest.mark.timing
-def test_a_message_that_does_not_come() -> None:
+def test_missing_message() -> None:
     first, second, third = interpreted(missing_messages, 3)
     assert [error and error.missing for error in first] == [None, (1,)]
     assert [error and error.missing for error in second] == [(0,), None]
@@ -294,9 +294,9 @@ def test_mismatch(world_size: int, kinds: list[str]) -> None:
     """All ranks learn who differs and in which field, long before the deadline."""
     odd = world_size - 1
     for each in interpreted(in_turn, world_size, mismatched, [("cpu", what, odd, 20.0) for what in kinds]):
-        for what, said in zip(kinds, each, strict=True):
-            error = said["error"]
+        for what, outcome in zip(kinds, each, strict=True):
+            error = outcome["error"]
             assert isinstance(error, shotcast.CollectiveMismatch), error
             assert error.differing == (odd,)
             assert what in error.fields
-            assert said["took"] < 10
+            assert outcome["took"] < 10

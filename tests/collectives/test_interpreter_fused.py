@@ -34,7 +34,7 @@ CASES = {
 """Cases by world size. Five ranks poll a row of 500 words in two groups."""
 
 
-def test_cases_are_all_here() -> None:
+def test_cases_cover_all_dtypes_lengths_and_shifts() -> None:
     listed = [case for cases in CASES.values() for case in cases]
     assert {(case.dtype, case.hidden) for case in listed} == set(itertools.product(DTYPES, LENGTHS))
     assert {0, 1, 9} < {case.rows for case in listed}
@@ -87,15 +87,17 @@ def test_changing_calls_over_all_generations(world_size: int, calls: int) -> Non
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def expect_timeout(said: Stopped, missing: int, timeout_s: float, op: Op) -> None:
-    error = said.error
+def expect_timeout(outcome: Stopped, missing: int, timeout_s: float, op: Op) -> None:
+    error = outcome.error
     assert isinstance(error, shotcast.CollectiveTimeout), error
     assert error.missing == (missing,)
     assert error.op == op.label
-    assert timeout_s < said.took < timeout_s + 12, "a program looks at the clock every 256 polls, a second or more here"
-    assert said.nan == {"quantized": True, "scale": True, "new_residual": True, "normed": True}
-    assert isinstance(said.again, shotcast.CollectiveTimeout)
-    assert said.again_s < 1
+    assert timeout_s < outcome.took < timeout_s + 12, (
+        "a program looks at the clock every 256 polls, a second or more here"
+    )
+    assert outcome.nan == {"quantized": True, "scale": True, "new_residual": True, "normed": True}
+    assert isinstance(outcome.again, shotcast.CollectiveTimeout)
+    assert outcome.again_s < 1
 
 
 TROUBLE = [
@@ -123,9 +125,9 @@ def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
         return_exceptions=True,
     )
     assert isinstance(results[victim], shotcast.RankFailed)
-    for said in results[:victim]:
-        assert isinstance(said, Stopped), said
-        expect_timeout(said, victim, 2.0, op)
+    for outcome in results[:victim]:
+        assert isinstance(outcome, Stopped), outcome
+        expect_timeout(outcome, victim, 2.0, op)
 
 
 @pytest.mark.timing
@@ -134,11 +136,11 @@ def test_reset_after_a_late_rank(world_size: int) -> None:
     kinds = [(op, algorithm) for op, algorithm, size in TROUBLE if size == world_size]
     calls = [("cpu", *kind, 0, "late", 2.0) for kind in kinds]
     for rank, each in enumerate(interpreted(in_turn, world_size, targets.stopped, calls)):
-        for (op, _), said in zip(kinds, each, strict=True):
+        for (op, _), outcome in zip(kinds, each, strict=True):
             if rank == 0:
-                assert said.error.missing == (0,)
+                assert outcome.error.missing == (0,)
             else:
-                expect_timeout(said, 0, 2.0, op)
+                expect_timeout(outcome, 0, 2.0, op)
 
 
 @pytest.mark.timing
@@ -149,8 +151,8 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
     They wait a quarter longer than for a missing first shot, and name the victim alone.
     """
     timeout_s, victim = 2.0, 1
-    for rank, said in enumerate(interpreted(targets.silent_between_shots, 3, op, victim, programs, timeout_s)):
-        error, took = said
+    for rank, outcome in enumerate(interpreted(targets.silent_between_shots, 3, op, victim, programs, timeout_s)):
+        error, took = outcome
         if rank != victim:  # the victim may have received all that it needed
             assert isinstance(error, shotcast.CollectiveTimeout), error
             assert error.missing == (victim,), (rank, error)

@@ -85,29 +85,29 @@ def test_sums_that_are_sentinels_arrive_as_nan(world_size: int) -> None:
     assert interpreted(sums_of_sentinels, world_size, 50) == [[True] * 3] * world_size
 
 
-def test_multimem_is_taken_by_name_only() -> None:
-    for said in interpreted(explained, 2):
-        assert said["candidates"] == ["one_shot", "two_shot", "two_shot_fp8", "multimem", "ring", "vendor"]
-        assert said["auto"] in ("one_shot", "two_shot")
-        assert "multimem" not in said["candidates of a gather"]
+def test_multimem_is_chosen_only_by_name() -> None:
+    for outcome in interpreted(explained, 2):
+        assert outcome["candidates"] == ["one_shot", "two_shot", "two_shot_fp8", "multimem", "ring", "vendor"]
+        assert outcome["auto"] in ("one_shot", "two_shot")
+        assert "multimem" not in outcome["candidates of a gather"]
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def expect_timeout(said: dict[str, Any], missing: int, timeout_s: float) -> None:
-    assert isinstance(said["error"], shotcast.CollectiveTimeout), said
-    assert said["error"].missing == (missing,)
-    assert timeout_s * 0.9 < said["took"] < timeout_s + LATE_S
-    assert said["nan"]
+def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float) -> None:
+    assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome
+    assert outcome["error"].missing == (missing,)
+    assert timeout_s * 0.9 < outcome["took"] < timeout_s + LATE_S
+    assert outcome["nan"]
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("world_size", "how", "algorithm"),
+    ("world_size", "fault", "algorithm"),
     [(3, "killed", "multimem"), (2, "stopped", "multimem"), (2, "killed", "two_shot")],
 )
-def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> None:
+def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> None:
     victim, timeout_s = world_size - 1, 3.0
     results = interpreted(
         killed,
@@ -115,18 +115,18 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
         "cpu",
         algorithm,
         victim,
-        SIGNALS[how],
+        SIGNALS[fault],
         timeout_s,
         timeout_s=20,
         fresh=True,
         return_exceptions=True,
     )
     assert isinstance(results[victim], shotcast.RankFailed)
-    for said in results[:victim]:
-        assert isinstance(said, dict), said
-        expect_timeout(said, victim, timeout_s)
-        assert isinstance(said["again"], shotcast.CollectiveTimeout)
-        assert said["again_s"] < 1
+    for outcome in results[:victim]:
+        assert isinstance(outcome, dict), outcome
+        expect_timeout(outcome, victim, timeout_s)
+        assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
+        assert outcome["again_s"] < 1
 
 
 @pytest.mark.timing
@@ -134,9 +134,9 @@ def test_killed_or_stopped_rank(world_size: int, how: str, algorithm: str) -> No
 def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
     victim, timeout_s = 0, 2.0
     results = interpreted(silent_after_its_header, world_size, victim, timeout_s)
-    for rank, said in enumerate(results):
+    for rank, outcome in enumerate(results):
         if rank != victim:
-            expect_timeout(said, victim, timeout_s)
+            expect_timeout(outcome, victim, timeout_s)
 
 
 @pytest.mark.timing
@@ -144,8 +144,8 @@ def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
 def test_reset_after_a_late_rank(world_size: int) -> None:
     timeout_s = 2.0
     results = interpreted(reset_by_multicast, world_size, 1, timeout_s)
-    for rank, said in enumerate(results):
+    for rank, outcome in enumerate(results):
         if rank == 1:
-            assert said["error"].missing == (1,)
+            assert outcome["error"].missing == (1,)
         else:
-            expect_timeout(said, 1, timeout_s)
+            expect_timeout(outcome, 1, timeout_s)

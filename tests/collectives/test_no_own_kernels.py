@@ -19,12 +19,12 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
     obstacle = peer_obstacle(torch.device("cuda", 0), [0, 1, 2])
     assert obstacle == "GPU 0 has no peer access to GPU 2"
-    place = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
-    choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", place), "auto", "auto", ())
+    topology = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
+    choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", topology), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "GPU 0 has no peer access to GPU 2" in choice.reason
     with pytest.raises(shotcast.ConfigError, match="GPU 0 has no peer access to GPU 2"):
-        choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", place), "two_shot", "auto", ())
+        choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", topology), "two_shot", "auto", ())
 
 
 def test_two_ranks_on_one_gpu() -> None:

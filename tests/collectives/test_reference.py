@@ -14,7 +14,7 @@ from shotcast.collectives import reference
 dtypes = st.sampled_from(list(FLOATS.values()))
 
 
-def drawn(dtype: torch.dtype, world_size: int, count: int, seed: int) -> list[torch.Tensor]:
+def random_inputs(dtype: torch.dtype, world_size: int, count: int, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(count, generator=generator).to(dtype) for _ in range(world_size)]
 
@@ -32,8 +32,8 @@ def bound(xs: list[torch.Tensor], dtype: torch.dtype, hops: int) -> torch.Tensor
 
 @settings(max_examples=60)
 @given(dtypes, st.integers(1, 8), st.integers(0, 70), st.integers(0, 1 << 20))
-def test_within_the_roundings_that_are_stated(dtype: torch.dtype, world_size: int, count: int, seed: int) -> None:
-    xs = drawn(dtype, world_size, count, seed)
+def test_sum_is_within_the_stated_roundings(dtype: torch.dtype, world_size: int, count: int, seed: int) -> None:
+    xs = random_inputs(dtype, world_size, count, seed)
     exact = torch.stack(xs).double().sum(0)
     for algorithm, hops in (("one_shot", 1), ("two_shot", 1), ("ring", world_size - 1 or 1)):
         got = reference.all_reduce(xs, algorithm)
@@ -41,9 +41,9 @@ def test_within_the_roundings_that_are_stated(dtype: torch.dtype, world_size: in
         assert bool(((got.double() - exact).abs() <= bound(xs, dtype, hops)).all()), algorithm
 
 
-def test_the_bound_is_tight_enough_to_see_a_rounding_too_many() -> None:
+def test_bound_detects_an_extra_rounding() -> None:
     """A sum kept in bfloat16 throughout exceeds the bound."""
-    xs = drawn(torch.bfloat16, 8, 1000, 1)
+    xs = random_inputs(torch.bfloat16, 8, 1000, 1)
     careless = xs[0].clone()
     for x in xs[1:]:
         careless += x
@@ -54,7 +54,7 @@ def test_the_bound_is_tight_enough_to_see_a_rounding_too_many() -> None:
 # -- FP8 transport ----------------------------------------------------------------------------------------------------
 
 
-def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+def block_maxima(values: torch.Tensor, width: int) -> torch.Tensor:
     """Return the largest value of each element's block. Slices of ``width`` elements have their own blocks."""
     parts = []
     for part in values.split(width):
@@ -63,7 +63,7 @@ def widened(values: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def fp8_off(size: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def fp8_error(size: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Compute E(x, a) of docs/reference/numerics.md."""
     return (1 + 2.0**-20) * torch.maximum(size / 16, largest.clamp_min(2.0**-100) / 458752) + 2.0**-20 * size
 
@@ -76,14 +76,14 @@ def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, 
     dtype, count = xs[0].dtype, len(xs)
     width = max(wire.slice_bytes(got.numel() * dtype.itemsize, count) // dtype.itemsize, 1)
     sizes = [x.double().abs() for x in xs]
-    largest = [widened(size, width) for size in sizes]
-    first = sum(fp8_off(size, top) for size, top in zip(sizes, largest, strict=True))
+    largest = [block_maxima(size, width) for size in sizes]
+    first = sum(fp8_error(size, top) for size, top in zip(sizes, largest, strict=True))
     first = first + count * 2.0**-23 * sum(largest)
     total = torch.stack(xs).double().sum(0).abs() + first
     unit = torch.finfo(dtype).eps / 2
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     last = unit * got.double().abs() + least
-    return first + fp8_off(total, widened(total, width)) + last, 0.13 * sum(largest) + 2.0**-100 + last
+    return first + fp8_error(total, block_maxima(total, width)) + last, 0.13 * sum(largest) + 2.0**-100 + last
 
 
 @settings(max_examples=150)
@@ -112,9 +112,9 @@ def test_fp8_within_its_bound(
         assert bool(((got.double() - exact).abs() <= bound_of_it).all())
 
 
-def test_fp8_bound_is_tight_enough_to_see_a_quantisation_too_many() -> None:
+def test_fp8_bound_detects_an_extra_quantisation() -> None:
     """A sum that is quantised four times exceeds the bound, and a bound of half the size would not hold."""
-    xs = drawn(torch.float32, 4, 4096, 1)
+    xs = random_inputs(torch.float32, 4, 4096, 1)
     exact = torch.stack(xs).double().sum(0)
     got = reference.all_reduce(xs, "two_shot_fp8")
     bound_of_it, _ = fp8_bound(xs, got)
@@ -126,7 +126,7 @@ def test_fp8_bound_is_tight_enough_to_see_a_quantisation_too_many() -> None:
     assert bool(((coarse - exact).abs() > bound_of_it).any())
 
 
-def test_fp8_rounds_to_what_e4m3_has() -> None:
+def test_fp8_rounds_to_e4m3_values() -> None:
     """A block whose largest value is 448 has the scale 1, so its roundings can be written by hand."""
     x = torch.tensor([448.0, 1.0, 17.0, 18.5, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0, -(2.0**-11)])
     got = reference.through_fp8(x)
@@ -134,7 +134,7 @@ def test_fp8_rounds_to_what_e4m3_has() -> None:
     assert got.signbit().tolist() == [False] * 7 + [True, True]
 
 
-def test_fp8_blocks_have_scales_of_their_own() -> None:
+def test_fp8_blocks_have_their_own_scales() -> None:
     x = torch.cat([torch.full((128,), 448.0), torch.full((130,), 2.0**-12)])
     assert torch.equal(reference.through_fp8(x), x)
     assert reference.through_fp8(x[1:])[127].item() == 0.0, "now in a block with 448"
@@ -158,7 +158,7 @@ def test_fp8_of_the_smallest_and_the_largest_is_never_nan(size: float) -> None:
     x = torch.full((128,), size)
     got = reference.through_fp8(torch.cat([x, -x]))
     assert not got.isnan().any()
-    assert bool(((got[:128] - x).abs().double() <= fp8_off(x.double(), x.double())).all())
+    assert bool(((got[:128] - x).abs().double() <= fp8_error(x.double(), x.double())).all())
     assert got[128:].signbit().all()
 
 
@@ -177,7 +177,7 @@ def test_order_and_start_are_part_of_the_contract() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS.values())
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_scatter_is_a_part_of_the_reduce(dtype: torch.dtype, world_size: int) -> None:
+def test_reduce_scatter_equals_part_of_all_reduce(dtype: torch.dtype, world_size: int) -> None:
     xs = [x.view(world_size, 8) for x in inputs(8 * world_size, dtype, world_size, 2, "cpu")]
     for algorithm in ("one_shot", "ring"):
         # Slices of 8 elements are multiples of 16 bytes, so the ring's slices equal the parts of the scatter.

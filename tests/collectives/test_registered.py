@@ -57,7 +57,7 @@ class TestRefused:
             register_algorithm(named(name))
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"library": True}, "it is no library"),
             ({"forms": {}}, "at least one operation"),
@@ -67,16 +67,16 @@ class TestRefused:
             ({"lossy": True}, "error_bound must say how far off"),
         ],
     )
-    def test_an_incomplete_description(self, changes: dict[str, object], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_an_incomplete_description(self, changes: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             register_algorithm(named("other", **changes))
         assert "other" not in registered()
 
-    def test_what_is_no_description(self) -> None:
+    def test_not_a_description(self) -> None:
         with pytest.raises(ConfigError, match=r"takes a shotcast\.Algorithm, not str"):
             register_algorithm("two_shot")  # type: ignore[arg-type]
 
-    def test_more_than_headers_tell_apart(self) -> None:
+    def test_more_algorithms_than_headers_can_encode(self) -> None:
         for number in range(wire.MAX_ALGORITHMS - len(registered())):
             register_algorithm(named(f"number_{number}"))
         plan = wire.CallPlan(Op.ALL_REDUCE, registered().names[-1], "float32", 64)
@@ -85,11 +85,11 @@ class TestRefused:
             register_algorithm(named("one_more"))
 
     @pytest.mark.parametrize(
-        ("name", "said"), [("no.such.module", "ModuleNotFoundError"), ("no_such_file.py", "FileNotFoundError")]
+        ("name", "message"), [("no.such.module", "ModuleNotFoundError"), ("no_such_file.py", "FileNotFoundError")]
     )
-    def test_a_module_that_cannot_be_imported(self, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    def test_a_module_that_cannot_be_imported(self, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
         monkeypatch.setenv("SHOTCAST_ALGORITHMS", name)
-        with pytest.raises(ConfigError, match=f"SHOTCAST_ALGORITHMS: cannot import {name}: {said}"):
+        with pytest.raises(ConfigError, match=f"SHOTCAST_ALGORITHMS: cannot import {name}: {message}"):
             import_named()
 
 
@@ -97,7 +97,7 @@ def topology(kernels: str = "compiled") -> Topology:
     return Topology(4, "cpu", "cpu", kernels, "", False, 1 << 20, registered())
 
 
-def test_everything_that_knows_algorithms_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_of_the_package_knows_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Legality, choice, environment, tables, bench, labels and colors all follow from the description."""
     register_algorithm(COPYCAT)
     problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
@@ -132,49 +132,49 @@ def test_a_kernel_without_a_compiled_form_says_what_runs_it() -> None:
     assert "SHOTCAST_CPU_KERNELS=interpreter" in obstacle(problem, "gpu_only")
 
 
-def test_built_in_algorithms_are_found_by_themselves() -> None:
+def test_built_in_algorithms_are_registered() -> None:
     assert set(registered()) == {"one_shot", "two_shot", "two_shot_fp8", "multimem", "ring", "vendor"}
     assert list(registered())[-1] == "vendor"
 
 
 class TestRanks:
     def test_serves_calls_and_is_explained(self) -> None:
-        for total, chosen, candidates, reason, same in shotcast.spawn(targets.served, 3, timeout_s=60):
+        for total, chosen, candidates, reason, same in shotcast.spawn(targets.registered_before, 3, timeout_s=60):
             assert total == [111.0] * 5
             assert chosen == "copycat"
             assert "copycat" in candidates
             assert "copycat" in reason
             assert same
 
-    def test_a_communicator_keeps_what_was_registered_when_it_was_made(self) -> None:
-        for said in shotcast.spawn(targets.registered_later, 2, timeout_s=60):
-            assert said.startswith("unknown algorithm 'copycat'; there are auto, one_shot")
+    def test_a_communicator_knows_only_earlier_registrations(self) -> None:
+        for message in shotcast.spawn(targets.registered_later, 2, timeout_s=60):
+            assert message.startswith("unknown algorithm 'copycat'; there are auto, one_shot")
 
     @pytest.mark.parametrize(
-        ("what", "said"),
+        ("what", "message"),
         [
             ("loses precision", r"algorithm hasty is wrong in its first check, all_reduce of \w+, .*, and should be"),
             ("gathers", r"algorithm gatherer is wrong in its first check, all_to_all of "),
             ("rounds at each hop", r"algorithm ring_too is wrong .*element \d+ has other bits than its reference"),
         ],
     )
-    def test_wrong_results_are_refused_on_all_ranks(self, what: str, said: str) -> None:
-        errors = shotcast.spawn(targets.wrong, 3, what, timeout_s=60)
+    def test_wrong_results_are_refused_on_all_ranks(self, what: str, message: str) -> None:
+        errors = shotcast.spawn(targets.error_of_wrong_algorithm, 3, what, timeout_s=60)
         assert len(set(errors)) == 1
-        assert re.search(said, errors[0]), errors[0]
+        assert re.search(message, errors[0]), errors[0]
 
-    def test_what_says_that_it_loses_precision_is_taken_where_that_is_allowed(self) -> None:
+    def test_lossy_algorithm_is_chosen_where_allowed(self) -> None:
         assert set(shotcast.spawn(targets.lossy, 2, timeout_s=60)) == {"hasty"}
 
     def test_registrations_that_differ_between_ranks(self) -> None:
-        for said in shotcast.spawn(targets.differing, 2, ("mine", "yours"), timeout_s=60):
-            assert "the ranks do not agree on registered algorithms: rank 0: mine #" in said
-            assert "rank 1: yours #" in said
-        for said in shotcast.spawn(targets.differing_descriptions, 2, timeout_s=60):
-            assert "the ranks do not agree on registered algorithms: rank 0: copycat #" in said
+        for message in shotcast.spawn(targets.error_of_differing_names, 2, ("mine", "yours"), timeout_s=60):
+            assert "the ranks do not agree on registered algorithms: rank 0: mine #" in message
+            assert "rank 1: yours #" in message
+        for message in shotcast.spawn(targets.error_of_differing_descriptions, 2, timeout_s=60):
+            assert "the ranks do not agree on registered algorithms: rank 0: copycat #" in message
 
 
-def test_command_lines_measure_and_tune_it(tmp_path: Path) -> None:
+def test_command_lines_measure_and_tune_the_algorithm(tmp_path: Path) -> None:
     file = str(Path(targets.__file__))
     environment = os.environ | {"SHOTCAST_ALGORITHMS": file}
 

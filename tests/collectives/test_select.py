@@ -35,7 +35,7 @@ ROW = 16
 """The number of elements in a fused operation's row."""
 
 
-def ground(
+def make_topology(
     kernels: str = "compiled",
     world_size: int = 4,
     max_bytes: int = 1 << 20,
@@ -56,7 +56,7 @@ def problem(
     reduction: str = "sum",
 ) -> CollectiveProblem:
     norm = Norm(ROW) if op in FUSED else None
-    return CollectiveProblem(op, nbytes, dtype, topology or ground(), 0, sizes, reduction, norm)
+    return CollectiveProblem(op, nbytes, dtype, topology or make_topology(), 0, sizes, reduction, norm)
 
 
 def table(
@@ -78,7 +78,7 @@ problems = st.builds(
     nbytes=st.integers(0, 1 << 33),
     dtype=st.sampled_from([*wire.DTYPES, "qint8"]),
     topology=st.builds(
-        ground,
+        make_topology,
         kernels=st.sampled_from(["triton", "interpreter", "compiled"]),
         world_size=st.integers(2, 8),
         max_bytes=st.integers(1, 512 << 20),
@@ -107,20 +107,20 @@ class TestOrder:
         for choice, source, algorithm in cases:
             assert (choice.source, choice.candidate.algorithm) == (source, algorithm)
 
-    def test_a_table_that_is_silent_is_passed_over(self) -> None:
+    def test_a_table_without_a_row_is_skipped(self) -> None:
         silent = table([64, "ring", None], name="silent.json")
         tables = (("user table", silent), ("packaged table", self.PACKAGED))
         assert choose(problem(), "auto", "auto", tables).source == "packaged table"
         assert choose(problem(nbytes=64), "auto", "auto", tables).source == "user table"
 
-    def test_a_row_that_is_not_legal_is_passed_over(self) -> None:
+    def test_an_illegal_row_is_skipped(self) -> None:
         ring = table([None, "ring", None], op="broadcast")
         choice = choose(problem(Op.BROADCAST), "auto", "auto", (("user table", ring),))
         assert (choice.source, choice.candidate.algorithm) == ("cost model", "one_shot")
         assert choice.reason.endswith("; t has ring, but there is no ring broadcast; there is one_shot")
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_a_call_is_looked_up_by_how_it_is_made(self, mode: str) -> None:
+    def test_each_mode_has_its_own_rows(self, mode: str) -> None:
         captured = table([None, "ring", None], name="graph.json", mode="graph", part="H")
         eager = table([None, "two_shot", None], name="eager.json", mode="eager", part="H")
         both = dataclasses.replace(captured, rows=captured.rows | eager.rows)
@@ -129,20 +129,18 @@ class TestOrder:
         assert "calls" not in choice.reason
 
     @pytest.mark.parametrize(("mode", "other"), [MODES, MODES[::-1]])
-    def test_of_a_table_that_lacks_the_mode_the_other_serves_and_the_reason_says_so(
-        self, mode: str, other: str
-    ) -> None:
+    def test_rows_of_the_other_mode_serve_and_the_reason_says_so(self, mode: str, other: str) -> None:
         rows = table([4096, "ring", None], name="t.json", mode=other, part="H")
         choice = choose(problem(), "auto", "auto", (("packaged table", rows),), mode)
         assert (choice.source, choice.candidate.algorithm) == ("packaged table", "ring")
-        said = f"t.json: ring for up to 4 KiB, by its {other} rows, as it has none for {mode} calls"
-        assert choice.reason == said
+        message = f"t.json: ring for up to 4 KiB, by its {other} rows, as it has none for {mode} calls"
+        assert choice.reason == message
 
-    def test_an_environment_that_is_not_legal_is_passed_over(self) -> None:
+    def test_an_illegal_environment_variable_is_skipped(self) -> None:
         choice = choose(problem(Op.BROADCAST), "auto", "two_shot", ())
         assert (choice.source, choice.candidate.algorithm) == ("cost model", "one_shot")
-        said = "; SHOTCAST_ALGORITHM is two_shot, but there is no two_shot broadcast; there is one_shot"
-        assert choice.reason.endswith(said)
+        message = "; SHOTCAST_ALGORITHM is two_shot, but there is no two_shot broadcast; there is one_shot"
+        assert choice.reason.endswith(message)
 
     def test_launch_is_the_rows_or_the_default(self) -> None:
         shape = {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": 640}
@@ -156,18 +154,18 @@ class TestOrder:
         """A larger message won the row. The tiles of one-shot divide the message, those of two-shot a slice."""
         shape = {"programs": 100, "block_words": 128, "num_warps": 1}
         rows = (("user table", table([1 << 18, algorithm, shape])),)
-        place = ground("triton")
+        topology = make_topology("triton")
         for nbytes, programs in ((64 * 512, tiles), (64 * 512 - 16, tiles), (1 << 18, 100)):
-            launch = choose(problem(nbytes=nbytes, topology=place), "auto", "auto", rows).candidate.launch
+            launch = choose(problem(nbytes=nbytes, topology=topology), "auto", "auto", rows).candidate.launch
             assert (launch.programs, launch.block_words, launch.num_warps) == (programs, 128, 1)
 
     def test_a_launch_covers_the_largest_part_of_an_uneven_gather(self) -> None:
         shape = {"programs": 4096, "block_words": 128, "num_warps": 1}
         rows = (("user table", table([1 << 20, "one_shot", shape], op="all_gather")),)
-        asked = dataclasses.replace(
-            problem(Op.ALL_GATHER, 1 << 18, topology=ground("triton")), sizes=(1 << 16, 0, 0, 0)
+        case = dataclasses.replace(
+            problem(Op.ALL_GATHER, 1 << 18, topology=make_topology("triton")), sizes=(1 << 16, 0, 0, 0)
         )
-        assert choose(asked, "auto", "auto", rows).candidate.launch.programs == 512
+        assert choose(case, "auto", "auto", rows).candidate.launch.programs == 512
 
     def test_reasons(self) -> None:
         rows = table([2048, "ring", None], [None, "two_shot", None], name="mine.json")
@@ -177,25 +175,25 @@ class TestOrder:
         assert choose(problem(), "ring", "auto", tables).reason == "named in the call"
         assert choose(problem(), "auto", "ring", tables).reason == "SHOTCAST_ALGORITHM"
         times = [predicted_us("all_reduce", name, 1024, 4, SHARED_MEMORY) for name in ("one_shot", "two_shot", "ring")]
-        said = "predicted us: one_shot {:.1f}, two_shot {:.1f}".format(*times[:2])
-        assert choose(problem(), "auto", "auto", ()).reason == said
+        message = "predicted us: one_shot {:.1f}, two_shot {:.1f}".format(*times[:2])
+        assert choose(problem(), "auto", "auto", ()).reason == message
 
     @given(problems, names, names, st.lists(st.sampled_from(ALGORITHMS), max_size=2))
     def test_any_choice_is_legal_and_its_source_is_the_first_that_may_decide(
-        self, asked: CollectiveProblem, argument: str, environment: str, rows: list[str]
+        self, case: CollectiveProblem, argument: str, environment: str, rows: list[str]
     ) -> None:
         tables = [
-            (source, table([None, name, None], op=asked.op.label, dtype=asked.dtype))
+            (source, table([None, name, None], op=case.op.label, dtype=case.dtype))
             for source, name in zip(("user table", "packaged table"), rows, strict=False)
-            if asked.dtype in wire.DTYPES
+            if case.dtype in wire.DTYPES
         ]
-        legal = [candidate.algorithm for candidate in candidates(asked)]
+        legal = [candidate.algorithm for candidate in candidates(case)]
         if argument != "auto" and argument not in legal:
-            with pytest.raises(ConfigError, match=f"{argument} cannot serve this {asked.op.label}") as caught:
-                choose(asked, argument, environment, tables)
-            assert obstacle(asked, argument) in str(caught.value)
+            with pytest.raises(ConfigError, match=f"{argument} cannot serve this {case.op.label}") as caught:
+                choose(case, argument, environment, tables)
+            assert obstacle(case, argument) in str(caught.value)
             return
-        choice = choose(asked, argument, environment, tables)
+        choice = choose(case, argument, environment, tables)
         assert choice.candidate.algorithm in legal
         assert choice.reason
         if argument != "auto":
@@ -205,18 +203,18 @@ class TestOrder:
         elif legal == ["vendor"]:
             wanted = "legality", "vendor"
         else:
-            may = [name for name in legal if name != "two_shot_fp8" or asked.topology.allow_fp8]
+            may = [name for name in legal if name != "two_shot_fp8" or case.topology.allow_fp8]
             named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in may]
             wanted = named[0] if named else ("cost model", choice.candidate.algorithm)
         assert (choice.source, choice.candidate.algorithm) == wanted
-        assert choose(asked, argument, environment, tables) == choice
+        assert choose(case, argument, environment, tables) == choice
 
     @given(st.integers(0, 1 << 26), st.integers(2, 8), st.sampled_from(["triton", "compiled"]))
     def test_model_takes_the_least_time(self, nbytes: int, world_size: int, kernels: str) -> None:
-        asked = problem(nbytes=nbytes, topology=ground(kernels, world_size, 512 << 20))
-        taken = choose(asked, "auto", "auto", ()).candidate.algorithm
+        case = problem(nbytes=nbytes, topology=make_topology(kernels, world_size, 512 << 20))
+        taken = choose(case, "auto", "auto", ()).candidate.algorithm
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
-        own = [name for name in ("one_shot", "two_shot", "ring") if not obstacle(asked, name)]
+        own = [name for name in ("one_shot", "two_shot", "ring") if not obstacle(case, name)]
         own = [name for name in own if name != "ring" or world_size == 2]
         times = {name: predicted_us("all_reduce", name, nbytes, world_size, link) for name in own}
         assert times[taken] == min(times.values())
@@ -225,22 +223,22 @@ class TestOrder:
 class TestBits:
     @pytest.mark.parametrize(("world_size", "held"), [(2, True), (3, False), (8, False)])
     @pytest.mark.parametrize("op", [Op.ALL_REDUCE, Op.REDUCE_SCATTER])
-    def test_of_sums(self, op: Op, world_size: int, held: bool) -> None:
-        asked = problem(op, topology=ground(world_size=world_size))
-        assert keeps_bits(asked, "one_shot")
-        assert keeps_bits(asked, "ring") == held
+    def test_bits_of_sums(self, op: Op, world_size: int, held: bool) -> None:
+        case = problem(op, topology=make_topology(world_size=world_size))
+        assert keeps_bits(case, "one_shot")
+        assert keeps_bits(case, "ring") == held
         for name in ("two_shot_fp8", "multimem", "vendor"):
-            assert not keeps_bits(asked, name)
+            assert not keeps_bits(case, name)
 
-    def test_of_copies(self) -> None:
+    def test_bits_of_copies(self) -> None:
         assert all(keeps_bits(problem(Op.ALL_GATHER), name) for name in ("one_shot", "ring", "vendor"))
 
     @pytest.mark.parametrize("left", [["multimem", "vendor"], ["two_shot_fp8", "vendor"]])
-    def test_the_model_leaves_to_the_vendor_what_no_own_algorithm_has_the_bits_for(
+    def test_vendor_serves_if_no_algorithm_keeps_the_bits(
         self, left: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         few = tuple(Candidate(name, LaunchShape()) for name in left)
-        monkeypatch.setattr(select, "candidates", lambda asked: few)
+        monkeypatch.setattr(select, "candidates", lambda case: few)
         choice = choose(problem(), "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
 
@@ -262,15 +260,15 @@ class TestLegality:
 
     @pytest.mark.parametrize(("op", "names"), OFFERED)
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter", "triton"])
-    def test_what_there_is(self, op: Op, names: list[str], kernels: str) -> None:
-        asked = problem(op, topology=ground(kernels))
-        assert [candidate.algorithm for candidate in candidates(asked)] == names
+    def test_candidates_of_each_operation(self, op: Op, names: list[str], kernels: str) -> None:
+        case = problem(op, topology=make_topology(kernels))
+        assert [candidate.algorithm for candidate in candidates(case)] == names
 
-    def test_operations_are_all_here(self) -> None:
+    def test_all_operations_are_covered(self) -> None:
         assert {op for op, _ in self.OFFERED} == set(Op)
 
     @pytest.mark.parametrize(
-        ("asked", "algorithm", "said"),
+        ("case", "algorithm", "message"),
         [
             (problem(Op.BROADCAST), "ring", "there is no ring broadcast; there is one_shot"),
             (problem(dtype="int32"), "ring", "own kernels add up float32, float16, bfloat16, and this is int32"),
@@ -279,73 +277,73 @@ class TestLegality:
             (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "ring", "the ring takes equal parts only"),
             (problem(nbytes=1 << 32), "ring", "one call carries less than 4 GiB"),
             (
-                problem(Op.SEND, nbytes=(1 << 31) - 16, topology=ground("triton")),
+                problem(Op.SEND, nbytes=(1 << 31) - 16, topology=make_topology("triton")),
                 "one_shot",
                 "one call carries less than 2147483632 B",
             ),
-            (problem(topology=ground("", obstacle="no reason")), "ring", "no reason"),
+            (problem(topology=make_topology("", obstacle="no reason")), "ring", "no reason"),
             (
-                problem(Op.ALL_GATHER, dtype="int8", topology=ground("triton")),
+                problem(Op.ALL_GATHER, dtype="int8", topology=make_topology("triton")),
                 "ring",
                 "the ring moves float32, float16, bfloat16 only, and this is int8",
             ),
             (
-                problem(nbytes=(512 << 10) + 4, topology=ground("triton")),
+                problem(nbytes=(512 << 10) + 4, topology=make_topology("triton")),
                 "one_shot",
                 "it would take 2097168 B of a workspace that has 2 MiB (max_bytes)",
             ),
             (
-                problem(nbytes=(1 << 20) + 4, topology=ground("triton")),
+                problem(nbytes=(1 << 20) + 4, topology=make_topology("triton")),
                 "ring",
                 "it would take 1048580 B of a workspace that has 1 MiB (max_bytes)",
             ),
             (
-                problem(Op.ALL_TO_ALL, nbytes=(512 << 10) + 1, dtype="int8", topology=ground("triton")),
+                problem(Op.ALL_TO_ALL, nbytes=(512 << 10) + 1, dtype="int8", topology=make_topology("triton")),
                 "one_shot",
                 "it would take 1048578 B of a workspace that has 1 MiB (max_bytes)",
             ),
         ],
     )
-    def test_obstacles(self, asked: CollectiveProblem, algorithm: str, said: str) -> None:
-        assert obstacle(asked, algorithm) == said
-        assert algorithm not in [candidate.algorithm for candidate in candidates(asked)]
+    def test_obstacles(self, case: CollectiveProblem, algorithm: str, message: str) -> None:
+        assert obstacle(case, algorithm) == message
+        assert algorithm not in [candidate.algorithm for candidate in candidates(case)]
         with pytest.raises(ConfigError) as caught:
-            choose(asked, algorithm, "auto", ())
-        assert said in str(caught.value)
+            choose(case, algorithm, "auto", ())
+        assert message in str(caught.value)
 
     @pytest.mark.parametrize(
-        ("asked", "algorithm"),
+        ("case", "algorithm"),
         [
-            (problem(nbytes=512 << 10, topology=ground("triton")), "one_shot"),
-            (problem(nbytes=1 << 20, topology=ground("triton")), "two_shot"),
-            (problem(Op.ALL_TO_ALL, nbytes=512 << 10, dtype="int8", topology=ground("triton")), "one_shot"),
+            (problem(nbytes=512 << 10, topology=make_topology("triton")), "one_shot"),
+            (problem(nbytes=1 << 20, topology=make_topology("triton")), "two_shot"),
+            (problem(Op.ALL_TO_ALL, nbytes=512 << 10, dtype="int8", topology=make_topology("triton")), "one_shot"),
             (problem(nbytes=(1 << 32) - 4), "ring"),
-            (problem(Op.SEND, nbytes=(1 << 31) - 17, dtype="int8", topology=ground("triton")), "one_shot"),
+            (problem(Op.SEND, nbytes=(1 << 31) - 17, dtype="int8", topology=make_topology("triton")), "one_shot"),
             (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "one_shot"),
         ],
     )
-    def test_at_the_limit(self, asked: CollectiveProblem, algorithm: str) -> None:
-        assert obstacle(asked, algorithm) == ""
+    def test_at_the_limit(self, case: CollectiveProblem, algorithm: str) -> None:
+        assert obstacle(case, algorithm) == ""
 
     @given(problems)
-    def test_vendor_is_always_legal_and_last(self, asked: CollectiveProblem) -> None:
-        assert candidates(asked)[-1].algorithm == "vendor"
-        assert obstacle(asked, "vendor") == ""
+    def test_vendor_is_always_legal_and_last(self, case: CollectiveProblem) -> None:
+        assert candidates(case)[-1].algorithm == "vendor"
+        assert obstacle(case, "vendor") == ""
 
-    def test_two_shot_passes_what_is_beyond_the_workspace_in_pieces(self) -> None:
-        asked = problem(nbytes=1 << 33, topology=ground("triton"))
-        assert [candidate.algorithm for candidate in candidates(asked)] == ["two_shot", "vendor"]
+    def test_two_shot_splits_messages_beyond_the_workspace(self) -> None:
+        case = problem(nbytes=1 << 33, topology=make_topology("triton"))
+        assert [candidate.algorithm for candidate in candidates(case)] == ["two_shot", "vendor"]
 
     @pytest.mark.parametrize("argument", ["tree", "", None])
-    def test_unknown(self, argument: str) -> None:
+    def test_unknown_algorithm(self, argument: str) -> None:
         with pytest.raises(ConfigError, match=rf"unknown algorithm .*; there are auto, {', '.join(ALGORITHMS)}"):
             choose(problem(), argument, "auto", ())
 
-    def test_why_the_vendor(self) -> None:
+    def test_reason_for_the_vendor(self) -> None:
         choice = choose(problem(dtype="int64"), "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
         assert choice.reason == "own kernels add up float32, float16, bfloat16, and this is int64"
-        choice = choose(problem(topology=ground("", obstacle="several hosts")), "auto", "auto", ())
+        choice = choose(problem(topology=make_topology("", obstacle="several hosts")), "auto", "auto", ())
         assert choice.reason == "several hosts"
 
 
@@ -355,24 +353,24 @@ class TestFp8:
     NBYTES = 64 << 20
     NAMES = table([None, "two_shot_fp8", None], name="fast.json")
 
-    def asked(self, allow_fp8: bool, nbytes: int = NBYTES, dtype: str = "float32") -> CollectiveProblem:
-        return problem(nbytes=nbytes, dtype=dtype, topology=ground("triton", 4, 64 << 20, allow_fp8=allow_fp8))
+    def case(self, allow_fp8: bool, nbytes: int = NBYTES, dtype: str = "float32") -> CollectiveProblem:
+        return problem(nbytes=nbytes, dtype=dtype, topology=make_topology("triton", 4, 64 << 20, allow_fp8=allow_fp8))
 
     @pytest.mark.parametrize("allow_fp8", [False, True])
-    def test_serves_whoever_names_it(self, allow_fp8: bool) -> None:
+    def test_naming_it_selects_it(self, allow_fp8: bool) -> None:
         named = choose(self.asked(allow_fp8), "two_shot_fp8", "auto", ())
         assert (named.source, named.candidate.algorithm) == ("argument", "two_shot_fp8")
         named = choose(self.asked(allow_fp8), "auto", "two_shot_fp8", (("user table", table([None, "ring", None])),))
         assert (named.source, named.candidate.algorithm) == ("environment", "two_shot_fp8")
 
-    @given(problems.filter(lambda asked: not asked.topology.allow_fp8), st.lists(st.sampled_from(ALGORITHMS)))
-    def test_auto_never_takes_it_unless_allowed(self, asked: CollectiveProblem, rows: list[str]) -> None:
+    @given(problems.filter(lambda case: not case.topology.allow_fp8), st.lists(st.sampled_from(ALGORITHMS)))
+    def test_auto_never_takes_it_unless_allowed(self, case: CollectiveProblem, rows: list[str]) -> None:
         tables = [
-            ("user table", table([None, name, None], op=asked.op.label, dtype=asked.dtype))
+            ("user table", table([None, name, None], op=case.op.label, dtype=case.dtype))
             for name in rows
-            if asked.dtype in wire.DTYPES
+            if case.dtype in wire.DTYPES
         ]
-        assert choose(asked, "auto", "auto", tables).candidate.algorithm != "two_shot_fp8"
+        assert choose(case, "auto", "auto", tables).candidate.algorithm != "two_shot_fp8"
 
     def test_auto_takes_it_where_it_is_allowed_and_named_by_a_table(self) -> None:
         choice = choose(self.asked(True), "auto", "auto", (("user table", self.NAMES),))
@@ -400,30 +398,30 @@ class TestFp8:
     def test_messages_beyond_the_workspace_fit_if_their_bytes_do(self, dtype: str, times: float) -> None:
         most = max(n for n in range(1 << 20, 5 << 20, 4096) if not obstacle(self.sized(n, dtype), "two_shot_fp8"))
         assert times < most / (1 << 20) < times + 0.1
-        said = obstacle(self.sized(most + 4096, dtype), "two_shot_fp8")
-        assert said.startswith("it would take ")
-        assert said.endswith(" (max_bytes)")
+        message = obstacle(self.sized(most + 4096, dtype), "two_shot_fp8")
+        assert message.startswith("it would take ")
+        assert message.endswith(" (max_bytes)")
 
     def sized(self, nbytes: int, dtype: str) -> CollectiveProblem:
-        return problem(nbytes=nbytes, dtype=dtype, topology=ground("triton", max_bytes=1 << 20))
+        return problem(nbytes=nbytes, dtype=dtype, topology=make_topology("triton", max_bytes=1 << 20))
 
     @given(st.integers(0, 1 << 22), st.integers(1, 1 << 22), st.integers(2, 8), st.sampled_from(wire.REDUCIBLE))
     def test_messages_up_to_max_bytes_fit(self, nbytes: int, max_bytes: int, world_size: int, dtype: str) -> None:
         """The slots of short messages consist mostly of scales and padding."""
-        topology = ground("interpreter", world_size, max(nbytes, max_bytes))
+        topology = make_topology("interpreter", world_size, max(nbytes, max_bytes))
         assert obstacle(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8") == ""
 
-    def test_what_it_does_not_serve(self) -> None:
-        for asked, said in (
+    def test_unsupported_calls(self) -> None:
+        for case, message in (
             (problem(dtype="int32"), "own kernels add up float32, float16, bfloat16, and this is int32"),
             (problem(reduction="max"), "own kernels only sum, and this is max"),
             (problem(Op.REDUCE_SCATTER), "there is no two_shot_fp8 reduce_scatter; there is one_shot, ring"),
         ):
-            assert obstacle(asked, "two_shot_fp8") == said
+            assert obstacle(case, "two_shot_fp8") == message
 
     @given(st.integers(0, 512 << 20), st.integers(2, 8), st.sampled_from(wire.REDUCIBLE))
-    def test_launch_is_counted_on_what_is_sent(self, nbytes: int, world_size: int, dtype: str) -> None:
-        topology = ground("triton", world_size, 512 << 20)
+    def test_launch_depends_on_the_bytes_sent(self, nbytes: int, world_size: int, dtype: str) -> None:
+        topology = make_topology("triton", world_size, 512 << 20)
         shape = launch_shape(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8")
         sent = nbytes / wire.DTYPES[dtype] / world_size
         assert shape.programs == 1 or (shape.programs - 1) * 4 * shape.block_words < sent
@@ -434,13 +432,13 @@ class TestFp8:
 class TestMultimem:
     """Sums in the switch need a multicast address and a caller who names them."""
 
-    SWITCHED = problem(nbytes=1 << 20, topology=ground("triton", multicast=True))
+    SWITCHED = problem(nbytes=1 << 20, topology=make_topology("triton", multicast=True))
 
-    def test_takes_a_multicast_address_and_floats_that_are_summed(self) -> None:
+    def test_needs_a_multicast_address_and_a_sum_of_floats(self) -> None:
         assert obstacle(self.SWITCHED, "multimem") == ""
-        assert obstacle(problem(topology=ground("triton")), "multimem") == "the ranks share no multicast address"
-        switch = ground("triton", multicast=True)
-        for asked, said in (
+        assert obstacle(problem(topology=make_topology("triton")), "multimem") == "the ranks share no multicast address"
+        switch = make_topology("triton", multicast=True)
+        for case, message in (
             (
                 problem(dtype="int32", topology=switch),
                 "own kernels add up float32, float16, bfloat16, and this is int32",
@@ -448,16 +446,16 @@ class TestMultimem:
             (problem(reduction="max", topology=switch), "own kernels only sum, and this is max"),
             (problem(Op.BROADCAST, topology=switch), "there is no multimem broadcast; there is one_shot"),
         ):
-            assert obstacle(asked, "multimem") == said
+            assert obstacle(case, "multimem") == message
         assert obstacle(problem(nbytes=1 << 24, topology=switch), "multimem") == "", "it passes in pieces"
 
     @given(st.integers(0, 512 << 20), st.integers(2, 8))
     def test_the_model_never_takes_it(self, nbytes: int, world_size: int) -> None:
-        asked = problem(nbytes=nbytes, topology=ground("triton", world_size, 512 << 20, multicast=True))
-        assert "multimem" in [candidate.algorithm for candidate in candidates(asked)]
-        assert choose(asked, "auto", "auto", ()).candidate.algorithm != "multimem"
+        case = problem(nbytes=nbytes, topology=make_topology("triton", world_size, 512 << 20, multicast=True))
+        assert "multimem" in [candidate.algorithm for candidate in candidates(case)]
+        assert choose(case, "auto", "auto", ()).candidate.algorithm != "multimem"
 
-    def test_who_names_it_gets_it(self) -> None:
+    def test_naming_it_selects_it(self) -> None:
         tables = (("user table", table([None, "multimem", None])),)
         sources = [
             choose(self.SWITCHED, "multimem", "auto", ()),
@@ -471,44 +469,44 @@ class TestMultimem:
 
 class TestLaunch:
     @given(problems, st.sampled_from(["one_shot", "two_shot", "ring", "multimem"]))
-    def test_is_one_a_kernel_can_take(self, asked: CollectiveProblem, algorithm: str) -> None:
-        assume(asked.op in registered()[algorithm].forms)
-        shape = launch_shape(asked, algorithm)
-        if asked.topology.kernels == "compiled":
+    def test_kernels_accept_the_launch(self, case: CollectiveProblem, algorithm: str) -> None:
+        assume(case.op in registered()[algorithm].forms)
+        shape = launch_shape(case, algorithm)
+        if case.topology.kernels == "compiled":
             assert shape == LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
             return
-        assert launch_obstacle(asked.topology.kernels, registered()[algorithm], shape) == ""
+        assert launch_obstacle(case.topology.kernels, registered()[algorithm], shape) == ""
         assert shape.block_words & (shape.block_words - 1) == 0, "Triton's tiles are powers of two"
         assert shape.block_words >= 16
         assert shape.num_warps in (1, 2, 4, 8, 16)
 
     @given(problems, st.sampled_from(ALGORITHMS))
-    def test_shapes_worth_trying_begin_with_the_default_and_can_all_be_taken(
-        self, asked: CollectiveProblem, algorithm: str
-    ) -> None:
-        assume(asked.op in registered()[algorithm].forms)
-        shapes = launch_shapes(asked, algorithm)
-        assert shapes[0] == launch_shape(asked, algorithm)
+    def test_tuned_shapes_begin_with_the_default_and_are_legal(self, case: CollectiveProblem, algorithm: str) -> None:
+        assume(case.op in registered()[algorithm].forms)
+        shapes = launch_shapes(case, algorithm)
+        assert shapes[0] == launch_shape(case, algorithm)
         assert len(set(shapes)) == len(shapes)
         for shape in shapes:
-            assert launch_obstacle(asked.topology.kernels, registered()[algorithm], shape) == ""
-        if algorithm == "vendor" or asked.topology.kernels == "interpreter":
+            assert launch_obstacle(case.topology.kernels, registered()[algorithm], shape) == ""
+        if algorithm == "vendor" or case.topology.kernels == "interpreter":
             assert len(shapes) == 1
 
     def test_more_programs_than_tiles_are_not_tried(self) -> None:
-        for shape in launch_shapes(problem(nbytes=64 << 10, topology=ground("triton")), "two_shot"):
+        for shape in launch_shapes(problem(nbytes=64 << 10, topology=make_topology("triton")), "two_shot"):
             assert shape.programs <= -(-(16 << 10) // 4 // shape.block_words)
 
     def test_a_large_message_has_shapes_of_every_kind(self) -> None:
-        shapes = launch_shapes(problem(nbytes=64 << 20, topology=ground("triton", max_bytes=64 << 20)), "two_shot")
+        shapes = launch_shapes(
+            problem(nbytes=64 << 20, topology=make_topology("triton", max_bytes=64 << 20)), "two_shot"
+        )
         tiles = {(shape.block_words, shape.num_warps) for shape in shapes}
         assert tiles == {(128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8)}
         words = (64 << 20) // 4 // 4
         assert {shape.programs for shape in shapes} == {1024} | {words // block for block, _ in tiles}
 
-    def test_fused_kernels_have_their_default_alone(self) -> None:
+    def test_fused_kernels_have_only_their_default(self) -> None:
         fused = dataclasses.replace(
-            problem(Op.ALL_REDUCE_RMS_NORM, nbytes=1 << 20, topology=ground("triton")), norm=Norm(4096)
+            problem(Op.ALL_REDUCE_RMS_NORM, nbytes=1 << 20, topology=make_topology("triton")), norm=Norm(4096)
         )
         for algorithm in ("one_shot", "two_shot"):
             assert launch_shapes(fused, algorithm) == (launch_shape(fused, algorithm),)
@@ -519,15 +517,15 @@ class TestLaunch:
 
     @pytest.mark.parametrize("share", [512 << 10, (512 << 10) - 4])
     def test_larger_tiles_from_half_a_mebibyte_a_rank(self, share: int) -> None:
-        asked = problem(nbytes=4 * share, topology=ground("triton", max_bytes=1 << 28))
-        assert launch_shape(asked, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
+        case = problem(nbytes=4 * share, topology=make_topology("triton", max_bytes=1 << 28))
+        assert launch_shape(case, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
 
     @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL])
     def test_large_parts_by_half_the_warps_of_two_shot(self, op: Op) -> None:
-        place = ground("triton", max_bytes=1 << 28)
+        topology = make_topology("triton", max_bytes=1 << 28)
         wanted = LaunchShape(programs=4096, block_words=1024, num_warps=4)
-        assert launch_shape(problem(op, 64 << 20, topology=place), "one_shot") == wanted
-        assert launch_shape(problem(nbytes=64 << 20, topology=place), "two_shot").num_warps == 8
+        assert launch_shape(problem(op, 64 << 20, topology=topology), "one_shot") == wanted
+        assert launch_shape(problem(nbytes=64 << 20, topology=topology), "two_shot").num_warps == 8
 
 
 def rows(
@@ -540,12 +538,12 @@ def rows(
 ) -> CollectiveProblem:
     norm = Norm(hidden, quantize)
     nbytes = count * hidden * wire.DTYPES[dtype]
-    return CollectiveProblem(op, nbytes, dtype, topology or ground("triton", max_bytes=1 << 26), norm=norm)
+    return CollectiveProblem(op, nbytes, dtype, topology or make_topology("triton", max_bytes=1 << 26), norm=norm)
 
 
 class TestFused:
     @pytest.mark.parametrize(
-        ("asked", "said"),
+        ("case", "message"),
         [
             (rows(1001), "fused kernels take rows of a multiple of 16 bytes, and these have 2002"),
             (rows(4, dtype="float16"), "fused kernels take rows of a multiple of 16 bytes, and these have 8"),
@@ -554,30 +552,30 @@ class TestFused:
             (rows(64, dtype="int32"), "own kernels add up float32, float16, bfloat16, and this is int32"),
         ],
     )
-    def test_rows_that_no_program_can_hold(self, asked: CollectiveProblem, said: str) -> None:
-        assert obstacle(asked, "one_shot") == obstacle(asked, "two_shot") == said
-        choice = choose(asked, "auto", "auto", ())
+    def test_rows_that_no_program_can_hold(self, case: CollectiveProblem, message: str) -> None:
+        assert obstacle(case, "one_shot") == obstacle(case, "two_shot") == message
+        choice = choose(case, "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
-        assert choice.reason == f"{said}; so the sum is a call of its own, and the norm follows it"
+        assert choice.reason == f"{message}; so the sum is a call of its own, and the norm follows it"
 
     def test_rows_at_the_limit(self) -> None:
-        for asked in (rows(8), rows(16384), rows(8192, dtype="float32")):
-            assert obstacle(asked, "one_shot") == obstacle(asked, "two_shot") == ""
+        for case in (rows(8), rows(16384), rows(8192, dtype="float32")):
+            assert obstacle(case, "one_shot") == obstacle(case, "two_shot") == ""
 
     def test_compiled_ranks_take_any_rows(self) -> None:
-        assert obstacle(rows(1001, topology=ground()), "two_shot") == ""
-        assert obstacle(rows(0, topology=ground()), "two_shot") == "rows have no elements"
+        assert obstacle(rows(1001, topology=make_topology()), "two_shot") == ""
+        assert obstacle(rows(0, topology=make_topology()), "two_shot") == "rows have no elements"
 
     @pytest.mark.parametrize(("quantize", "fits"), [("", 512), ("static", 409), ("dynamic", 408)])
     def test_gathered_rows_and_scales_need_room(self, quantize: str, fits: int) -> None:
         """A row of 2 KiB also takes 2 KiB of norm, 1 KiB of FP8 and 16 bytes of scale, of twice max_bytes in all."""
         gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
-        place = ground("triton", max_bytes=1 << 20)
-        assert obstacle(rows(1024, gather, fits, quantize=quantize, topology=place), "two_shot") == ""
-        beyond = rows(1024, gather, fits + 1, quantize=quantize, topology=place)
+        topology = make_topology("triton", max_bytes=1 << 20)
+        assert obstacle(rows(1024, gather, fits, quantize=quantize, topology=topology), "two_shot") == ""
+        beyond = rows(1024, gather, fits + 1, quantize=quantize, topology=topology)
         assert "of a workspace that has 2 MiB" in obstacle(beyond, "two_shot")
 
-    def test_table_of_the_plain_operation_decides_where_it_is_silent_on_the_fused(self) -> None:
+    def test_plain_rows_serve_a_fused_operation_without_rows(self) -> None:
         plain = table([20, "two_shot", {"programs": 7, "block_words": 64, "num_warps": 1}], [None, "vendor", None])
         fused = table([100, "one_shot", None], op="all_reduce_rms_norm")
         tables = (("user table", plain), ("packaged table", fused))
@@ -599,9 +597,9 @@ class TestFused:
         self, op: Op, eighths: int, count: int, dtype: str, world_size: int
     ) -> None:
         """At most 16 warps run on each of 132 multiprocessors, header program included. A thread holds 16 bytes."""
-        place = ground("triton", world_size, 1 << 28)
-        asked = rows(8 * eighths, op, count * world_size, dtype, topology=place)
-        for candidate in candidates(asked)[:-1]:
+        topology = make_topology("triton", world_size, 1 << 28)
+        case = rows(8 * eighths, op, count * world_size, dtype, topology=topology)
+        for candidate in candidates(case)[:-1]:
             shape = candidate.launch
             assert (1 + shape.programs) * shape.num_warps <= 132 * 16
             assert shape.programs >= 2
@@ -611,9 +609,9 @@ class TestFused:
     def test_a_fused_all_reduce_has_a_warp_for_each_tile(
         self, eighths: int, count: int, dtype: str, world_size: int
     ) -> None:
-        asked = rows(8 * eighths, count=count, dtype=dtype, topology=ground("triton", world_size, 1 << 28))
+        case = rows(8 * eighths, count=count, dtype=dtype, topology=make_topology("triton", world_size, 1 << 28))
         row_words = 8 * eighths * wire.DTYPES[dtype] // 4
-        for candidate in candidates(asked)[:-1]:
+        for candidate in candidates(case)[:-1]:
             shape = candidate.launch
             assert shape.num_warps == 1
             assert shape.block_words == 128 or row_words <= shape.block_words < max(2 * row_words, 17)
@@ -624,14 +622,14 @@ class TestFused:
             assert slots <= 2 << 28
 
 
-def test_explanation_in_words() -> None:
+def test_text_of_an_explanation() -> None:
     compiled = LaunchShape(programs=0, block_words=0, num_warps=0)
-    said = Explanation("all_reduce", 64, "float32", "ring", compiled, "cost model", "least", ("ring", "vendor"))
-    assert str(said) == (
+    message = Explanation("all_reduce", 64, "float32", "ring", compiled, "cost model", "least", ("ring", "vendor"))
+    assert str(message) == (
         "all_reduce of 64 bytes, float32: ring (chunks of default bytes), by cost model: least; legal: ring, vendor"
     )
     kernel = LaunchShape(programs=8, block_words=128, num_warps=1)
-    said = Explanation("all_reduce", 64, "float32", "ring", kernel, "argument", "named", ("ring",))
-    assert "ring (8 programs of 1 warps, 128 words a tile), by argument: named" in str(said)
+    message = Explanation("all_reduce", 64, "float32", "ring", kernel, "argument", "named", ("ring",))
+    assert "ring (8 programs of 1 warps, 128 words a tile), by argument: named" in str(message)
     vendor = Explanation("all_reduce", 64, "int8", "vendor", compiled, "legality", "why", ("vendor",), by_library=True)
     assert "int8: vendor, by legality: why" in str(vendor)

@@ -23,7 +23,7 @@ from shotcast.wire import LaunchShape, Norm, Op
 ALGORITHMS = tuple(registered())
 
 
-def made(**changes: Any) -> str:
+def table_text(**changes: Any) -> str:
     whole = {
         "format": 2,
         "kernels": KERNELS,
@@ -61,12 +61,12 @@ class TestLookup:
         ],
     )
     def test_row_serves_up_to_its_size(self, nbytes: int, algorithm: str) -> None:
-        row = parse(made(), "t", registered()).lookup("all_reduce", "bfloat16", nbytes, "graph")
+        row = parse(table_text(), "t", registered()).lookup("all_reduce", "bfloat16", nbytes, "graph")
         assert row is not None
         assert row.algorithm == algorithm
 
     def test_launch(self) -> None:
-        table = parse(made(), "t", registered())
+        table = parse(table_text(), "t", registered())
         row = table.lookup("all_reduce", "bfloat16", 5, "graph")
         assert row is not None
         assert row.launch == LaunchShape(programs=8, block_words=64, num_warps=1)
@@ -84,11 +84,13 @@ class TestLookup:
         ],
     )
     def test_mode(self, mode: str, dtype: str, nbytes: int, found: tuple[str, str] | None) -> None:
-        row = parse(made(), "t", registered()).lookup("all_reduce", dtype, nbytes, mode)
+        row = parse(table_text(), "t", registered()).lookup("all_reduce", dtype, nbytes, mode)
         assert (row and (row.mode, row.algorithm)) == found
 
     def test_the_other_mode_serves_either_way(self) -> None:
-        table = parse(made(entries={"eager": {"broadcast": {"int8": [[8, "one_shot", None]]}}}), "t", registered())
+        table = parse(
+            table_text(entries={"eager": {"broadcast": {"int8": [[8, "one_shot", None]]}}}), "t", registered()
+        )
         row = table.lookup("broadcast", "int8", 8, "graph")
         assert row is not None
         assert row.mode == "eager"
@@ -97,8 +99,8 @@ class TestLookup:
         ("op", "dtype", "nbytes"),
         [("all_reduce", "float32", 4097), ("all_reduce", "float16", 1), ("broadcast", "bfloat16", 1)],
     )
-    def test_says_nothing_of_the_rest(self, op: str, dtype: str, nbytes: int) -> None:
-        assert parse(made(), "t", registered()).lookup(op, dtype, nbytes) is None
+    def test_no_row_for_other_calls(self, op: str, dtype: str, nbytes: int) -> None:
+        assert parse(table_text(), "t", registered()).lookup(op, dtype, nbytes) is None
 
     @given(
         st.lists(st.integers(0, 1 << 34), unique=True, min_size=1, max_size=20).map(sorted),
@@ -106,12 +108,12 @@ class TestLookup:
         st.integers(0, 1 << 34),
         st.data(),
     )
-    def test_is_the_first_row_that_is_large_enough(
+    def test_first_row_that_is_large_enough_serves(
         self, bounds: list[int], endless: bool, nbytes: int, data: st.DataObject
     ) -> None:
         limits: list[int | None] = [*bounds, None] if endless else list(bounds)
         rows = [[limit, data.draw(st.sampled_from(ALGORITHMS)), None] for limit in limits]
-        row = parse(made(entries={"eager": {"all_reduce": {"int8": rows}}}), "t", registered()).lookup(
+        row = parse(table_text(entries={"eager": {"all_reduce": {"int8": rows}}}), "t", registered()).lookup(
             "all_reduce", "int8", nbytes
         )
         wanted = next((r for r in rows if r[0] is None or nbytes <= r[0]), None)
@@ -128,7 +130,7 @@ def entries(*rows: Any, op: str = "all_reduce", dtype: str = "bfloat16") -> dict
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"format": 1}, r"has format 1; this version reads format 2: run `shotcast tune` again"),
             ({"format": 3}, "has format 3; this version reads format 2"),
@@ -180,13 +182,13 @@ class TestRefused:
             (entries([1024, "ring", None], dtype="bf16"), "all_reduce/bf16, which is no operation and dtype"),
         ],
     )
-    def test_says_what_is_wrong_and_where(self, changes: dict[str, Any], said: str) -> None:
-        with pytest.raises(ConfigError, match=said) as caught:
-            parse(made(**changes), "my.json", registered())
+    def test_says_what_is_wrong_and_where(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            parse(table_text(**changes), "my.json", registered())
         assert "my.json" in str(caught.value)
 
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "message"),
         [
             ("{", "is not JSON"),
             ("[]", "is a JSON list"),
@@ -196,8 +198,8 @@ class TestRefused:
             ("", "is not JSON"),
         ],
     )
-    def test_no_table_at_all(self, text: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
+    def test_text_that_is_no_table(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             parse(text, "my.json", registered())
 
     LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(ALGORITHMS)
@@ -210,14 +212,14 @@ class TestRefused:
         | JSON.map(lambda value: {"entries": {"eager": {"all_reduce": value}}})
         | st.lists(ROW | JSON, max_size=4).map(lambda rows: entries(*rows))
     )
-    def test_anything_is_either_read_or_refused_in_words(self, changes: dict[str, Any]) -> None:
-        table, said = None, ""
+    def test_any_text_is_read_or_refused_with_a_message(self, changes: dict[str, Any]) -> None:
+        table, message = None, ""
         try:
-            table = parse(made(**changes), "my.json", registered())
+            table = parse(table_text(**changes), "my.json", registered())
         except ConfigError as error:
-            said = str(error)
+            message = str(error)
         if table is None:
-            assert "my.json" in said
+            assert "my.json" in message
             return
         for (mode, op, dtype), rows in table.rows.items():
             for nbytes in (0, 1024, 1 << 40):
@@ -254,7 +256,7 @@ class TestRender:
         assert document["provenance"] == {"today": {"a": [1, {"b": 2}], "c": {}}}
         assert document["measurements"] == [{"x": 1}, {"y": [2]}]
 
-    def test_a_row_takes_a_line(self) -> None:
+    def test_each_row_is_one_line(self) -> None:
         text = render("p", 2, {("graph", "barrier", "int8"): [Row(8, "ring", LaunchShape(), "graph")]}, {}, [])
         shape = json.dumps(dataclasses.asdict(LaunchShape()))
         assert f'     [8, "ring", {shape}]\n' in text
@@ -263,21 +265,21 @@ class TestRender:
 class TestFiles:
     def test_loaded(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
-        path.write_text(made())
+        path.write_text(table_text())
         table = load(str(path), "NVIDIA H200", 4, registered())
-        assert (table.name, table.part, table.world_size, table.text) == (str(path), "NVIDIA H200", 4, made())
+        assert (table.name, table.part, table.world_size, table.text) == (str(path), "NVIDIA H200", 4, table_text())
 
     @pytest.mark.parametrize(("part", "world_size"), [("NVIDIA H200", 8), ("NVIDIA H100", 4), ("cpu", 4)])
     def test_for_other_hardware(self, tmp_path: Path, part: str, world_size: int) -> None:
         path = tmp_path / "t.json"
-        path.write_text(made())
-        said = (
+        path.write_text(table_text())
+        message = (
             f"SHOTCAST_TABLE: {path} was made for 4 x NVIDIA H200; this is {world_size} x {part}: run `shotcast tune` "
             "again here, or unset SHOTCAST_TABLE"
         )
         with pytest.raises(ConfigError) as caught:
             load(str(path), part, world_size, registered())
-        assert str(caught.value) == said
+        assert str(caught.value) == message
 
     def test_unreadable(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
@@ -292,29 +294,29 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("part", "refused"), [("EPYC", ""), ("cpu", ""), ("Xeon", "made for 4 x Xeon; this is 4 x EPYC")]
     )
-    def test_of_processors(self, tmp_path: Path, part: str, refused: str) -> None:
+    def test_tables_of_processors(self, tmp_path: Path, part: str, refused: str) -> None:
         path = tmp_path / "t.json"
-        path.write_text(made(part=part, entries={"eager": {}}))
+        path.write_text(table_text(part=part, entries={"eager": {}}))
         if refused:
             with pytest.raises(ConfigError, match=refused):
                 load(str(path), "EPYC", 4, registered(), "cpu")
         else:
             assert load(str(path), "EPYC", 4, registered(), "cpu").part == part
 
-    def test_for_any_processor_is_for_no_gpu(self, tmp_path: Path) -> None:
+    def test_table_for_any_processor_serves_no_gpu(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
-        path.write_text(made(part="cpu", entries={"eager": {}}))
+        path.write_text(table_text(part="cpu", entries={"eager": {}}))
         with pytest.raises(ConfigError, match="made for 4 x cpu; this is 4 x NVIDIA H200"):
             load(str(path), "NVIDIA H200", 4, registered())
 
-    def test_graphs_of_a_processor(self, tmp_path: Path) -> None:
+    def test_graph_rows_of_a_processor_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
-        path.write_text(made(part="EPYC"))
+        path.write_text(table_text(part="EPYC"))
         with pytest.raises(ConfigError, match="has entries for graph, and CPU ranks have eager calls only"):
             load(str(path), "EPYC", 4, registered(), "cpu")
 
     @pytest.mark.parametrize(
-        ("kernels", "launch", "said"),
+        ("kernels", "launch", "message"),
         [
             ("triton", {"programs": 0}, "programs are 1 to 2147483646, not 0"),
             ("triton", {"block_words": 100}, "block_words is a power of two from 16 to 4096, not 100"),
@@ -325,10 +327,12 @@ class TestFiles:
             ("compiled", {"programs": 0, "block_words": 0, "num_warps": 0, "chunk_bytes": 640}, ""),
         ],
     )
-    def test_launches_that_kernels_cannot_take(self, kernels: str, launch: dict[str, int], said: str) -> None:
-        table = parse(made(entries={"eager": {"all_reduce": {"int8": [[8, "ring", launch]]}}}), "my.json", registered())
-        if said:
-            with pytest.raises(ConfigError, match=f"table my.json, eager/all_reduce/int8, ring: {said}"):
+    def test_launches_that_kernels_cannot_take(self, kernels: str, launch: dict[str, int], message: str) -> None:
+        table = parse(
+            table_text(entries={"eager": {"all_reduce": {"int8": [[8, "ring", launch]]}}}), "my.json", registered()
+        )
+        if message:
+            with pytest.raises(ConfigError, match=f"table my.json, eager/all_reduce/int8, ring: {message}"):
                 fit_for(table, kernels, registered())
         else:
             assert fit_for(table, kernels, registered()) is table
@@ -349,7 +353,7 @@ class TestPackaged:
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_each_row_is_legal_and_keeps_the_bits(self, file: Path) -> None:
         table = parse(file.read_text(), file.name, registered())
-        place = Topology(table.world_size, "cuda", table.part, "triton", "", True, 512 << 20, registered())
+        topology = Topology(table.world_size, "cuda", table.part, "triton", "", True, 512 << 20, registered())
         assert table.rows
         for (mode, op, dtype), rows in table.rows.items():
             least = 0
@@ -358,7 +362,7 @@ class TestPackaged:
                     # fused calls consist of whole rows
                     norm = Norm(8) if Op[op.upper()] in FUSED else None
                     problem = CollectiveProblem(
-                        Op[op.upper()], nbytes // 32 * 32 if norm else nbytes, dtype, place, norm=norm
+                        Op[op.upper()], nbytes // 32 * 32 if norm else nbytes, dtype, topology, norm=norm
                     )
                     assert obstacle(problem, row.algorithm) == "", (mode, op, dtype, row)
                     assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
@@ -367,7 +371,7 @@ class TestPackaged:
                 least = int(min(row.nbytes, 1 << 30)) + 1
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
-    def test_says_where_it_comes_from(self, file: Path) -> None:
+    def test_provenance_names_versions(self, file: Path) -> None:
         for run in json.loads(file.read_text())["provenance"].values():
             assert {"versions", "driver"} <= run.keys()
 
@@ -376,7 +380,7 @@ class TestPackaged:
         with pytest.raises(ConfigError, match=f"nvidia_h200_x4.json was made for revision {KERNELS} of the kernels"):
             packaged("NVIDIA H200", 4, registered())
 
-    def test_none(self) -> None:
+    def test_no_table_for_an_unknown_part(self) -> None:
         assert packaged("no such part", 3, registered()) is None
 
     @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import shotcast
 
 
-def test_reductions_that_own_kernels_do_not_do() -> None:
-    said = shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)[0]
-    assert len(said) == 9
-    for text in said:
+def test_reductions_without_own_kernels() -> None:
+    explanations = shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)[0]
+    assert len(explanations) == 9
+    for text in explanations:
         if "float32" in text.split(":")[0] or "float16" in text.split(":")[0]:
             assert "by cost model" in text
         else:
@@ -19,8 +19,8 @@ def test_reductions_that_own_kernels_do_not_do() -> None:
             assert text.endswith("legal: vendor")
 
 
-def test_reduction_is_part_of_a_kept_call() -> None:
-    shotcast.spawn(targets.own_sum_is_not_taken_for_max, 2, timeout_s=50)
+def test_reduction_is_part_of_the_key_of_a_call() -> None:
+    shotcast.spawn(targets.sums_and_maxima_in_turn, 2, timeout_s=50)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -29,6 +29,6 @@ def test_every_operation_by_name(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0)])
-def test_calls_are_compared_unless_that_is_left_out(value: str, calls: int) -> None:
+def test_comparison_of_calls_can_be_switched_off(value: str, calls: int) -> None:
     env = {"SHOTCAST_CHECK_VENDOR": value}
     assert shotcast.spawn(targets.epochs_of_a_call_by_gloo, 2, env=env, timeout_s=50) == [calls] * 2

@@ -28,15 +28,15 @@ def inputs(
 
     A tenth of the values are zeros, infinities, NaN and subnormals.
     """
-    made = []
+    tensors = []
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(seed * 1000 + rank)
         x = torch.randn(count, generator=generator) * 10 ** torch.randint(-3, 4, (count,), generator=generator)
         where = torch.rand(count, generator=generator) < 0.1
         which = torch.randint(len(SPECIAL), (count,), generator=generator)
         x = torch.where(where, torch.tensor(SPECIAL)[which], x)
-        made.append(x.to(dtype).to(device))
-    return made
+        tensors.append(x.to(dtype).to(device))
+    return tensors
 
 
 def tame(xs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,12 +70,12 @@ def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
     return room[elements:].view(x.shape)
 
 
-def straggle(comm: shotcast.Communicator, dice: random.Random, cycles: int = 200_000, seconds: float = 0.003) -> None:
-    if dice.random() < 0.2:
+def straggle(comm: shotcast.Communicator, rng: random.Random, cycles: int = 200_000, seconds: float = 0.003) -> None:
+    if rng.random() < 0.2:
         if comm.device.type == "cuda":
-            torch.cuda._sleep(dice.randrange(cycles))
+            torch.cuda._sleep(rng.randrange(cycles))
         else:
-            time.sleep(dice.random() * seconds)
+            time.sleep(rng.random() * seconds)
 
 
 def matrix(
@@ -85,7 +85,7 @@ def matrix(
     done = 0
     with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
-        dice = random.Random(rank)
+        rng = random.Random(rank)
         for name, count in itertools.product(dtypes, counts):
             dtype = FLOATS[name]
             xs = inputs(count, dtype, size, seed + count, comm.device)
@@ -93,7 +93,7 @@ def matrix(
             for algorithm in comm.candidates(x):
                 if algorithm == "vendor" or (algorithm == "multimem" and device == "cuda"):
                     continue  # the vendor and the switch round differently
-                straggle(comm, dice)
+                straggle(comm, rng)
                 wanted = reference.all_reduce(xs, algorithm)
                 check(comm.all_reduce(x, algorithm=algorithm), wanted, (name, count, algorithm))
                 y = shifted(x, shift)
@@ -106,7 +106,7 @@ def matrix(
             for algorithm in comm.candidates(wide[rank], "reduce_scatter"):
                 if algorithm == "vendor":
                     continue
-                straggle(comm, dice)
+                straggle(comm, rng)
                 got = comm.reduce_scatter(shifted(wide[rank], shift), algorithm=algorithm)
                 check(got, reference.reduce_scatter(wide, rank, algorithm), (name, count, "reduce_scatter", algorithm))
                 got = comm.all_gather(x, algorithm=algorithm)
@@ -154,14 +154,14 @@ def waiting_messages(device: str, rounds: int) -> int:
             count = (0, 1, 513, 1024, 2051)[number % 5] + number // 5
             x = torch.arange(count, device=comm.device)
             several = comm.waiting_messages(x) if other < size else 0
-            for place in range(several):
-                comm.send(x * (rank + 1) + place, other)
+            for position in range(several):
+                comm.send(x * (rank + 1) + position, other)
             if number % 2:
                 ones = torch.ones(5, device=comm.device)
                 check(comm.all_reduce(ones), ones * size, "between")
-            for place in range(several):
+            for position in range(several):
                 got = comm.recv(torch.zeros_like(x), other)
-                check(got, x * (other + 1) + place, ("message", number, place, count))
+                check(got, x * (other + 1) + position, ("message", number, position, count))
             done += several
         settle(comm)
     return done
@@ -299,13 +299,13 @@ def warm(comm: shotcast.Communicator, algorithm: str, count: int = 4096) -> None
     settle(comm)
 
 
-def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float) -> dict[str, Any]:
-    """Send signal ``how`` to rank ``victim`` while the others make a call. Return what each survivor saw."""
+def killed(device: str, algorithm: str, victim: int, signum: int, timeout_s: float) -> dict[str, Any]:
+    """Send signal ``signum`` to rank ``victim`` while the others make a call. Return what each survivor saw."""
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
     warm(comm, algorithm)
     processes = comm._host.all_gather(os.getpid())
     if comm.rank == victim:
-        os.kill(os.getpid(), how)
+        os.kill(os.getpid(), signum)
         time.sleep(600)
     time.sleep(0.2)
     error, took, nan = failing_call(comm, algorithm)
@@ -313,7 +313,7 @@ def killed(device: str, algorithm: str, victim: int, how: int, timeout_s: float)
     again, _, _ = failing_call(comm, algorithm)
     again_s = time.monotonic() - started
     comm.close()
-    if how == signal.SIGSTOP:  # otherwise the test would wait for the stopped process
+    if signum == signal.SIGSTOP:  # otherwise the test would wait for the stopped process
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[victim], signal.SIGKILL)
     return {
