@@ -24,8 +24,9 @@ import torch
 
 from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
+from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
-from shotcast.engine.config import EngineConfig
+from shotcast.engine.config import EngineConfig, algorithm_names
 from shotcast.engine.device_selection import select_device
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
@@ -36,12 +37,15 @@ from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
 
-ALGORITHMS = {"auto": "auto", "one_shot": "one_shot", "two_shot": "two_shot", "ring": "ring", "nccl": "vendor"}
-"""Names in the benchmark and in the engine; "nccl" means Gloo between CPU ranks."""
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
 """Settings under which nothing of ours is added to a call of NCCL."""
 _READ_BYTES = 256 << 20
 _READS = 8
+
+
+def benchmark_algorithms() -> dict[str, str]:
+    """Return the engine's algorithms by their names in the benchmark; "nccl" is the library (Gloo on CPU ranks)."""
+    return {"nccl" if name == LIBRARY else name: name for name in algorithm_names()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,9 @@ class EngineBenchConfig:
     quantization: str = ""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.algorithms if name not in ALGORITHMS]:
-            raise ConfigError(f"there is no algorithm {unknown[0]!r}; choose from {', '.join(ALGORITHMS)}")
+        known = benchmark_algorithms()
+        if unknown := [name for name in self.algorithms if name not in known]:
+            raise ConfigError(f"there is no algorithm {unknown[0]!r}; choose from {', '.join(known)}")
         if min((self.prompt, self.rounds, *self.batches)) < 1 or self.output < 2:
             raise ConfigError(
                 "batches, prompt and rounds must be at least 1, and output at least 2 (one token has no TPOT)"
@@ -124,7 +129,7 @@ def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda w
                     max_model_len=config.prompt + config.output,
                     max_sequences=max(config.batches),
                     prefix_caching=False,
-                    algorithm=ALGORITHMS[algorithm],
+                    algorithm=benchmark_algorithms()[algorithm],
                     # graphs with timestamps are captured when the model is loaded, not in the round that uses them
                     stamp_every=int(config.device == "cuda"),
                 ) as llm,

@@ -33,9 +33,7 @@ KvCache = Annotated[
     str,
     typer.Option("--kv-cache", help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows."),
 ]
-Algorithm = Annotated[
-    str, typer.Option("--algorithm", help="The algorithm of the all-reduces: auto, one_shot, two_shot, ring, vendor.")
-]
+Algorithm = Annotated[str, typer.Option("--algorithm", help="The algorithm of the all-reduces: auto, or a name.")]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")
 ]

@@ -181,6 +181,11 @@ class Algorithm:
     library: bool = False
     color: str = ""
 
+    @property
+    def is_fused(self) -> bool:
+        """True if own kernels of the algorithm serve a fused operation."""
+        return not self.library and any(op in self.forms for op in FUSED)
+
     def keeps_bits(self, op: Op, world_size: int) -> bool:
         """Return whether results have the bits of the numerics contract. Copies are exact whoever makes them."""
         return op not in REDUCING or (self.in_contract(world_size) and not self.lossy)

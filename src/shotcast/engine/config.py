@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
+from shotcast.collectives.registry import import_named, registered
 from shotcast.errors import ConfigError
 
 _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
@@ -13,7 +14,13 @@ DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda"
 QUANTIZATIONS = ("", "fp8")
 MAX_RANKS = 1024
 """The largest number of ranks of one engine."""
-ALGORITHMS = ("auto", "one_shot", "two_shot", "ring", "vendor")
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """Return the algorithms that an engine may use: ``auto``, and those that keep precision without multicast."""
+    import_named()
+    known = registered().items()
+    return ("auto", *(name for name, algorithm in known if not algorithm.lossy and not algorithm.multicast))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +112,14 @@ class EngineConfig:
                 f"quantization {self.quantization} works on CUDA with bfloat16, not on {self.device}"
                 f"{f' with {self.dtype}' if self.dtype else ''}"
             )
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, not {self.algorithm!r}")
+        known = algorithm_names()
+        if self.algorithm not in known:
+            raise ConfigError(f"algorithm must be one of {', '.join(known)}, not {self.algorithm!r}")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be 0 (the length that the model was made for) or at least 2, not 1")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ConfigError(f"seed must be None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
-        if self.sequence_parallel and self.algorithm in ("ring", "vendor"):
+        if self.sequence_parallel and self.algorithm != "auto" and not registered()[self.algorithm].is_fused:
             raise ConfigError(f"sequence_parallel has its own fused operation, so algorithm cannot be {self.algorithm}")
         if type(self.memory_fraction) not in (int, float) or not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {self.memory_fraction!r}")

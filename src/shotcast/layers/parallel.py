@@ -46,6 +46,9 @@ class Parallel:
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.timer = HostStepTimer() if timer is None else timer
         self._algorithms: dict[tuple[str, int], str] = {}
+        # an algorithm that was named and has no fused form; the library's sum is fused by the communicator
+        named = self.comm.topology.algorithms[self.algorithm] if self.algorithm != "auto" else None
+        self._unfused = named is not None and not named.library and not named.is_fused
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
         """Return the algorithm of an all-reduce of ``x``; calls differ only in their number of rows."""
@@ -87,7 +90,7 @@ class Parallel:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """Do :meth:`reduce_norm` with the norm in FP8, where that needs no further kernel; ``x`` is not modified."""
-        if self.algorithm == "ring":
+        if self._unfused:
             return self.reduce_norm(x, residual, weight, eps)
         with self._timed():
             if residual.shape[0] == x.shape[0]:
@@ -113,8 +116,8 @@ class Parallel:
             The norm, and the new residual.
         """
         with self._timed():
-            if residual.shape[0] == x.shape[0] and self.algorithm == "ring":  # there is no fused form of it
-                residual += self.comm.all_reduce(x, out=x, algorithm="ring")
+            if residual.shape[0] == x.shape[0] and self._unfused:
+                residual += self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
                 normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
             elif residual.shape[0] == x.shape[0]:
                 algorithm = self._algorithm("all_reduce_rms_norm", x)
