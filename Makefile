@@ -41,13 +41,15 @@ demo: $(INSTALLED)
 WORKERS ?= 2
 define run_tests
 	@nice -n 19 $(BIN)/mypy > .types.log 2>&1 & types=$$!; \
-	OMP_WAIT_POLICY=passive nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider \
+	nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '$(1) and not timing' > .tests.log 2>&1 & tests=$$!; \
 	trap 'kill $$types $$tests; exit 130' INT TERM; \
 	$(BIN)/python -m pytest -m '$(1) and timing'; status=$$?; \
 	wait $$tests || status=1; wait $$types || status=1; cat .types.log .tests.log; exit $$status
 endef
 
+# Threads that spin where they wait would take the cores from those that they wait for.
+test test-full: export OMP_WAIT_POLICY := passive
 test: ruff
 	$(call run_tests,not gpu and not full)
 

@@ -202,6 +202,11 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
         return {"error": error, "took": took, "nan": nan}
 
 
+def summed(xs: list[torch.Tensor], algorithm: str) -> torch.Tensor:
+    """Return the sum by an algorithm; multimem, which has no reference, adds in rank order where it is emulated."""
+    return reference.ordered_sum(xs) if algorithm == "multimem" else reference.all_reduce(xs, algorithm)
+
+
 def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
     """Bring rank ``late`` after the deadline of a multimem call, reset all ranks, and check the results."""
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
@@ -214,7 +219,7 @@ def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
         xs = inputs(1000, torch.bfloat16, comm.world_size, 3, "cpu")
         for _ in range(4):
             for name in ("multimem", "two_shot", "one_shot"):
-                check(comm.all_reduce(xs[comm.rank], algorithm=name), reference.all_reduce(xs, name), "after reset")
+                check(comm.all_reduce(xs[comm.rank], algorithm=name), summed(xs, name), "after reset")
         comm.check()
         return {"error": error, "took": took, "nan": nan}
 

@@ -103,9 +103,10 @@ def assert_greedy(reference: Any, outputs: Sequence[RequestOutput], ties: int = 
     assert parted <= ties, f"{parted} of {len(outputs)} outputs part from the reference"
 
 
-def test_greedy_outputs_are_those_of_transformers(llm: LLM, reference: Any) -> None:
-    outputs = llm.generate(PROMPTS, greedy(64))
-    assert [len(output.tokens) for output in outputs] == [64] * len(PROMPTS)
+@pytest.mark.parametrize("length", [32, pytest.param(64, marks=pytest.mark.full)])
+def test_greedy_outputs_are_those_of_transformers(llm: LLM, reference: Any, length: int) -> None:
+    outputs = llm.generate(PROMPTS, greedy(length))
+    assert [len(output.tokens) for output in outputs] == [length] * len(PROMPTS)
     assert_greedy(reference, outputs)
     assert outputs[0].text.startswith(" Paris")
     assert outputs[1].text.startswith(" 5, 6, 7")
