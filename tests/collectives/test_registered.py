@@ -18,7 +18,7 @@ from registered_targets import COPYCAT
 import shotcast
 from shotcast import wire
 from shotcast.bench import implementations, plot
-from shotcast.bench.tune import eligible
+from shotcast.bench.tune import eligible_candidates
 from shotcast.collectives import registry
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Topology
 from shotcast.collectives.choice.candidates import obstacle
@@ -196,4 +196,4 @@ def test_command_lines_measure_and_tune_the_algorithm(tmp_path: Path) -> None:
     shotcast_command("tune", "--op", "all_reduce", *size, "-d", "float32", "--seconds", "0.3", "-o", str(table))
     assert parse(table.read_text(), "t", registered()).world_size == 2
     problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
-    assert "copycat" in [candidate.algorithm for candidate in eligible(problem, False)], "tuning measures it"
+    assert "copycat" in [candidate.algorithm for candidate in eligible_candidates(problem, False)], "tuning measures it"
