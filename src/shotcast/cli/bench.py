@@ -299,16 +299,25 @@ OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these size
 
 @app.command("table")
 def _table_command(
-    json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="times, summary, ratios, fused, between or engine.")] = "",
+    json_files: Raw = [],  # noqa: B006  # typer makes a list of its own
+    kind: Annotated[
+        str, typer.Option("--kind", help="times, summary, ratios, fused, between, engine or algorithms.")
+    ] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
     world_size: OnlyWorldSize = "",
     sizes: OnlySizes = "",
     columns: Annotated[str, typer.Option("--columns", help="Only these implementations.")] = "",
 ) -> None:
-    """Print stored results as a Markdown table; measures nothing."""
-    from shotcast.bench import engine_report, markdown
+    """Print stored results, or the registered algorithms, as a Markdown table; measures nothing."""
+    from shotcast.bench import algorithm_table, engine_report, markdown
 
+    if kind == "algorithms":
+        if json_files or measure or world_size or sizes or columns:
+            raise ConfigError("the table of algorithms is made from their descriptions; it takes no other option")
+        typer.echo(algorithm_table.algorithm_table())
+        return
+    if not json_files:
+        raise ConfigError("a table is made from stored results: name their files by --json")
     if kind == "engine":
         if measure or world_size or sizes or columns:
             raise ConfigError("a table of the engine takes no --measure, --world-size, --sizes or --columns")

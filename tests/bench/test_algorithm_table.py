@@ -1,0 +1,51 @@
+"""The table of algorithms says what their descriptions say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from typer.testing import CliRunner
+
+from shotcast.bench.algorithm_table import algorithm_table
+from shotcast.cli import app
+from shotcast.collectives import registry
+from shotcast.collectives.registry import register_algorithm, registered
+from shotcast.wire import Op
+
+
+def rows() -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in algorithm_table().split("\n")[2:]]
+    return {cells[0].strip("`"): cells[1:] for cells in lines}
+
+
+def test_each_own_all_reduce_has_a_row() -> None:
+    table = rows()
+    assert set(table) == {name for name, algorithm in registered().items() if not algorithm.library}
+    assert table["one_shot"][1:4] == ["1", "1, 3, 7", "yes"]
+    assert table["two_shot"][1:4] == ["2", "1, 1.5, 1.75", "yes"]
+    assert table["ring"][1:4] == ["2, 6, 14", "1, 1.5, 1.75", "with 2 ranks"]
+    assert table["two_shot_fp8"][3] == table["multimem"][3] == "no"
+    assert "all_gather" in table["ring"][4]
+    assert table["multimem"][4] == "-"
+
+
+def test_a_registered_algorithm_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_added", [])
+    two_shot = registered()["two_shot"]
+    forms = {Op.ALL_REDUCE: two_shot.forms[Op.ALL_REDUCE]}
+    register_algorithm(dataclasses.replace(two_shot, name="mine", summary="moves as it likes", forms=forms))
+    assert rows()["mine"][0] == "moves as it likes"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kind", "algorithms", "--sizes", "8K"], "it takes no other option"),
+        ([], "name their files by --json"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "table", *options])
+    assert result.exit_code != 0
+    assert message in result.output + str(result.exception)
