@@ -86,7 +86,7 @@ for part in "$@"; do
     engine_405b_half) engine 590 engine_405b_half 405b:63 2x1,1x2 32,128,256 auto --quantization fp8 ;;
     tests_cuda) # four processes at once, as most of the time is spent on compiling
         tests 400 cuda_a "$plain::test_numerics[4]" "$plain::test_graphs_replay_on_changed_inputs[4]" "$plain::test_two_streams[4]" \
-            "$plain::test_calls_made_again[4]" "$plain::test_epochs_across_borders[4]" &
+            "$plain::test_repeated_calls_take_the_fast_path[4]" "$plain::test_epochs_across_borders[4]" &
         tests 400 cuda_b "$plain::test_matrix[0-4]" "$plain::test_matrix[1-4]" &
         tests 400 cuda_c "$plain::test_ten_thousand_calls_of_changing_size_with_stragglers[4]" \
             "$plain::test_messages_wait_in_the_mailbox[4]" &

@@ -358,9 +358,9 @@ class TestFp8:
 
     @pytest.mark.parametrize("allow_fp8", [False, True])
     def test_naming_it_selects_it(self, allow_fp8: bool) -> None:
-        named = choose(self.asked(allow_fp8), "two_shot_fp8", "auto", ())
+        named = choose(self.case(allow_fp8), "two_shot_fp8", "auto", ())
         assert (named.source, named.candidate.algorithm) == ("argument", "two_shot_fp8")
-        named = choose(self.asked(allow_fp8), "auto", "two_shot_fp8", (("user table", table([None, "ring", None])),))
+        named = choose(self.case(allow_fp8), "auto", "two_shot_fp8", (("user table", table([None, "ring", None])),))
         assert (named.source, named.candidate.algorithm) == ("environment", "two_shot_fp8")
 
     @given(problems.filter(lambda case: not case.topology.allow_fp8), st.lists(st.sampled_from(ALGORITHMS)))
@@ -373,25 +373,25 @@ class TestFp8:
         assert choose(case, "auto", "auto", tables).candidate.algorithm != "two_shot_fp8"
 
     def test_auto_takes_it_where_it_is_allowed_and_named_by_a_table(self) -> None:
-        choice = choose(self.asked(True), "auto", "auto", (("user table", self.NAMES),))
+        choice = choose(self.case(True), "auto", "auto", (("user table", self.NAMES),))
         assert (choice.source, choice.candidate.algorithm) == ("user table", "two_shot_fp8")
         assert choice.reason == "fast.json: two_shot_fp8 for any size"
 
     @pytest.mark.parametrize("dtype", wire.REDUCIBLE)
     def test_auto_takes_it_where_it_is_allowed_and_the_model_finds_it_faster(self, dtype: str) -> None:
-        choice = choose(self.asked(True, dtype=dtype), "auto", "auto", ())
+        choice = choose(self.case(True, dtype=dtype), "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("cost model", "two_shot_fp8")
-        small = choose(self.asked(True, 1024, dtype), "auto", "auto", ())
+        small = choose(self.case(True, 1024, dtype), "auto", "auto", ())
         assert small.candidate.algorithm == "one_shot"
 
     def test_the_reason_says_when_it_was_left_out(self) -> None:
-        choice = choose(self.asked(False), "auto", "auto", (("user table", self.NAMES),))
+        choice = choose(self.case(False), "auto", "auto", (("user table", self.NAMES),))
         assert choice.candidate.algorithm == "two_shot"
         assert choice.source == "cost model"
         assert "fast.json has two_shot_fp8, but allow_fp8 is not set" in choice.reason
         time_us = predicted_us("all_reduce", "two_shot_fp8", self.NBYTES, 4, NVLINK4, 4)
         assert f"; two_shot_fp8 might do with {time_us:.1f}, but allow_fp8 is not set" in choice.reason
-        small = choose(self.asked(False, 1024), "auto", "auto", ())
+        small = choose(self.case(False, 1024), "auto", "auto", ())
         assert "fp8" not in small.reason, "it would not have been taken"
 
     @pytest.mark.parametrize(("dtype", "times"), [("float32", 3.8), ("bfloat16", 1.9), ("float16", 1.9)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from parallel_targets import norms
 
 import shotcast
+from shotcast.collectives.registry import registered
 from shotcast.layers.parallel import Parallel
 
 
@@ -25,6 +28,7 @@ def test_a_named_algorithm_serves_what_it_can() -> None:
         """A communicator whose one-shot serves up to 4 rows."""
 
         rank, world_size = 0, 2
+        topology = SimpleNamespace(algorithms=registered())
         asked = 0
 
         def candidates(self, x: torch.Tensor, op: str) -> list[str]:
