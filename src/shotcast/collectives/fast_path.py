@@ -1,7 +1,7 @@
-"""Eager all-reduces that were made before, made again by the shortest way.
+"""The fast path: repeat an eager all-reduce that was made before, without asking again how to make it.
 
-The host spends most of an eager call on a GPU on questions: what is called, by which algorithm, with which kernel. A
-call like one before it has the same answers. What may differ is asked here, and nothing else.
+The host spends most of an eager call on a GPU on deciding which algorithm and kernel to take. A call like one before it
+has the same answers. This module checks only what may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shotcast.memory.streams import current_device, raw_stream
 
 
 class FastPath:
-    """The way past all questions for eager all-reduces of one communicator on a GPU.
+    """The fast path of one communicator on a GPU.
 
     Args:
         calls: the calls that the communicator remembers; eager all-reduces by (elements, dtype, algorithm, reduction).
@@ -48,7 +48,7 @@ class FastPath:
         self._closed = True
 
     def keep(self, call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Open the way for a call that has just been made, if one kernel was all there was to it."""
+        """Open the fast path for a call that has just been made, if it was one kernel."""
         # in a capture another kernel may serve, and tensors without elements have no address
         if call.bound is None or not x.numel() or self._chain.capturing():
             return

@@ -33,7 +33,7 @@ class DeviceState:
 
     @property
     def device(self) -> torch.device:
-        """The device of all of it."""
+        """The device of these tensors."""
         return self.block_tables.device
 
     @property

@@ -226,7 +226,7 @@ class TritonExecutor:
     def headers(self, epoch: int) -> list[int | None]:
         """Return what each rank called in ``epoch`` (48 bits of a header), None where no such header came.
 
-        After a message that was not as this rank expected it: the headers of its two ranks. Synchronises.
+        After a mismatch between a send and a recv, it gives the headers of the two ranks. Synchronises.
         """
         came, expected = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2].tolist()
         if expected:
