@@ -701,11 +701,11 @@ class Communicator:
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
-        said = self._host.all_gather((color, key, dist.get_rank()), what="split")
+        colors = self._host.all_gather((color, key, dist.get_rank()), what="split")
         number, self._splits = self._splits, self._splits + 1
         if color is None:
             return None
-        members = sorted((k, rank, job_rank) for rank, (c, k, job_rank) in enumerate(said) if c == color)
+        members = sorted((k, rank, job_rank) for rank, (c, k, job_rank) in enumerate(colors) if c == color)
         job_ranks = [job_rank for _, _, job_rank in members]
         name = f"shotcast/{self.name}/split {number}/{color}"
         group = new_group(sorted(job_ranks), name, dist.get_backend_config(self._group), SETUP_TIMEOUT_S)

@@ -33,9 +33,9 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algo
     fields = [name for name in _FIELDS if len({getattr(header, name) for header in known.values()}) > 1]
     differing = fault.ranks
     if known:
-        said = list(known.values())
+        found = list(known.values())
         # the largest group of equal calls is taken to be right; of equally large ones, the one of the lowest rank
-        usual = max(said, key=said.count)
+        usual = max(found, key=found.count)
         differing = tuple(r for r, header in known.items() if header != usual)
     return CollectiveMismatch(rank, {r: str(header) for r, header in known.items()}, differing, fields, epoch)
 

@@ -87,8 +87,8 @@ def _difference(
             bound += imported(algorithm.error_bound)(mine)
     wrong = ~((out.double() - expected).abs() <= bound)  # a NaN is wrong, too
     if wrong.any():
-        place = int(wrong.nonzero()[0])
-        return f"element {place} is {out[place].item()}, and should be {expected[place].item()}"
+        index = int(wrong.nonzero()[0])
+        return f"element {index} is {out[index].item()}, and should be {expected[index].item()}"
     form = algorithm.forms[op]
     exact = imported(form.reference)(inputs, rank) if form.reference else None
     if exact is None and op in REDUCING and algorithm.keeps_bits(op, world_size):
@@ -96,6 +96,6 @@ def _difference(
         contract = reference.ordered_reduce_scatter if scatter else reference.ordered_all_reduce
         exact = contract(inputs, rank)
     if exact is not None and not torch.equal(out, exact):
-        place = int((out != exact).nonzero()[0])
-        return f"element {place} has other bits than its reference: {out[place].item()}, not {exact[place].item()}"
+        index = int((out != exact).nonzero()[0])
+        return f"element {index} has other bits than its reference: {out[index].item()}, not {exact[index].item()}"
     return ""

@@ -68,11 +68,11 @@ def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
     Raises:
         ConfigError: on every rank; it names the setting and the value of each rank.
     """
-    everybody = host.all_gather((trouble, settings), what="construction")
-    if told := "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text):
-        raise ConfigError(told)
+    reports = host.all_gather((trouble, settings), what="construction")
+    if message := "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text):
+        raise ConfigError(message)
     for name, value in settings.items():
-        values = [theirs.get(name) for _, theirs in everybody]
-        if any(theirs != value for theirs in values):
-            said = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(values))
-            raise ConfigError(f"the ranks do not agree on {name}: {said}")
+        values = [other.get(name) for _, other in reports]
+        if any(other != value for other in values):
+            message = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
+            raise ConfigError(f"the ranks do not agree on {name}: {message}")

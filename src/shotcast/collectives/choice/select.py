@@ -73,8 +73,8 @@ def choose(
         if tuned is not None and not algorithms[row.algorithm].library:
             candidate = Candidate(row.algorithm, fitted(problem, row.algorithm, tuned))
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
-        of = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
-        return Choice(candidate, source, "; ".join((f"{table.name}: {row.algorithm} for {limit}{of}", *passed)))
+        other_mode = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
+        return Choice(candidate, source, "; ".join((f"{table.name}: {row.algorithm} for {limit}{other_mode}", *passed)))
     choice = _by_model(problem, legal)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 

@@ -75,8 +75,8 @@ class Table:
         for asked in (mode, *MODES):
             if rows := self.rows.get((asked, op, dtype), ()):
                 break
-        place = bisect_left([row.nbytes for row in rows], nbytes)
-        return rows[place] if place < len(rows) else None
+        index = bisect_left([row.nbytes for row in rows], nbytes)
+        return rows[index] if index < len(rows) else None
 
 
 def parse(text: str, name: str, algorithms: Algorithms) -> Table:

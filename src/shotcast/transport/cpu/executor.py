@@ -258,8 +258,8 @@ class CpuExecutor:
         found: list[int | None] = []
         for address in self._regions:
             word = ctypes.c_uint64.from_address(address + layout.HEADERS + 8 * (epoch & 1)).value
-            there = word != 0 and word >> 48 == epoch & 0xFFFF
-            found.append(word & ((1 << 48) - 1) if there else None)
+            made = word != 0 and word >> 48 == epoch & 0xFFFF
+            found.append(word & ((1 << 48) - 1) if made else None)
         return found
 
     def _progress(self, rank: int) -> int:

@@ -230,10 +230,10 @@ class TritonExecutor:
         """
         came, expected = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2].tolist()
         if expected:
-            told: list[int | None] = [None] * self._world
-            own = told[self._rank] = expected & (1 << 48) - 1
-            told[wire.Header.decode(own).root] = came & (1 << 48) - 1
-            return told
+            headers: list[int | None] = [None] * self._world
+            own = headers[self._rank] = expected & (1 << 48) - 1
+            headers[wire.Header.decode(own).root] = came & (1 << 48) - 1
+            return headers
         row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE
         words = self._control[row : row + self._world].tolist()
         return [word & (1 << 48) - 1 if word and word >> 48 & 0xFFFF == epoch & 0xFFFF else None for word in words]
