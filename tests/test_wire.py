@@ -97,15 +97,23 @@ def test_every_dtype_fits_its_field() -> None:
 
 
 @given(
-    st.sampled_from([wire.TIMEOUT, wire.MISMATCH]),
+    st.sampled_from([wire.TIMEOUT, wire.MISMATCH, wire.DEAD]),
     st.sampled_from(list(Op)),
-    st.sets(st.integers(0, 15)),
+    st.sets(st.integers(0, wire.MAX_NAMED_RANKS - 1) | st.integers(0, 15)),
     st.integers(1, 1 << 64),
 )
 def test_fault_round_trip(kind: int, op: Op, ranks: set[int], epoch: int) -> None:
-    word = wire.encode_fault(kind, int(op), sum(1 << rank for rank in ranks), epoch)
-    assert 0 < word < 1 << 64
-    assert Fault.decode(word) == Fault(kind, op.label, tuple(sorted(ranks)), epoch & 0xFFFFFFFF)
+    word = wire.encode_fault(kind, int(op), ranks, epoch)
+    assert 0 < word < 1 << 63, "positive as a signed number"
+    named = tuple(sorted(rank for rank in ranks if rank // 16 == min(ranks) // 16))
+    assert Fault.decode(word) == Fault(kind, op.label, named, epoch & 0xFFFFFFFF)
+
+
+def test_fault_names_the_last_rank_and_every_operation_its_field_holds() -> None:
+    assert Fault.decode(wire.encode_fault(wire.DEAD, 63, (1008, 1023, 1023), 7)) == Fault(
+        wire.DEAD, "op 63", (1008, 1023), 7
+    )
+    assert Fault.decode(wire.encode_fault(wire.TIMEOUT, 1, (40, 17, 16), 7)).ranks == (16, 17)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, wire.MAX_WORLD_SIZE))

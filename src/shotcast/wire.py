@@ -7,7 +7,7 @@ message into slices. All of it is plain integers, so that kernels, compiled host
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shotcast.errors import ConfigError
@@ -214,16 +214,24 @@ class Header:
         return f"{self.op}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
-TIMEOUT, MISMATCH = 1, 2
+TIMEOUT, MISMATCH, DEAD = 1, 2, 3
+"""Kinds of faults: ranks that did not come in time, ranks that called something else, ranks whose process is gone."""
 UNEVEN = 1
 """The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
+
+MAX_NAMED_RANKS = 1024
+"""Ranks that an abort word can name: numbers below this."""
+_BLOCK = 16
+FAULT_MASK_AT, FAULT_BLOCK_AT, FAULT_OP_AT, FAULT_KIND_AT = 32, 48, 54, 60
+"""The lowest bits of the fields above the epoch in an abort word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An abort word, read back: kind (TIMEOUT or MISMATCH), the ranks it names, operation and 32 bits of the epoch.
+    """An abort word, read back: kind (TIMEOUT, MISMATCH or DEAD), the ranks it names, operation, 32 bits of the epoch.
 
-    Bits from 0 up: epoch 32, rank mask 16, op 8, kind 8. Zero means no fault.
+    Bits from 0 up: epoch 32, rank mask 16, block 6, op 6, kind 4. The mask is of the 16 ranks from 16 * block on. Zero
+    means no fault.
     """
 
     kind: int
@@ -233,17 +241,30 @@ class Fault:
 
     @classmethod
     def decode(cls, word: int) -> Fault:
-        mask, op = word >> 32 & 0xFFFF, word >> 48 & 0xFF
+        mask, op = word >> FAULT_MASK_AT & 0xFFFF, word >> FAULT_OP_AT & 63
+        first = (word >> FAULT_BLOCK_AT & 63) * _BLOCK
         return cls(
-            kind=word >> 56 & 0xFF,
+            kind=word >> FAULT_KIND_AT & 15,
             op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
-            ranks=tuple(r for r in range(16) if mask >> r & 1),
+            ranks=tuple(first + r for r in range(_BLOCK) if mask >> r & 1),
             epoch32=word & 0xFFFFFFFF,
         )
 
 
-def encode_fault(kind: int, op: int, mask: int, epoch: int) -> int:
-    return kind << 56 | op << 48 | mask << 32 | (epoch & 0xFFFFFFFF)
+def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
+    """Return the abort word of a fault; see :class:`Fault`.
+
+    A word names the ranks of one block of 16: of the ranks given, those in the block of the lowest.
+
+    Args:
+        kind: TIMEOUT, MISMATCH or DEAD.
+        ranks: the ranks at fault, below :data:`MAX_NAMED_RANKS`.
+        epoch: of the call; for a message, its number.
+    """
+    block = min(ranks, default=0) // _BLOCK
+    mask = sum(1 << rank % _BLOCK for rank in set(ranks) if rank // _BLOCK == block)
+    fields = kind << FAULT_KIND_AT | op << FAULT_OP_AT | block << FAULT_BLOCK_AT | mask << FAULT_MASK_AT
+    return fields | epoch & 0xFFFFFFFF
 
 
 def slice_bytes(nbytes: int, world_size: int) -> int:

@@ -277,7 +277,7 @@ class CpuExecutor:
             else:
                 guilty = self._differing()
             kind = wire.TIMEOUT if status == TIMED_OUT else wire.MISMATCH
-            word = wire.encode_fault(kind, int(plan.op), sum(1 << rank for rank in guilty), self.epoch)
+            word = wire.encode_fault(kind, int(plan.op), guilty, self.epoch)
             for abort_word in self._abort_words:
                 # The first fault stays: it is the cause of those that follow.
                 if abort_word.value == 0:

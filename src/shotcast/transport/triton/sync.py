@@ -61,6 +61,9 @@ HEADERS = tl.constexpr(layout.HEADERS)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
 FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
 FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
+FAULT_MASK_AT = tl.constexpr(wire.FAULT_MASK_AT)
+FAULT_OP_AT = tl.constexpr(wire.FAULT_OP_AT)
+FAULT_KIND_AT = tl.constexpr(wire.FAULT_KIND_AT)
 GENERATIONS = tl.constexpr(3)
 SENTINEL = tl.constexpr(-1)  # 0xFFFFFFFF
 SENTINEL_ESCAPE = tl.constexpr(0x7FFFFFFF)
@@ -457,7 +460,8 @@ def check_deadline(
 def stop(call, kind, ranks, WORLD: tl.constexpr):
     """Stop the call on every rank: set the abort word in every region, and this host's copy of it."""
     op = (call.header >> 44) & 15
-    fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << 32) | (op << 48) | (op * 0 + kind << 56)
+    fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << FAULT_MASK_AT)  # up to 16 ranks: block 0
+    fault = fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
     lanes = tl.arange(0, MAX_WORLD)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=lanes < WORLD)
