@@ -10,19 +10,21 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from shotcast.errors import ConfigError
-from shotcast.layers.rope import Rope
+from shotcast.layers.rope import ROPE_TYPES, Rope
 
 HEAD_DIM = 64
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
 
 
-def reference(theta: float, kind: str, options: dict[str, Any], positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    theta: float, kind: str, options: dict[str, Any], positions: int, max_position: int = 16384
+) -> tuple[torch.Tensor, torch.Tensor]:
     scaling = {"rope_type": kind, **options} if kind != "default" else None
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,
-        max_position_embeddings=16384,
+        max_position_embeddings=max_position,
         rope_theta=theta,
         rope_scaling=scaling,
     )
@@ -56,11 +58,24 @@ def test_angles_are_those_of_transformers(theta: float, kind: str, options: dict
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("served", [90, 100, 101, 300, 400])
+def test_dynamic_angles_are_those_of_transformers_at_the_served_length(served: int) -> None:
+    wanted = reference(1e4, "dynamic", {"factor": 4.0}, served, max_position=100)
+    made = Rope(1e4, "dynamic", 4.0, original_max_position=100).tables(HEAD_DIM, served, torch.device("cpu"))
+    for ours, theirs in zip(made, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_every_type_is_compared_with_transformers() -> None:
+    (cases,) = [mark.args[1] for mark in test_angles_are_those_of_transformers.pytestmark]  # type: ignore[attr-defined]
+    assert {case[1] for case in cases} | {"dynamic"} == set(ROPE_TYPES)
+
+
 def test_divisors_replace_the_kind() -> None:
     divisors = tuple(1.0 + i for i in range(HEAD_DIM // 2))
-    plain = Rope(10000.0).frequencies(HEAD_DIM)
+    plain = Rope(10000.0).frequencies(HEAD_DIM, 64)
     assert torch.equal(
-        Rope(10000.0, "llama3", 8.0, divisors=divisors).frequencies(HEAD_DIM), plain / torch.tensor(divisors)
+        Rope(10000.0, "llama3", 8.0, divisors=divisors).frequencies(HEAD_DIM, 64), plain / torch.tensor(divisors)
     )
 
 

@@ -418,7 +418,7 @@ def try_to_read(path: Path) -> None:
     except (ConfigError, UnsupportedError):
         return
     config = checkpoint.config
-    assert config.rope.frequencies(config.head_dim).isfinite().all()
+    assert config.rope.frequencies(config.head_dim, config.max_position).isfinite().all()
     for name in config.tensors():
         assert checkpoint.read(name).shape == checkpoint.shape(name)
     checkpoint.close()

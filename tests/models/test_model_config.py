@@ -89,6 +89,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
     [
         ("default", {}, Rope(5e5)),
         ("linear", {"factor": 2}, Rope(5e5, "linear", 2.0)),
+        ("dynamic", {"factor": 2}, Rope(5e5, "dynamic", 2.0, original_max_position=128)),
         ("llama3", LLAMA3, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
         ("yarn", YARN, Rope(5e5, "yarn", 4.0, original_max_position=32)),
         (
@@ -105,6 +106,39 @@ def test_rope_of_both_styles(kind: str, parameters: dict[str, Any], expected: Ro
     old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **parameters}}
     older = {"rope_theta": 5e5, "rope_scaling": {"type": kind, **parameters}}
     assert [read_hf_config(said(**style)).rope for style in (new, old, older)] == [expected] * 3
+
+
+# Qwen2.5's model card shows this block for contexts beyond 32768 tokens.
+QWEN_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+LLAMA31 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "max_position", "scaling", "expected"),
+    [
+        ("qwen2", 32768, None, 32768),
+        ("qwen2", 32768, QWEN_YARN, 131072),
+        ("qwen3", 131072, QWEN_YARN, 131072),
+        ("llama", 163840, {"type": "yarn", "original_max_position_embeddings": 4096}, 163840),
+        ("llama", 100, {"type": "yarn", "original_max_position_embeddings": 33}, 100),
+        ("llama", 131072, LLAMA31, 131072),
+        ("llama", 4096, {"type": "linear", "factor": 4.0}, 16384),
+        ("llama", 2048, {"type": "linear", "factor": 2.5}, 5120),
+        ("llama", 4096, {"type": "dynamic", "factor": 2.0}, 8192),
+        ("llama", 4096, {"rope_type": "default"}, 4096),
+    ],
+)
+def test_the_context_is_that_of_stretched_positions(
+    family: str, max_position: int, scaling: dict[str, Any] | None, expected: int
+) -> None:
+    config = read_hf_config(said(family, max_position_embeddings=max_position, rope_scaling=scaling))
+    assert config.max_position == expected
 
 
 def test_yarn_scales_as_it_says() -> None:
@@ -163,7 +197,7 @@ MIXED = ["full_attention", "sliding_attention"]
         (said(quantization_config={"quant_method": "gptq"}), "quantised .*gptq.*GGUF"),
         (said(rope_interleaved=True), "rope_interleaved"),
         (said(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "'longrope' is not supported; accepted: default"),
-        (said(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic'"),
+        (said(rope_scaling={"type": "su", "factor": 2.0}), "'su' is not supported; accepted: default, linear, dynamic"),
         (said(rope_scaling={"type": "default", "mrope_section": [1, 2]}), "mrope_section"),
         (said(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "differ between layers"),
         (said(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
@@ -192,6 +226,8 @@ def test_what_is_not_implemented_is_refused(config: dict[str, Any], message: str
         (said(rms_norm_eps=-1e-5), "rms_norm_eps.*above 0"),
         (said(rope_theta="10000"), "rope_theta"),
         (said(rope_scaling={"type": "linear"}), "no factor"),
+        (said(rope_scaling={"type": "dynamic"}), "no factor"),
+        (said(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=2), "head_dim must be above 2"),
         (said(rope_scaling="linear"), "rope_parameters"),
         (said(rope_scaling={"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}), "below high_freq_factor"),
         (said(eos_token_id="</s>"), "eos_token_id"),
@@ -229,7 +265,7 @@ KEYS = [
 ]
 NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, 8.0, 1e-300, 10**400]))
 SCALING = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"])},
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"])},
     optional=dict.fromkeys(
         [*LLAMA3, *YARN, "rope_theta", "beta_fast", "beta_slow", "mscale", "attention_factor"], NUMBERS
     ),
@@ -254,7 +290,7 @@ def test_whatever_is_said_is_refused_or_can_be_computed(
         config = read_hf_config(said(family, **changes), generation)
     except (ConfigError, UnsupportedError):
         return
-    assert config.rope.frequencies(config.head_dim).isfinite().all()
+    assert config.rope.frequencies(config.head_dim, config.max_position).isfinite().all()
     assert math.isfinite(config.rope.magnitude())
     assert config.tensors()
 

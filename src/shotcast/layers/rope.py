@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from shotcast.errors import ConfigError
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
 _NUMBERS = (
     "theta",
@@ -34,6 +35,8 @@ class Rope:
 
     - ``default``: not at all;
     - ``linear``: divided by ``factor``;
+    - ``dynamic``: that of a larger theta, by how far the served length is above ``original_max_position``; not changed
+      up to there (NTK-aware scaling, as Transformers computes it for a sequence of the served length);
     - ``llama3``: divided by ``factor`` where the wavelength is above ``original_max_position / low_freq_factor``, not
       at all below ``original_max_position / high_freq_factor``, and blended between (model card of Llama 3.1);
     - ``yarn``: blended between the two by how often a pair turns within ``original_max_position``, from ``beta_fast``
@@ -68,9 +71,23 @@ class Rope:
         if self.rope_type == "yarn" and self.theta == 1:
             raise ConfigError("theta of rotary embedding with yarn must not be 1")
 
-    def frequencies(self, head_dim: int) -> torch.Tensor:
-        """Return float32 [head_dim / 2], radians per position."""
-        base = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    def context_length(self, max_position: int) -> int:
+        """Return the number of tokens that a model serves.
+
+        ``max_position`` of ``linear``, ``dynamic`` and ``yarn`` is the length before stretching (for ``yarn``,
+        ``original_max_position`` is), which ``factor`` multiplies. With other types it includes the stretching.
+        """
+        if self.divisors is not None or self.rope_type in ("default", "llama3"):
+            return max_position
+        return round((self.original_max_position if self.rope_type == "yarn" else max_position) * self.factor)
+
+    def frequencies(self, head_dim: int, positions: int) -> torch.Tensor:
+        """Return float32 [head_dim / 2], radians per position, for sequences of at most ``positions`` tokens."""
+        theta = self.theta
+        if self.rope_type == "dynamic":
+            stretched = max(positions / self.original_max_position, 1.0)
+            theta *= (1 + self.factor * (stretched - 1)) ** (head_dim / (head_dim - 2))
+        base = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         if self.divisors is not None:
             return base / torch.tensor(self.divisors)
         if self.rope_type == "linear":
@@ -104,6 +121,6 @@ class Rope:
 
         They are computed in float32 throughout, as in training and in other implementations.
         """
-        angles = torch.arange(positions).float()[:, None] * self.frequencies(head_dim)
+        angles = torch.arange(positions).float()[:, None] * self.frequencies(head_dim, positions)
         magnitude = self.magnitude()
         return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)

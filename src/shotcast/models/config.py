@@ -24,6 +24,7 @@ class ModelConfig:
     Attributes:
         hidden, intermediate: the width of the residual, and of the feed-forward network.
         heads, kv_heads: query heads; key-value heads, each of which serves ``heads / kv_heads`` query heads.
+        max_position: the number of tokens of a sequence that the model was made for, by stretched positions too.
         tied: the output projection is the embedding matrix.
         attention_bias: the query, key and value projections have biases; ``output_bias``: the projection after
             attention has one.
@@ -80,6 +81,8 @@ class ModelConfig:
             raise ConfigError(f"sliding_window must be at least 1, not {self.sliding_window}")
         if not 0 < self.norm_eps < math.inf:
             raise ConfigError(f"norm_eps must be above 0 and finite, not {self.norm_eps}")
+        if self.rope.rope_type == "dynamic" and self.head_dim == 2:
+            raise ConfigError("head_dim must be above 2 for dynamic rotary embedding")
         divisors = self.rope.divisors
         if divisors is not None and len(divisors) != self.head_dim // 2:
             raise ConfigError(

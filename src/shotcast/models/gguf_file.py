@@ -250,6 +250,7 @@ def _config(metadata: _Metadata, tensors: Mapping[str, _StoredTensor], divisors:
         return f"{names.of_layer(0, name)}.bias" in tensors
 
     typical = tensors.get(f"{names.of_layer(0, names.query)}.weight", embeddings)
+    rope = _rope(metadata, divisors)
     eos = map(metadata.token_id, ("eos", "eot", "eom"))
     return ModelConfig(
         hidden=hidden,
@@ -260,8 +261,8 @@ def _config(metadata: _Metadata, tensors: Mapping[str, _StoredTensor], divisors:
         head_dim=head_dim,
         vocab=embeddings.shape[0],
         norm_eps=metadata.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(metadata, divisors),
-        max_position=metadata.count("context_length"),
+        rope=rope,
+        max_position=rope.context_length(metadata.count("context_length")),
         tied=f"{names.head}.weight" not in tensors,
         attention_bias=has_bias(names.query),
         output_bias=has_bias(names.output),

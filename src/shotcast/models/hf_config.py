@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.rope import Rope
+from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import Fields, count, number, strings, token_ids
 from shotcast.models.registry import by_hf_name
@@ -33,6 +33,7 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
         )
     bias = bool(config.get("attention_bias")) if family.attention_bias == "config" else family.attention_bias
     max_position = count(config, "max_position_embeddings")
+    rope = _rope(config, max_position)
     layers = count(config, "num_hidden_layers")
     bos = token_ids(config, "bos_token_id")
     eos = token_ids(config, "eos_token_id") + token_ids(generation or {}, "eos_token_id")
@@ -45,8 +46,8 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
         head_dim=count(config, "head_dim", default_head_dim),
         vocab=count(config, "vocab_size"),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, max_position),
-        max_position=max_position,
+        rope=rope,
+        max_position=rope.context_length(max_position),
         tied=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bias,
         output_bias=bias and family.output_bias,
@@ -92,6 +93,8 @@ def _rope(config: Fields, max_position: int) -> Rope:
         return Rope(theta)
     if rope_type == "linear":
         return Rope(theta, "linear", number(parameters, "factor"))
+    if rope_type == "dynamic":
+        return Rope(theta, "dynamic", number(parameters, "factor"), original_max_position=max_position)
     # A config may give the original length outside the other parameters; Transformers prefers that one.
     original = config if config.get("original_max_position_embeddings") is not None else parameters
     original_max_position = count(original, "original_max_position_embeddings", max_position)
@@ -102,7 +105,7 @@ def _rope(config: Fields, max_position: int) -> Rope:
         return Rope(theta, "llama3", number(parameters, "factor"), low, high, original_max_position)
     if rope_type == "yarn":
         return _yarn(parameters, theta, original_max_position, max_position)
-    raise UnsupportedError(f"rope_type {rope_type!r} is not supported; accepted: default, linear, llama3, yarn")
+    raise UnsupportedError(f"rope_type {rope_type!r} is not supported; accepted: {', '.join(ROPE_TYPES)}")
 
 
 def _yarn(parameters: Fields, theta: float, original_max_position: int, max_position: int) -> Rope:
