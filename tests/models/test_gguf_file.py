@@ -218,7 +218,9 @@ def test_qwen_is_stored_as_it_is(tmp_path: Path) -> None:
 )
 def test_rope(tmp_path: Path, metadata: dict[str, Any], expected: Rope) -> None:
     write(tmp_path / "model.gguf", metadata=metadata)
-    assert GgufFile(tmp_path / "model.gguf").config.rope == expected
+    config = GgufFile(tmp_path / "model.gguf").config
+    assert config.rope == expected
+    assert config.max_position == {"default": 128, "linear": 256, "yarn": 128}[expected.rope_type]
 
 
 def test_divisors_of_frequencies(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ Quantization = Annotated[
     str, typer.Option("--quantization", help="fp8 stores the weights of the layers as e4m3; CUDA only.")
 ]
 MaxModelLen = Annotated[
-    int, typer.Option("--max-model-len", help="Tokens of prompt and output together. Default: the model's limit, at most 8192.")
+    int,
+    typer.Option(
+        "--max-model-len", help="Tokens of prompt and output together. Default: the model's limit, at most 8192."
+    ),
 ]
 MaxSequences = Annotated[int, typer.Option("--max-sequences", help="Sequences in one batch.")]
 MaxBatchTokens = Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in one step.")]

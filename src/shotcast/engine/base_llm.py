@@ -71,7 +71,6 @@ class BaseLLM:
         client = self._client
         tokens = client.prompt_tokens(prompt)
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
-        end_tokens = client.info.model.eos
-        processor = OutputProcessor(request_id, tokens, params, tokenizer, end_tokens, detokenize_at_end)
+        processor = OutputProcessor(request_id, tokens, params, tokenizer, client.end_tokens, detokenize_at_end)
         client.submit(request_id, tokens, params, on_update)
         return processor

@@ -27,6 +27,7 @@ from shotcast.engine.device_selection import select_device
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
+    AddEndTokens,
     EngineCoreOutputs,
     EngineInfo,
     RejectedRequest,
@@ -54,6 +55,9 @@ class RequestUpdate(NamedTuple):
     result: EngineCoreOutput | Exception
     arrived: float
 
+
+_Outgoing = Request | AbortRequest | AddEndTokens | SetStampEvery | None
+"""Messages to rank 0; None is the last one."""
 
 UpdateCallback = Callable[[list[RequestUpdate]], None]
 """Called on a thread of the client, once per step, with the updates of all requests that share the callback."""
@@ -115,8 +119,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._loaded = threading.Event()
         self._accepted = False
-        # messages to rank 0; None is the last one
-        self._outgoing: queue.SimpleQueue[Request | AbortRequest | SetStampEvery | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"shotcast-{name}", daemon=True)
             for name, target in (("watch", self._watch_ranks), ("read", self._communicate))
@@ -150,9 +153,16 @@ class EngineClient:
             raise self._tokenizer
         return self._tokenizer or Tokenizer.load(self.config.model)
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a text, by the model's configuration and by its tokenizer."""
+        own = self._tokenizer.eos if isinstance(self._tokenizer, Tokenizer) else ()
+        return tuple(dict.fromkeys((*self.info.model.eos, *own)))
+
     def _load_tokenizer(self) -> None:
         try:
             self._tokenizer = Tokenizer.load(self.config.model)
+            self._outgoing.put(AddEndTokens(self._tokenizer.eos))
         except ConfigError as error:
             self._tokenizer = error  # prompts of token ids do not need one
 

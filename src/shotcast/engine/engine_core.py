@@ -14,6 +14,7 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
+    AddEndTokens,
     EngineCoreOutputs,
     EngineInfo,
     RejectedRequest,
@@ -148,6 +149,8 @@ class EngineCore:
                 if isinstance(message, AbortRequest):
                     if (aborted := self._scheduler.abort(message.request_id)) is not None:
                         self._client.send(EngineCoreOutputs.pack([aborted], self._stats()))
+                elif isinstance(message, AddEndTokens):
+                    self._scheduler.add_end_tokens(message.tokens)
                 elif isinstance(message, SetStampEvery):
                     self._stamp_every = message.every
                 else:

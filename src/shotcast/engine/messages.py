@@ -61,6 +61,13 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AddEndTokens:
+    """The tokenizer's end tokens, beside those of the model's configuration. It precedes all requests."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SetStampEvery:
     """A command to rank 0 to change ``EngineConfig.stamp_every``."""
 

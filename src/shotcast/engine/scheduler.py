@@ -11,7 +11,7 @@ it, and blocks may pass from one sequence to another between two plans that are 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shotcast.engine.block_manager import BlockManager
@@ -113,6 +113,10 @@ class Scheduler:
             preemptions=self._preemptions,
             steps=self._next_plan - len(self._outstanding),
         )
+
+    def add_end_tokens(self, tokens: Iterable[int]) -> None:
+        """Let ``tokens`` end texts, besides ``config.eos``."""
+        self._eos |= frozenset(tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request.
