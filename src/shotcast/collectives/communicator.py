@@ -24,6 +24,7 @@ from shotcast.collectives.fast_path import FastPath
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
+from shotcast.collectives.forked import watch
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.rank_device import device_of
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
@@ -56,8 +57,8 @@ class Communicator:
     Every rank makes the same calls in the same order (send and recv: the two ranks that take part). On CUDA a call is
     enqueued on the current stream, can be captured in a graph, and reports faults at :meth:`check` or at the next call;
     on the CPU it returns when it is done, or raises. Calls from several streams are ordered as they are made; calls
-    from two threads at once are refused. Results have the same bits on all ranks and on every run
-    (``docs/reference/numerics.md``).
+    from two threads at once are refused, and so is every use in a forked process. Results have the same bits on all
+    ranks and on every run (``docs/reference/numerics.md``).
 
     A replay of a captured graph is a call too: order it with the other uses of the communicator, or give it a
     communicator of its own (:meth:`split`). Kernels wait on the GPU for their peers. When several communicators are in
@@ -163,6 +164,7 @@ class Communicator:
         if others is not None and self._chain is not None and not self._nvtx:
             self._fast_path = FastPath(self._calls, others, self._chain, self._lock, self.device)
         register(self)
+        watch(self)
         self._check_registered()
 
     def _check_registered(self) -> None:
