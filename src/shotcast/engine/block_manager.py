@@ -7,10 +7,45 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 
 from shotcast.errors import ConfigError
+
+
+class PrefixMatch:
+    """The blocks of the longest known prefix of one sequence, kept up to date while the sequence waits.
+
+    Attributes:
+        digests: the digests of the sequence.
+        blocks: the published blocks of its first digests, in order.
+        idle: how many of ``blocks`` have no references.
+    """
+
+    __slots__ = ("_positions", "blocks", "digests", "idle")
+
+    def __init__(self, digests: Sequence[bytes]):
+        self.digests = digests
+        self.blocks: list[int] = []
+        self.idle = 0
+        self._positions: dict[int, int] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._positions
+
+    def append(self, block: int, idle: bool) -> None:
+        """Add the block of the next digest."""
+        self._positions[block] = len(self.blocks)
+        self.blocks.append(block)
+        self.idle += idle
+
+    def cut(self, block: int, idle_blocks: Container[int]) -> None:
+        """Remove ``block`` and all blocks after it."""
+        start = self._positions[block]
+        for later in self.blocks[start:]:
+            del self._positions[later]
+            self.idle -= later in idle_blocks
+        del self.blocks[start:]
 
 
 class BlockManager:
@@ -34,6 +69,7 @@ class BlockManager:
         self._published: dict[bytes, int] = {}
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks without references, longest idle first
+        self._match = PrefixMatch(())
 
     @property
     def free(self) -> int:
@@ -55,28 +91,32 @@ class BlockManager:
             content = array("q", tokens[block * self.block_size : (block + 1) * self.block_size]).tobytes()
             digests.append(blake2b(content, digest_size=16, key=digests[-1] if digests else b"").digest())
 
-    def match(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the published blocks of the longest known prefix of ``digests``.
+    def match(self, digests: Sequence[bytes], count: int) -> PrefixMatch:
+        """Return the longest known prefix of the first ``count`` of ``digests``.
 
-        This adds no references; see :meth:`acquire`.
+        This adds no references; see :meth:`acquire`. The match of one list of digests is kept up to date until another
+        list is matched, so matching the head of a queue again takes no time.
         """
-        blocks = []
-        for digest in digests:
-            block = self._published.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        if self._match.digests is not digests:
+            self._match = PrefixMatch(digests)
+        match = self._match
+        if len(match.blocks) > count:
+            match.cut(match.blocks[count], self._idle)
+        while len(match.blocks) < count and (block := self._published.get(digests[len(match.blocks)])) is not None:
+            match.append(block, block in self._idle)
+        return match
 
-    def fits(self, matched: Iterable[int], count: int) -> bool:
-        """Return whether ``count`` blocks could be handed out after ``matched`` are acquired."""
-        return self.free - sum(block in self._idle for block in matched) >= count
+    def fits(self, match: PrefixMatch, count: int) -> bool:
+        """Return whether ``count`` blocks could be handed out after those of ``match`` are acquired."""
+        return self.free - match.idle >= count
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of ``blocks``, which :meth:`match` found."""
         for block in blocks:
             self._ref_counts[block] += 1
-            self._idle.pop(block, None)
+            if block in self._idle:
+                del self._idle[block]
+                self._match.idle -= block in self._match
 
     def allocate(self, count: int) -> list[int]:
         """Hand out ``count`` blocks with one reference each. Their previous contents are forgotten.
@@ -92,7 +132,9 @@ class BlockManager:
         if self._empty:
             block = self._empty.pop()
         else:
-            block, _ = self._idle.popitem(last=False)
+            block = next(iter(self._idle))
+            self._forget(block)
+            del self._idle[block]
             digest = self._digests[block]
             assert digest is not None
             del self._published[digest]
@@ -115,6 +157,7 @@ class BlockManager:
             block = self._published.pop(digest, None)
             if block is None:
                 continue
+            self._forget(block)
             self._digests[block] = None
             if block in self._idle:
                 del self._idle[block]
@@ -138,3 +181,9 @@ class BlockManager:
                 self._empty.append(block)
             else:
                 self._idle[block] = None
+                self._match.idle += block in self._match
+
+    def _forget(self, block: int) -> None:
+        """Take a block that will not be found any more out of the match."""
+        if block in self._match:
+            self._match.cut(block, self._idle)

@@ -227,16 +227,15 @@ class Scheduler:
             if sequence.num_pending:
                 break  # it was preempted, and its last sampled token is not known yet
             known = len(sequence.tokens)
-            matched: list[int] = []
-            if self.config.prefix_caching:
-                # At least one token is left to compute: its logits are needed to sample the next one.
-                count = (known - 1) // self.config.block_size
-                self._blocks.extend_digests(sequence.digests, sequence.tokens, count)
-                matched = self._blocks.match(sequence.digests[:count])
+            # At least one token is left to compute: its logits are needed to sample the next one.
+            count = (known - 1) // self.config.block_size if self.config.prefix_caching else 0
+            self._blocks.extend_digests(sequence.digests, sequence.tokens, count)
+            match = self._blocks.match(sequence.digests, count)
             # One more block for each running sequence, or the new one might be preempted at once. So a sequence that
             # was just preempted does not fit.
-            if not self._blocks.fits(matched, self._blocks.blocks_for(known) - len(matched) + len(self._running)):
+            if not self._blocks.fits(match, self._blocks.blocks_for(known) - len(match.blocks) + len(self._running)):
                 break
+            matched = list(match.blocks)
             del self._waiting[sequence.request_id]
             self._running[sequence.request_id] = sequence
             sequence.slot = self._slots.pop()
