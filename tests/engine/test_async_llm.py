@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +24,7 @@ class Client:
     """A client whose steps the test scripts. Tokens are letters."""
 
     has_tokenizer = True
-    byte_tokens = frozenset[int]()
+    byte_tokens: ClassVar[dict[int, bytes]] = {}
 
     def __init__(self) -> None:
         self.tokenizer = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ END = 0
 class Letters:
     """A tokenizer with one letter per token; 0 is an end token without text."""
 
-    byte_tokens = frozenset[int]()
+    byte_tokens: ClassVar[dict[int, bytes]] = {}
 
     def __init__(self) -> None:
         self.calls = 0
@@ -63,6 +63,16 @@ def test_text_made_at_the_end_is_the_same(tokens: list[int], ends: bool, stop: t
 def test_a_stop_string_ends_an_output_at_once() -> None:
     output, _, _ = process(True, [1, 2, 3, 4], ("c",), False)
     assert (output.text, output.finish_reason, output.stop_reason) == ("b", "stop", "c")
+
+
+def test_a_stop_string_of_bytes_ends_an_output_with_its_last_byte() -> None:
+    letters = Letters()
+    letters.byte_tokens = {10: b"\n", 11: b"\xc3", 12: b"\xa9"}  # type: ignore[misc]
+    for ids, stop, text in (([1, 10, 10], "\n\n", "b"), ([1, 11, 12], "é", "b")):
+        processor = OutputProcessor("a", (1,), SamplingParams(stop=stop), letters, (END,))  # type: ignore[arg-type]
+        outputs = [processor.update(EngineCoreOutput("a", (token,)), 0.0).finish_reason for token in ids]
+        assert outputs == [None, None, "stop"]
+        assert (processor.copy().text, processor.copy().stop_reason) == (text, stop)
 
 
 @pytest.mark.parametrize("at_end", [False, True])

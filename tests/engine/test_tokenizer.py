@@ -95,9 +95,25 @@ def test_pieces_make_the_whole(tokenizers: dict[str, Tokenizer], kind: str, data
     tokenizer = tokenizers[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=60))
     skip_special = data.draw(st.booleans())
-    prompt = tokenizer.encode("a b")
-    whole = tokenizer.decode([*prompt, *ids], skip_special)
-    assert tokenizer.decode(prompt, skip_special) + "".join(streamed(tokenizer, ids, skip_special)) == whole
+    text = "".join(streamed(tokenizer, ids, skip_special))
+    assert text == tokenizer.decode_continuation(ids, skip_special)
+    if kind == "byte level" or "\N{REPLACEMENT CHARACTER}" not in text:  # there the library decides otherwise
+        prompt = tokenizer.encode("a b")
+        assert tokenizer.decode(prompt, skip_special) + text == tokenizer.decode([*prompt, *ids], skip_special)
+
+
+@given(
+    st.lists(
+        st.one_of(st.binary(min_size=1, max_size=1), st.text(st.characters(exclude_categories=["Cs"])).map(str.encode))
+    )
+)
+def test_runs_of_byte_tokens_are_utf_8(tokenizers: dict[str, Tokenizer], parts: list[bytes]) -> None:
+    """Bytes that are no text take no characters beside them along."""
+    tokenizer = tokenizers["sentencepiece"]
+    run = b"".join(parts)
+    ids = [tokenizer._tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in run]
+    expected = run.decode(errors="replace")
+    assert tokenizer.decode_continuation(ids) == "".join(streamed(tokenizer, ids)) == expected
 
 
 @settings(max_examples=300)
@@ -122,9 +138,9 @@ def test_text_is_released_as_soon_as_it_is_known(tokenizers: dict[str, Tokenizer
     assert streamed(byte_level, byte_level.encode("ab a")) == ["ab", " a", ""]
     # é is one token; the emoji are a token of three bytes and one of the last
     assert streamed(byte_level, byte_level.encode("é😀😀")) == ["é", "", "😀", "", "😀", ""]
-    # a run of bytes is known at its end
-    assert streamed(sentencepiece, sentencepiece.encode("a😀b")) == [" a", "", "", "", "", "😀b", ""]
-    assert streamed(sentencepiece, sentencepiece.encode("a😀")) == [" a", "", "", "", "", "😀"]
+    # a character spelled in bytes is known at its last byte
+    assert streamed(sentencepiece, sentencepiece.encode("a😀😀b")) == [" a", *["", "", "", "😀"] * 2, "b", ""]
+    assert streamed(sentencepiece, sentencepiece.encode("a\n\n")) == [" a", "\n", "\n", ""]
 
 
 def count_decoded(tokenizer: Tokenizer, ids: list[int]) -> int:
@@ -160,7 +176,7 @@ def test_a_token_takes_constant_time(tokenizers: dict[str, Tokenizer], kind: str
     tokenizer = tokenizers[kind]
     token = tokenizer._tokenizer.convert_tokens_to_ids(piece)
     few, many = (count_decoded(tokenizer, [token] * count) for count in (100, 1000))
-    assert many < 12 * few
+    assert many <= 12 * few
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 from shotcast.engine.tokenizer import Tokenizer
 
 _UNDECODABLE = "\N{REPLACEMENT CHARACTER}"
@@ -15,7 +17,7 @@ class IncrementalDetokenizer:
 
     All pieces of text together are the :meth:`Tokenizer.decode_continuation` of all tokens. Only complete characters
     are released. Tokens are held back until their characters are known, and no longer, so the time per token does not
-    grow with the text.
+    grow with the text. In vocabularies with byte tokens, a character leaves with its last byte.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -25,18 +27,21 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._held: list[int] = []
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is known now, beyond what was returned before."""
+        if byte_tokens := self._tokenizer.byte_tokens:
+            if (value := byte_tokens.get(token)) is not None:
+                return self._bytes.decode(value)
+            own_text = self._tokenizer.decode_token(token, self._skip_special)
+            return self._bytes.decode(b"", final=True) + own_text if own_text else ""
         own_text = self._tokenizer.decode_token(token, self._skip_special)
         if not own_text:
             return ""
         self._held.append(token)
-        byte_tokens = self._tokenizer.byte_tokens
-        if token in byte_tokens:
-            return ""
         text = own_text if len(self._held) == 1 else self._decode(self._held)
-        if byte_tokens or not text.endswith(_UNDECODABLE):
+        if not text.endswith(_UNDECODABLE):
             return self._release(len(self._held), text)
         if len(self._held) <= _MAX_HELD:
             return ""
@@ -51,6 +56,8 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return the rest of the text at the end of the output, with replacement characters for incomplete ones."""
+        if self._tokenizer.byte_tokens:
+            return self._bytes.decode(b"", final=True)
         return self._release(len(self._held), self._decode(self._held))
 
     def _decode(self, tokens: list[int]) -> str:

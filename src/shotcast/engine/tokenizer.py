@@ -21,7 +21,7 @@ class Tokenizer:
     """The tokenizer that comes with a model, read by transformers.
 
     Attributes:
-        byte_tokens: the tokens that stand for one byte each; empty if the vocabulary has none.
+        byte_tokens: the bytes of the tokens that stand for one byte each; empty if the vocabulary has none.
     """
 
     def __init__(self, tokenizer: Any):
@@ -29,6 +29,7 @@ class Tokenizer:
         self._token_texts: dict[tuple[int, bool], str] = {}
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor))
+        self.byte_tokens: dict[int, bytes] = {}
         self.byte_tokens = self._find_byte_tokens()
 
     @classmethod
@@ -133,7 +134,30 @@ class Tokenizer:
         return text
 
     def decode_continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of tokens that follow others. (Some tokenizers leave out a space at the start of a text.)"""
+        """Return the text of tokens that follow others. (Some tokenizers leave out a space at the start of a text.)
+
+        Runs of byte tokens are UTF-8 with replacement characters where they are not valid. (The library has one for
+        each byte of a run that is not valid anywhere, so no character of a run would be known before its end.)
+        """
+        if self.byte_tokens.keys().isdisjoint(ids):
+            return self._decode_after_anchor(ids, skip_special)
+        texts = []
+        run = bytearray()
+        others: list[int] = []
+        for token in ids:
+            if (value := self.byte_tokens.get(token)) is not None:
+                if others:
+                    texts.append(self._decode_after_anchor(others, skip_special))
+                    others = []
+                run += value
+            elif self.decode_token(token, skip_special):  # tokens without a text do not end a run
+                texts.append(run.decode("utf-8", "replace"))
+                run.clear()
+                others.append(token)
+        texts.append(self._decode_after_anchor(others, skip_special) if others else run.decode("utf-8", "replace"))
+        return "".join(texts)
+
+    def _decode_after_anchor(self, ids: Sequence[int], skip_special: bool) -> str:
         return self.decode([*self._anchor, *ids], skip_special)[self._anchor_length :]
 
     def _find_anchor(self) -> list[int]:
@@ -147,19 +171,16 @@ class Tokenizer:
                 return [token]
         raise ConfigError("the tokenizer has no token that is a letter or a digit")
 
-    def _find_byte_tokens(self) -> frozenset[int]:
-        """Find the tokens that stand for one byte, with which sentencepiece spells text outside its vocabulary.
-
-        A run of them that is not valid UTF-8 decodes to one replacement character per byte, in its valid part too.
-        """
+    def _find_byte_tokens(self) -> dict[int, bytes]:
+        """Find the tokens that stand for one byte, with which sentencepiece spells text outside its vocabulary."""
         pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-        ids = dict(zip(pieces, self._tokenizer.convert_tokens_to_ids(pieces), strict=True))
-        tokens = frozenset(
-            token
-            for piece, token in ids.items()
+        ids = self._tokenizer.convert_tokens_to_ids(pieces)
+        tokens = {
+            token: bytes([byte])
+            for byte, (piece, token) in enumerate(zip(pieces, ids, strict=True))
             if token is not None and self._tokenizer.convert_ids_to_tokens(token) == piece
-        )
-        return tokens if tokens and self.decode_continuation([ids["<0x41>"]]) == "A" else frozenset()
+        }
+        return tokens if tokens and self._decode_after_anchor([ids[0x41]], True) == "A" else {}
 
 
 def _apply_gguf_metadata(tokenizer: Any, path: Path) -> None:
