@@ -502,7 +502,7 @@ def test_unsupported_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 5}, "4 heads"),
+        ({"tensor_parallel": 65}, "64 words"),
         ({"pipeline_parallel": 3}, "2 layers"),
         ({"max_model_len": 9000}, "the model was made for at most 2048 tokens"),
         ({"kv_cache_bytes": 1000}, "fewer than one sequence"),

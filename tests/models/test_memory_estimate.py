@@ -76,7 +76,7 @@ def test_nine_heads_on_any_number_of_ranks(ranks: int, heads: int, kv_heads: int
     assert weight_bytes(config, 1, ranks) == expected
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([TINY, replace(TINY, tied=True)]))
+@given(st.integers(1, 9), st.integers(1, 4), st.sampled_from([TINY, replace(TINY, tied=True)]))
 def test_more_ranks_hold_no_more_each_and_no_less_together(ranks: int, stages: int, config: ModelConfig) -> None:
     most = weight_bytes(config, 2, ranks, stages)
     assert most * ranks * stages >= 2 * config.parameters
@@ -84,17 +84,16 @@ def test_more_ranks_hold_no_more_each_and_no_less_together(ranks: int, stages: i
     assert most <= weight_bytes(config, 2, ranks, max(1, stages - 1))
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(5, 1), (1, 5)])
-def test_each_rank_has_something(ranks: int, stages: int) -> None:
-    with pytest.raises(ConfigError, match="4 heads and 4 layers cannot be divided between"):
-        weight_bytes(TINY, 2, ranks, stages)
+def test_each_stage_has_a_layer() -> None:
+    weight_bytes(TINY, 2, 5, 4)  # more ranks than heads
+    with pytest.raises(ConfigError, match="4 layers cannot be divided between 5 stages"):
+        weight_bytes(TINY, 2, 1, 5)
 
 
-@pytest.mark.parametrize(("few", "said"), [("intermediate", "3 columns of feed-forward"), ("vocab", "3 words")])
-def test_each_rank_has_a_column_and_a_word(few: str, said: str) -> None:
-    model = replace(TINY, **{few: 3})
+def test_each_rank_has_a_word() -> None:
+    model = replace(TINY, vocab=3)
     require_division(model, 3, 1)
-    with pytest.raises(ConfigError, match=f"{said}.* cannot be divided between 4 ranks"):
+    with pytest.raises(ConfigError, match="3 words cannot be divided between 4 ranks"):
         require_division(model, 4, 1)
 
 

@@ -38,6 +38,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 10, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {"rope_scaling": YARN}),
+    "nine-heads": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}),
+    "two-heads": ("Qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 3}),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_attention_heads": 4}),
 }
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2), (3, 2)]
@@ -101,6 +103,27 @@ def test_more_ranks_than_key_value_heads_with_biases_and_head_norms(
     for family in ("llama-biases", "qwen3", "qwen2"):
         folder, wanted = folders[family]
         assert_agree(run(folder, (4, 1)), wanted)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1), (4, 1), (5, 1), (8, 1), (4, 2)],
+    ids=lambda layout: f"{layout[0]}x{layout[1]}",
+)
+def test_heads_words_and_columns_that_no_number_of_ranks_divides(
+    folders: dict[str, tuple[Path, list[torch.Tensor]]], layout: tuple[int, int]
+) -> None:
+    folder, wanted = folders["nine-heads"]
+    assert_agree(run(folder, layout), wanted)
+
+
+@pytest.mark.parametrize("layout", [(4, 1), (3, 2)])
+def test_more_ranks_than_heads_and_columns(
+    folders: dict[str, tuple[Path, list[torch.Tensor]]], layout: tuple[int, int]
+) -> None:
+    folder, wanted = folders["two-heads"]
+    assert_agree(run(folder, layout), wanted)
+    assert_agree(run(folder, layout, chunk=8, sequence_parallel=4), wanted)
 
 
 @pytest.mark.parametrize(("ranks", "chunk", "decoded"), [(2, 100, 0), (3, 1, 1), (2, 4, 7)])

@@ -130,9 +130,12 @@ def column_parallel(weights: Weights, parts: Sequence[RowShard], bias: bool = Fa
     return Linear(_joined(matrices), torch.cat(biases) if bias else None)
 
 
-def row_parallel(weights: Weights, name: str, columns: range, bias: bool = False, rank: int = 0) -> Linear:
-    """Take this rank's columns: every rank computes a part of each output's sum. Rank 0 adds the bias."""
-    matrix = weights.load_matrix(f"{name}.weight", None, slice(columns.start, columns.stop))
+def row_parallel(
+    weights: Weights, name: str, columns: range, bias: bool = False, rank: int = 0, zeroed: bool = False
+) -> Linear:
+    """Take this rank's columns, or zeros in their place: every rank computes a part of each output's sum. Rank 0 adds
+    the bias."""
+    matrix = weights.load_matrix(f"{name}.weight", None, slice(columns.start, columns.stop), zeroed)
     return Linear(matrix, weights.load(f"{name}.bias") if bias and rank == 0 else None)
 
 

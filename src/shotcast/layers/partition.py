@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 from shotcast.errors import ConfigError
 
@@ -32,19 +33,51 @@ def partition(total: int, parts: int, unit: int = 1) -> list[range]:
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def partition_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[range, range, tuple[int, ...]]:
-    """Return the attention heads of a rank: its query heads, the key-value heads that they read, and which one each
-    reads.
+class Shard(NamedTuple):
+    """A rank's part of a dimension that partial sums run over.
+
+    Attributes:
+        part: the elements, at least one.
+        zeroed: there are more ranks than elements. This rank computes with an element of another one, and takes zeros
+            for the weights that multiply the results, so that it adds nothing to their sum.
+    """
+
+    part: range
+    zeroed: bool
+
+
+def shard(total: int, rank: int, ranks: int, unit: int = 1) -> Shard:
+    """Return a rank's part of ``total`` elements: of their :func:`partition` where each of the ranks gets one."""
+    if rank >= total:
+        return Shard(range(1), True)
+    return Shard(partition(total, min(ranks, total), unit)[rank], False)
+
+
+class HeadShard(NamedTuple):
+    """The attention heads of a rank.
+
+    Attributes:
+        queries: the query heads.
+        kv: the key-value heads that they read.
+        kv_head_of: for each query head the index of its own among these.
+        zeroed: as in :class:`Shard`.
+    """
+
+    queries: range
+    kv: range
+    kv_head_of: tuple[int, ...]
+    zeroed: bool
+
+
+def partition_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> HeadShard:
+    """Return the attention heads of a rank.
 
     Query heads are divided evenly, regardless of their groups: a key-value head whose queries are on two ranks is kept
     by both. More ranks than key-value heads, and nine heads on two ranks, are therefore no special cases.
-
-    Returns:
-        Query heads; key-value heads; for each query head the index of its own among these.
     """
     if heads % kv_heads:
         raise ConfigError(f"{heads} heads do not divide into groups for {kv_heads} key-value heads")
     group = heads // kv_heads
-    own = partition(heads, ranks)[rank]
+    own, zeroed = shard(heads, rank, ranks)
     kv_own = range(own.start // group, (own.stop - 1) // group + 1)
-    return own, kv_own, tuple(head // group - kv_own.start for head in own)
+    return HeadShard(own, kv_own, tuple(head // group - kv_own.start for head in own), zeroed)

@@ -44,13 +44,17 @@ class Weights:
         return part
 
     def load_matrix(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
+        self, name: str, rows: slice | None = None, columns: slice | None = None, zeroed: bool = False
     ) -> torch.Tensor | Float8Rows:
         """Load a linear layer's matrix, or a part of it, quantised if that was asked for; no other one is held in full
-        meanwhile."""
+        meanwhile. With ``zeroed``, it holds zeros."""
+        part = self._read(name, rows, columns)
+        if zeroed:
+            part = torch.zeros_like(part)
         if not self._quantization:
-            return self.load(name, rows, columns)
-        quantized = quantize(self._read(name, rows, columns))
+            self._on_read(part.nbytes)
+            return part
+        quantized = quantize(part)
         self._on_read(quantized.values.nbytes + quantized.scale.nbytes)
         return quantized
 

@@ -9,7 +9,7 @@ from shotcast.layers.batch import Batch
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear, RowShard, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
-from shotcast.layers.partition import FFN_UNIT, partition, partition_heads
+from shotcast.layers.partition import FFN_UNIT, partition_heads, shard
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
 
@@ -43,8 +43,8 @@ class Block:
     ):
         names, head_dim = config.names, config.head_dim
         rank, ranks = parallel.rank, parallel.size
-        heads, kv_heads, kv_head_of = partition_heads(config.heads, config.kv_heads, rank, ranks)
-        columns = partition(config.intermediate, ranks, FFN_UNIT)[rank]
+        heads, kv_heads, kv_head_of, no_heads = partition_heads(config.heads, config.kv_heads, rank, ranks)
+        columns, no_columns = shard(config.intermediate, rank, ranks, FFN_UNIT)
 
         def weight_name(name: str) -> str:
             return names.of_layer(number, name)
@@ -82,6 +82,7 @@ class Block:
             range(heads.start * head_dim, heads.stop * head_dim),
             config.output_bias,
             rank,
+            no_heads,
         )
         self.mlp_norm = weights.load(f"{weight_name(names.mlp_norm)}.weight")
         self.gate_up = column_parallel(
@@ -89,7 +90,7 @@ class Block:
             [RowShard(weight_name(name), columns) for name in (names.gate, names.up)],
             config.mlp_bias,
         )
-        self.down = row_parallel(weights, weight_name(names.down), columns, config.mlp_bias, rank)
+        self.down = row_parallel(weights, weight_name(names.down), columns, config.mlp_bias, rank, no_columns)
 
     def __call__(
         self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch

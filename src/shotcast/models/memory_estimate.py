@@ -8,20 +8,16 @@ from pathlib import Path
 import torch
 
 from shotcast.errors import ConfigError
-from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads
+from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads, shard
 from shotcast.models.config import ModelConfig
 
 
 def require_division(config: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raise ConfigError unless each rank of each stage gets a part of the model."""
-    if tensor_parallel > config.heads or pipeline_parallel > config.layers:
-        raise ConfigError(
-            f"{config.heads} heads and {config.layers} layers cannot be divided between {tensor_parallel} ranks "
-            f"and {pipeline_parallel} stages"
-        )
-    for dimension, size in (("columns of feed-forward networks", config.intermediate), ("words", config.vocab)):
-        if size < tensor_parallel:
-            raise ConfigError(f"{size} {dimension} cannot be divided between {tensor_parallel} ranks")
+    """Raise ConfigError unless each stage gets a layer, and each rank of a stage a part of the vocabulary."""
+    if pipeline_parallel > config.layers:
+        raise ConfigError(f"{config.layers} layers cannot be divided between {pipeline_parallel} stages")
+    if tensor_parallel > config.vocab:
+        raise ConfigError(f"{config.vocab} words cannot be divided between {tensor_parallel} ranks")
 
 
 def weight_bytes(
@@ -46,8 +42,8 @@ def weight_bytes(
     """
     require_division(config, tensor_parallel, pipeline_parallel)
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
-    heads, kv_heads = (max(len(part[index]) for part in parts) for index in (0, 1))
-    columns = max(map(len, partition(config.intermediate, tensor_parallel, FFN_UNIT)))
+    heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
+    columns = len(shard(config.intermediate, 0, tensor_parallel, FFN_UNIT).part)
     words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     matrices = config.hidden * (2 * queries + 2 * keys + 3 * columns)
