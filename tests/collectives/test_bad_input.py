@@ -163,7 +163,7 @@ class TestDisagreement:
         path.write_text(render("cpu", 3, {("eager", "all_reduce", "int8"): [row]}, {}, []))
         settings = {"SHOTCAST_TABLE": str(path), "SHOTCAST_CPU_KERNELS": "interpreter"}
         message = self.error_of(dict.fromkeys(range(3), settings))
-        assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 4096, not 0" in message
+        assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 8192, not 0" in message
 
     def test_device(self) -> None:
         messages = shotcast.spawn(targets.construction_error_of_two_devices, 2, timeout_s=50)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from predicted import predicted_us
 from shotcast import wire
-from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
+from shotcast.collectives.algorithm import FUSED, Algorithm, Algorithms, CollectiveProblem, Form, Topology
 from shotcast.collectives.choice import select
 from shotcast.collectives.choice.candidates import (
     candidates,
@@ -22,10 +22,11 @@ from shotcast.collectives.choice.candidates import (
     obstacle,
 )
 from shotcast.collectives.choice.choice import Candidate, Explanation
+from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import KERNELS, MODES, Table, parse
 from shotcast.collectives.registry import registered
-from shotcast.cost.collective import NVLINK4, SHARED_MEMORY
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, Work
 from shotcast.errors import ConfigError
 from shotcast.wire import LaunchShape, Norm, Op
 
@@ -491,6 +492,30 @@ class TestLaunch:
         if algorithm == "vendor" or case.topology.kernels == "interpreter":
             assert len(shapes) == 1
 
+    @pytest.mark.parametrize(
+        ("shape", "why"),
+        [
+            (LaunchShape(8, 64, 4), "block_words is at least the threads of a program, 128 in 4 warps, not 64"),
+            (LaunchShape(8, 128, 4), ""),
+            (LaunchShape(8, 128, 0), "num_warps is a power of two from 1 to 16, not 0"),
+            (LaunchShape(8, 128, "1"), "num_warps is a whole number, not '1'"),  # type: ignore[arg-type]
+            (LaunchShape(True, 128, 1), "programs is a whole number, not True"),
+        ],
+    )
+    def test_no_call_is_made_with_a_launch_that_kernels_cannot_take(self, shape: LaunchShape, why: str) -> None:
+        """An argument and the description of an algorithm are held to the same rules as a table."""
+        form = Form(work=lambda nbytes, world_size, itemsize: Work(1, 1, 1), triton="a:b", launch=lambda _: shape)
+        own = Algorithm(name="own", label="own", summary="", forms={Op.ALL_REDUCE: form})
+        topology = dataclasses.replace(make_topology("triton"), algorithms=Algorithms((*registered().members, own)))
+        resolver = Resolver(topology, "auto", (), "", None, True)
+        case = problem(topology=topology)
+        for algorithm, launch in (("two_shot", shape), ("own", None)):
+            if why:
+                with pytest.raises(ConfigError, match=f"all_reduce by {algorithm} cannot be launched so: {why}"):
+                    resolver.resolve(case, algorithm, False, launch)
+            else:
+                assert resolver.resolve(case, algorithm, False, launch).plan.launch == shape
+
     def test_more_programs_than_tiles_are_not_tried(self) -> None:
         for shape in launch_shapes(problem(nbytes=64 << 10, topology=make_topology("triton")), "two_shot"):
             assert shape.programs <= -(-(16 << 10) // 4 // shape.block_words)
@@ -614,7 +639,7 @@ class TestFused:
         for candidate in candidates(case)[:-1]:
             shape = candidate.launch
             assert shape.num_warps == 1
-            assert shape.block_words == 128 or row_words <= shape.block_words < max(2 * row_words, 17)
+            assert shape.block_words == 128 or row_words <= shape.block_words < max(2 * row_words, 33)
             tiles = count * -(-row_words // shape.block_words)
             sharing = 1 if candidate.algorithm == "one_shot" else world_size
             assert shape.programs * sharing >= tiles > (shape.programs - 1) * sharing or tiles == 0

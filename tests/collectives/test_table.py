@@ -320,7 +320,19 @@ class TestFiles:
         [
             ("triton", {"programs": 0}, "programs are 1 to 2147483646, not 0"),
             ("triton", {"block_words": 100}, "block_words is a power of two from 16 to 4096, not 100"),
-            ("interpreter", {"block_words": 8}, "block_words is a power of two from 16 to 4096, not 8"),
+            ("interpreter", {"block_words": 8}, "block_words is a power of two from 16 to 8192, not 8"),
+            ("interpreter", {"block_words": 16, "num_warps": 4}, ""),
+            ("triton", {"block_words": 32, "num_warps": 1}, ""),
+            (
+                "triton",
+                {"block_words": 16, "num_warps": 1},
+                "block_words is at least the threads of a program, 32 in 1 warps, not 16",
+            ),
+            (
+                "triton",
+                {"block_words": 128, "num_warps": 8},
+                "block_words is at least the threads of a program, 256 in 8 warps, not 128",
+            ),
             ("triton", {"num_warps": 3}, "num_warps is a power of two from 1 to 16, not 3"),
             ("triton", {"num_warps": 0}, "num_warps is a power of two from 1 to 16, not 0"),
             ("triton", {"programs": (1 << 31) - 2, "block_words": 4096, "num_warps": 16}, ""),

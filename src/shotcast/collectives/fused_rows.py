@@ -25,12 +25,13 @@ def rows_obstacle(problem: CollectiveProblem) -> str:
 def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
     """Return how many tiles the rows of a fused all-reduce have, and the words of a tile.
 
-    A tile is a warp's, and no longer than a row. The interpreter runs programs one after the other, so there a tile is
-    a row.
+    A tile is a warp's, with a word or more for each thread, and no longer than a row otherwise. The interpreter runs
+    programs one after the other, so there a tile is a row.
     """
     words = max(1, problem.row_bytes // 4)
-    row = 1 << max(4, (words - 1).bit_length())
-    block = row if problem.topology.kernels == "interpreter" else min(row, 128)
+    interpreted = problem.topology.kernels == "interpreter"
+    row = 1 << max(4 if interpreted else 5, (words - 1).bit_length())
+    block = row if interpreted else min(row, 128)
     return problem.nbytes // (4 * words) * -(-words // block), block
 
 

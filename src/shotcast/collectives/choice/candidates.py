@@ -115,18 +115,32 @@ _WARPS = 4096
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
 _MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
+_MAX_INTERPRETED_WORDS = 8192
+"""The interpreter has a whole row of a fused call in one tile."""
 
 
 def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> str:
-    """Return why ``kernels`` (:attr:`Topology.kernels`) cannot launch ``algorithm`` as ``shape``; empty if they can."""
+    """Return why ``kernels`` (:attr:`Topology.kernels`) cannot launch ``algorithm`` as ``shape``; empty if they can.
+
+    On a GPU every thread has words of its own. Where a tile has fewer words than threads, several threads poll one
+    word and may see it arrive at different times: one of them goes on with the old one.
+    """
+    for name, value in dataclasses.asdict(shape).items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            return f"{name} is a whole number, not {value!r}"
     if algorithm.library or kernels == "compiled":
         return "" if shape.chunk_bytes >= 0 else f"chunk_bytes starts at 0, and is {shape.chunk_bytes}"
+    most = _MAX_BLOCK_WORDS if kernels == "triton" else _MAX_INTERPRETED_WORDS
     if not 1 <= shape.programs <= _MAX_PROGRAMS:
         return f"programs are 1 to {_MAX_PROGRAMS}, not {shape.programs}"
-    if not 16 <= shape.block_words <= _MAX_BLOCK_WORDS or shape.block_words & (shape.block_words - 1):
-        return f"block_words is a power of two from 16 to {_MAX_BLOCK_WORDS}, not {shape.block_words}"
+    if not 16 <= shape.block_words <= most or shape.block_words & (shape.block_words - 1):
+        return f"block_words is a power of two from 16 to {most}, not {shape.block_words}"
     if not 1 <= shape.num_warps <= _MAX_WARPS or shape.num_warps & (shape.num_warps - 1):
         return f"num_warps is a power of two from 1 to {_MAX_WARPS}, not {shape.num_warps}"
+    threads = 32 * shape.num_warps
+    if kernels == "triton" and shape.block_words < threads:
+        of_program = f"{threads} in {shape.num_warps} warps"
+        return f"block_words is at least the threads of a program, {of_program}, not {shape.block_words}"
     return ""
 
 

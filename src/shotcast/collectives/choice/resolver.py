@@ -10,7 +10,7 @@ import torch
 from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation
-from shotcast.collectives.choice.candidates import candidates
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
@@ -94,7 +94,11 @@ class Resolver:
     def resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> Call:
-        """Return a call for ``problem``; ``launch`` replaces the launch that was chosen."""
+        """Return a call for ``problem``; ``launch`` replaces the launch that was chosen.
+
+        Raises ConfigError if the kernels cannot be launched so, wherever the launch comes from: an argument, a table,
+        or the description of an algorithm.
+        """
         op, sizes, norm = problem.op, problem.sizes, problem.norm
         choice = choose(problem, algorithm, self.environment, self.tables, "graph" if capturing else "eager")
         candidate = choice.candidate
@@ -107,6 +111,9 @@ class Resolver:
         elif norm is not None:
             code = norm.code
         shape = candidate.launch if launch is None else launch
+        chosen = self.topology.algorithms[candidate.algorithm]
+        if self.topology.kernels and (why := launch_obstacle(self.topology.kernels, chosen, shape)):
+            raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
         by_library = self.topology.algorithms[plan.algorithm].library
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
