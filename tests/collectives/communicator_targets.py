@@ -452,10 +452,10 @@ def rendezvous_at_a_file(path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2)
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
-        group = StoreGroup(dist.group.WORLD, 1.0, [0, 1])
+        group = StoreGroup(dist.group.WORLD, 20.0, [0, 1])
         if comm.rank == 0:
             with pytest.raises(shotcast.CollectiveTimeout) as caught:
-                group.all_gather("here", what="setup")
+                group.all_gather("here", 1.0, what="setup")
             assert caught.value.missing == (1,)
         comm._host.barrier()
         assert group.all_gather(comm.rank, 20.0) == [0, 1]

@@ -91,7 +91,7 @@ class Communicator:
         timeout_s: float = 30.0,
         allow_fp8: bool | None = None,
     ):
-        self._start(group, device, max_bytes, timeout_s, None, allow_fp8)
+        self._start(group, device, max_bytes, timeout_s, allow_fp8)
 
     def _start(
         self,
@@ -99,8 +99,9 @@ class Communicator:
         device: str | torch.device | None,
         max_bytes: int | None,
         timeout_s: float,
-        order: Sequence[int] | None,
         allow_fp8: bool | None,
+        order: Sequence[int] | None = None,
+        name: str | None = None,
     ) -> None:
         self._timeout_s = _seconds(timeout_s)
         if not isinstance(allow_fp8, bool | None):
@@ -109,7 +110,7 @@ class Communicator:
         self.device = device_of(device)
         self._group = process_group_of(group, self.device)
         order = list(range(dist.get_world_size(self._group))) if order is None else list(order)
-        self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order)
+        self._host = StoreGroup(self._group, SETUP_TIMEOUT_S, order, name)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         if max_bytes is None:
             max_bytes = DEFAULT_MAX_BYTES[self.device.type]
@@ -117,7 +118,7 @@ class Communicator:
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self.max_bytes = max_bytes
         self._closed = False
-        self._splits, self._owns_group = 0, False
+        self._owns_group = False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._chain = StreamChain() if self.device.type == "cuda" else None
@@ -703,18 +704,18 @@ class Communicator:
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
+        number = self._host.steps  # the same on all ranks that meet in this step
         colors = self._host.all_gather((color, key, dist.get_rank()), what="split")
-        number, self._splits = self._splits, self._splits + 1
         if color is None:
             return None
         members = sorted((k, rank, job_rank) for rank, (c, k, job_rank) in enumerate(colors) if c == color)
         job_ranks = [job_rank for _, _, job_rank in members]
-        name = f"shotcast/{self.name}/split {number}/{color}"
-        group = new_group(sorted(job_ranks), name, dist.get_backend_config(self._group), SETUP_TIMEOUT_S)
+        name = f"{self.name}/split {number}/{color}"
+        group = new_group(sorted(job_ranks), f"shotcast/{name}", dist.get_backend_config(self._group), SETUP_TIMEOUT_S)
         child = object.__new__(Communicator)
         order = [sorted(job_ranks).index(job_rank) for job_rank in job_ranks]
         room = self.max_bytes if max_bytes is None else max_bytes
-        child._start(group, self.device, room, self._timeout_s, order, self._allow_fp8)
+        child._start(group, self.device, room, self._timeout_s, self._allow_fp8, order, name)
         child._owns_group = True
         return child
 

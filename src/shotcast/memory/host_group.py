@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shotcast.errors import CollectiveTimeout
+from shotcast.memory.agreed_number import agreed_number
 
-_built: Counter[str] = Counter()
 _NAMING = threading.Lock()
 
 
@@ -61,24 +60,30 @@ def new_group(job_ranks: Sequence[int], name: str, backend: str, timeout_s: floa
 class StoreGroup:
     """A :class:`~shotcast.memory.symmetric.HostGroup` on the store of a torch.distributed process group.
 
-    Every rank creates its objects for one process group in the same order, which keeps their keys apart.
+    ``steps`` is the number of exchanges that this rank has completed.
 
     Args:
         group: the process group.
         timeout_s: the default for how long a rank is awaited.
         order: for each rank of the communicator, its rank in the process group.
+        name: a name that no other object of the job has, on which the ranks agree; None to agree on one now, which is
+            collective.
+
+    Raises:
+        CollectiveTimeout: naming the ranks that did not come to agree on a name within ``timeout_s``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int]):
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int], name: str | None = None):
         self.order = tuple(order)
         self.rank = self.order.index(dist.get_rank(group))
         self.world_size = len(self.order)
         self._timeout_s = timeout_s
-        name = group.group_name
-        self.name = f"{name}/{_built[name]}"  # the same on all ranks, and unique in this process
-        self._store = dist.PrefixStore(f"shotcast/{self.name}", _job_store())
-        _built[name] += 1
-        self._step = 0
+        if name is None:
+            job = dist.PrefixStore(f"shotcast/{group.group_name}", _job_store())
+            name = f"{group.group_name}/{agreed_number(job, self.rank, self.world_size, timeout_s)}"
+        self.name = name
+        self._store = dist.PrefixStore(f"shotcast/{name}", _job_store())
+        self.steps = 0
 
     def store(self, name: str) -> dist.Store:
         """Return a part of the job's store that is reserved for ``name``."""
@@ -95,36 +100,35 @@ class StoreGroup:
                 rank has not taken the step either, so its next call is the one that meets theirs.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        step = self._step
-        self._store.set(f"{step}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
+        step = self.steps
+        keys = [f"{step}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
         deadline = time.monotonic() + timeout_s
-        values, missing = [], []
-        for rank in range(self.world_size):
-            key = f"{step}/{rank}"
-            if self._arrives(key, deadline):
-                values.append(pickle.loads(self._store.get(key)))
-            else:
-                missing.append(rank)
+        missing = [rank for rank, key in enumerate(keys) if not _arrives(self._store, key, deadline)]
         if missing:
             raise CollectiveTimeout(self.rank, missing, what, step, timeout_s)
-        self._step += 1
-        if step >= 2:  # every rank has reached step - 1, so every rank has read step - 2
-            self._store.delete_key(f"{step - 2}/{self.rank}")
+        values = [pickle.loads(value) for value in self._store.multi_get(keys)]
+        self.steps += 1
+        readers = f"{step}/readers"
+        if self._store.add(readers, 1) == self.world_size:  # the last to read leaves nothing in the store
+            for key in (*keys, readers):
+                self._store.delete_key(key)
         return values
-
-    def _arrives(self, key: str, deadline: float) -> bool:
-        left = deadline - time.monotonic()
-        if left > 0:
-            try:
-                self._store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would wait without end
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # most stores raise DistStoreError; FileStore raises this
-                pass
-            else:
-                return True
-        return self._store.check([key])  # a rank that arrived in time is not missing, however late the store says so
 
     def barrier(self, timeout_s: float | None = None, what: str = "barrier") -> None:
         """Wait until every rank has called. Raises CollectiveTimeout naming the ranks that did not arrive."""
         self.all_gather(None, timeout_s, what)
+
+
+def _arrives(store: dist.Store, key: str, deadline: float) -> bool:
+    left = deadline - time.monotonic()
+    if left > 0:
+        try:
+            store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would wait without end
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # most stores raise DistStoreError; FileStore raises this
+            pass
+        else:
+            return True
+    return store.check([key])  # a rank that arrived in time is not missing, however late the store says so

@@ -1,0 +1,120 @@
+"""Agree on a number that no earlier attempt of these ranks had, through a key-value store.
+
+A rank counts nothing itself. It may be a process that has replaced another, or may have missed an attempt that others
+gave up, so its count would differ from theirs. Rank 0 takes the number from a counter in the store, and the ranks
+confirm it:
+
+1. Each rank writes the random token of its attempt to ``here/RANK``.
+2. Rank 0 writes the number to ``invited/TOKEN`` of each rank, again whenever a rank comes with another token.
+3. Each rank writes ``accepted/NUMBER/RANK``, again whenever it is invited with another number.
+4. Once all have accepted, rank 0 writes to ``invited/TOKEN`` that the number holds.
+
+A token that a killed process left is invited in vain, until its successor writes another. Each key has one reader in
+the end, which deletes it. Only the counter stays, and what ranks leave that die or give up: tokens and numbers are
+never used again, so nobody takes that for something else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from shotcast.errors import CollectiveTimeout
+
+_HOLDS = "holds "
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
+
+
+def agreed_number(store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "construction") -> int:
+    """Return a number from 0 up, the same on all ranks. Collective.
+
+    Args:
+        store: what these ranks, and nobody else, use for this.
+        what: for the error.
+
+    Raises:
+        CollectiveTimeout: naming the ranks that did not come, or whose processes ended meanwhile.
+    """
+    token = secrets.token_hex(8)
+    store.set(f"here/{rank}", token)
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        number = store.add("numbers", 1) - 1
+        agreed = _lead(store, number, world_size, deadline)
+    else:
+        number, agreed = _follow(store, rank, token, deadline)
+    if not agreed:
+        if rank:
+            store.delete_key(f"invited/{token}")
+        raise CollectiveTimeout(rank, _missing(store, number, world_size), what, 0, timeout_s)
+    store.delete_key(f"here/{rank}")
+    return number
+
+
+def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
+    """Return the ranks that did not come, or else those that did not accept ``number``; -1 for no invitation."""
+    others = range(1, world_size)
+    absent = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+    silent = [rank for rank in others if number >= 0 and not store.check([f"accepted/{number}/{rank}"])]
+    return absent or silent or [0]
+
+
+def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> bool:
+    """Invite the other ranks until all have accepted ``number``; return whether they have."""
+    others = range(1, world_size)
+    here, accepted = [f"here/{rank}" for rank in others], [f"accepted/{number}/{rank}" for rank in others]
+    invited: list[str] = []
+
+    def all_accept() -> bool:
+        nonlocal invited
+        if not store.check(here):
+            return False
+        tokens = [token.decode() for token in store.multi_get(here)]
+        if tokens != invited:
+            invited = tokens
+            for token in tokens:
+                store.set(f"invited/{token}", str(number))
+        return store.check(accepted)
+
+    if others and not _poll(all_accept, deadline):
+        return False
+    for key in accepted:
+        store.delete_key(key)
+    for token in invited:
+        store.set(f"invited/{token}", f"{_HOLDS}{number}")
+    return True
+
+
+def _follow(store: dist.Store, rank: int, token: str, deadline: float) -> tuple[int, bool]:
+    """Accept invitations until one holds; return the last number, -1 for none, and whether it holds."""
+    key, number = f"invited/{token}", -1
+
+    def holds() -> bool:
+        nonlocal number
+        if not store.check([key]):
+            return False
+        text = store.get(key).decode()
+        offered = int(text.removeprefix(_HOLDS))
+        if offered != number:
+            number = offered
+            store.set(f"accepted/{number}/{rank}", "")
+        return text.startswith(_HOLDS)
+
+    if not _poll(holds, deadline):
+        return number, False
+    store.delete_key(key)
+    return number, True
+
+
+def _poll(reached: Callable[[], bool], deadline: float) -> bool:
+    """Return True once ``reached`` does, and False when the deadline has passed before."""
+    pause = _FIRST_PAUSE_S
+    while not reached():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
