@@ -88,7 +88,8 @@ def share_gpus() -> bool:
     """SHOTCAST_SHARE_GPUS: 1 lets several ranks run on one GPU by turns.
 
     Kernels, memory and results are those of as many GPUs, but the speed is not: a call that waits for a rank waits for
-    its turn. So measurements do not use it. With many ranks on a GPU, an engine needs a lower ``memory_fraction``.
+    its turn. So measurements do not use it. With many ranks on a GPU, an engine may need a lower
+    ``gpu_memory_utilization``.
     """
     return _read("SHOTCAST_SHARE_GPUS", lambda text: _FLAG[text.lower()], False, "0 or 1")
 

@@ -12,8 +12,8 @@ import test_imports
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]+))?\)")
 RAW = ROOT / "benchmarks" / "data" / "h200"
-NAMED_ELSEWHERE = {"config.json", "_x2.json"}
-"""A file of every model, and the end of a name."""
+NAMED_ELSEWHERE = {"config.json", "generation_config.json", "_x2.json"}
+"""Files of every model, and the end of a name."""
 
 
 def named(page: Path) -> str:

@@ -36,6 +36,12 @@ KvCache = Annotated[
     str,
     typer.Option("--kv-cache", help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows."),
 ]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        "--gpu-memory-utilization", help="CUDA: the part of a GPU's memory for weights, steps and KV cache together."
+    ),
+]
 Algorithm = Annotated[str, typer.Option("--algorithm", help="The algorithm of the all-reduces: auto, or a name.")]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")

@@ -12,6 +12,7 @@ import typer
 from shotcast.cli.engine_options import (
     Algorithm,
     Dtype,
+    GpuMemoryUtilization,
     MaxModelLen,
     MaxTokens,
     MinP,
@@ -46,6 +47,7 @@ def generate(
     dtype: Dtype = "",
     quantization: Quantization = "",
     max_model_len: MaxModelLen = 0,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
     max_tokens: MaxTokens = 128,
@@ -70,6 +72,7 @@ def generate(
         dtype,
         quantization,
         max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
         max_sequences=1,
@@ -91,6 +94,7 @@ def chat(
     dtype: Dtype = "",
     quantization: Quantization = "",
     max_model_len: MaxModelLen = 0,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
@@ -106,7 +110,15 @@ def chat(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     options = engine_options(
-        model, device, tensor_parallel, pipeline_parallel, dtype, quantization, max_model_len, max_sequences=1
+        model,
+        device,
+        tensor_parallel,
+        pipeline_parallel,
+        dtype,
+        quantization,
+        max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_sequences=1,
     )
     messages = [{"role": "system", "content": system}] if system else []
     with LLM(**options) as llm:

@@ -11,6 +11,7 @@ import typer
 from shotcast.cli.engine_options import (
     Algorithm,
     Dtype,
+    GpuMemoryUtilization,
     KvCache,
     MaxBatchTokens,
     MaxModelLen,
@@ -48,6 +49,7 @@ def serve(
     max_sequences: MaxSequences = 64,
     max_batch_tokens: MaxBatchTokens = 2048,
     kv_cache: KvCache = "0",
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
     rank_timeout: RankTimeout = 60.0,
@@ -83,6 +85,7 @@ def serve(
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,
         kv_cache_bytes=parse_size(kv_cache),
+        gpu_memory_utilization=gpu_memory_utilization,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
         timeout_s=rank_timeout,

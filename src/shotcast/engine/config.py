@@ -42,9 +42,10 @@ class EngineConfig:
         max_batch_tokens: tokens of a step; longer prompts are computed in chunks.
         block_size: tokens of a block of the paged cache.
         kv_cache_bytes: bytes of keys and values on each rank; 0 means what all sequences at full length need, at most
-            what ``memory_fraction`` leaves (on the CPU, a quarter of that).
-        memory_fraction: the part of the free memory of a GPU (or of this machine, shared by its CPU ranks) that weights
-            and cache may use together.
+            what ``gpu_memory_utilization`` leaves (on the CPU, a quarter of what ``memory_fraction`` leaves).
+        gpu_memory_utilization: the part of a GPU's memory that its ranks may use for weights, steps and cache. What
+            steps need is measured before the cache is allocated. On CUDA only.
+        memory_fraction: the part of this machine's free memory that weights and caches of its CPU ranks may use.
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
         sequence_parallel: divide the residual of a prefill between the ranks of a stage.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
@@ -67,6 +68,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     block_size: int = 16
     kv_cache_bytes: int = 0
+    gpu_memory_utilization: float = 0.9
     memory_fraction: float = 0.85
     prefix_caching: bool = True
     sequence_parallel: bool = False
@@ -121,8 +123,10 @@ class EngineConfig:
             raise ConfigError(f"seed must be None or a whole number from 0 to 2^63 - 1, not {self.seed!r}")
         if self.sequence_parallel and self.algorithm != "auto" and not registered()[self.algorithm].is_fused:
             raise ConfigError(f"sequence_parallel has its own fused operation, so algorithm cannot be {self.algorithm}")
-        if type(self.memory_fraction) not in (int, float) or not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction must be a number above 0, at most 1, not {self.memory_fraction!r}")
+        for name in ("gpu_memory_utilization", "memory_fraction"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= 1:
+                raise ConfigError(f"{name} must be a number above 0, at most 1, not {value!r}")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < 1e9:
             raise ConfigError(f"timeout_s must be a number of seconds above 0, not {self.timeout_s!r}")
         if self.max_batch_tokens < self.max_sequences:

@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicato
 from shotcast.collectives.rank_device import gpu_of, local_world_size
 from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import ConfigError, UnsupportedError
@@ -24,13 +24,10 @@ from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Weights
 from shotcast.models.causal_lm import CausalLM
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory_estimate import available_bytes, weight_bytes
+from shotcast.models.memory_estimate import weight_bytes
 from shotcast.models.source import open_checkpoint
-from shotcast.units import about_size
 
 DEFAULT_MODEL_LEN = 8192
-_CPU_CACHE_DIVISOR = 4
-"""On a CPU, the cache takes one part in so many of the memory that weights leave: other processes need memory too."""
 _LOADING_TIMEOUT_S = 600.0
 """Timeout of collectives while ranks load, which takes some of them longer than others."""
 _SEQUENCE_PARALLEL_TOKENS = 64
@@ -69,7 +66,8 @@ def load(
     sequence_parallel = _SEQUENCE_PARALLEL_TOKENS if config.sequence_parallel else 0
     timer = DeviceStepTimer(job.device) if device == "cuda" else HostStepTimer()
     parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
-    with _progress_bar(config.progress and job.rank == 0, budget.weights) as on_read:
+    reading = budget.explained("reading the weights", "Use more ranks, fp8 or another model")
+    with reading, _progress_bar(config.progress and job.rank == 0, budget.weights) as on_read:
         part = CausalLM(
             model,
             Weights(checkpoint, dtype, job.device, on_read, config.quantization),
@@ -77,16 +75,22 @@ def load(
             max_model_len,
             config.max_sequences,
         )
-    blocks = _num_cache_blocks(config, part, budget, max_model_len, job)
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
     decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
     prefill_sizes = prefill_capture_sizes(config.max_batch_tokens) if device == "cuda" else ()
-    limits = blocks, config.block_size, config.max_sequences, max_model_len
-    runner = ModelRunner(part, *limits, int(salt), decode_sizes, prefill_sizes, job.rank == config.output_rank)
-    stack.callback(runner.close)
+
+    def new_runner(num_blocks: int) -> ModelRunner:
+        limits = num_blocks, config.block_size, config.max_sequences, max_model_len
+        return ModelRunner(part, *limits, int(salt), decode_sizes, prefill_sizes, job.rank == config.output_rank)
+
     started = time.perf_counter()
-    runner.capture(stamped=config.stamp_every > 0)
+    blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)
+    allocating = f"allocating a cache of {blocks * config.block_size} tokens and capturing graphs on it"
+    with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_sequences"):
+        runner = new_runner(blocks)
+        stack.callback(runner.close)
+        runner.capture(stamped=config.stamp_every > 0)
     capture_s = time.perf_counter() - started
     info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
     return runner, info, job, comm
@@ -153,14 +157,6 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Bytes of a rank: the memory that is available for weights and cache, and the size of its weights."""
-
-    available: int
-    weights: int
-
-
 def _require_float8(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
@@ -178,58 +174,74 @@ def _device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", gpu_of(job.local_rank))
 
 
-def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> _Memory:
+def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> MemoryBudget:
     """Return the memory of this rank, before anything is read.
 
     Raises:
         ConfigError: the weights, or a cache of ``kv_cache_bytes``, do not fit.
     """
-    sharers = config.ranks if config.device == "cpu" else -(-local_world_size() // torch.cuda.device_count())
-    free = available_bytes(_device_of(config)) // sharers
-    available = int(free * config.memory_fraction)
+    on_gpu = config.device == "cuda"
+    sharers = -(-local_world_size() // torch.cuda.device_count()) if on_gpu else config.ranks
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")
-    needed = f"the weights of a rank take {about_size(weights)} as {dtype_name}"
-    limit = f"it may use {about_size(available)} ({config.memory_fraction:.0%} of {about_size(free)} free"
-    limit += f", shared by {sharers} ranks)" if sharers > 1 else ")"
-    if weights > available:
-        smaller = "another dtype" if config.device == "cpu" else "quantization fp8"
-        raise ConfigError(
-            f"{needed}; {limit}. Use more ranks, {'' if config.quantization else f'{smaller} '}or another model"
-        )
-    if config.kv_cache_bytes > available - weights:
-        raise ConfigError(
-            f"{needed}, and kv_cache_bytes is {about_size(config.kv_cache_bytes)}; {limit}. kv_cache_bytes may be "
-            f"{available - weights} at most; 0 uses what is available"
-        )
-    return _Memory(available, weights)
+    memory = GpuMemory(_device_of(config)) if on_gpu else HostMemory()
+    return MemoryBudget.find(config, memory, sharers, weights, dtype_name)
 
 
 def _num_cache_blocks(
-    config: EngineConfig, part: CausalLM, budget: _Memory, max_model_len: int, job: Communicator
+    config: EngineConfig,
+    part: CausalLM,
+    budget: MemoryBudget,
+    max_model_len: int,
+    job: Communicator,
+    new_runner: Callable[[int], ModelRunner],
 ) -> int:
-    """Return how many cache blocks every rank has room for, at most what all sequences at full length need.
+    """Return how many cache blocks every rank has room for, at most what all sequences at full length need. Collective.
 
     Raises:
-        ConfigError: there is too little room for one sequence.
+        ConfigError: there is too little room for one sequence, or for the largest step.
     """
     one_block = part.allocate_caches(1, config.block_size)
     bytes_per_block = sum(
         tensor.numel() * tensor.element_size() for cache in one_block for tensor in (cache.keys, cache.values)
     )
-    left = budget.available - budget.weights
-    room = config.kv_cache_bytes or (left if config.device == "cuda" else left // _CPU_CACHE_DIVISOR)
-    min_blocks = -(-max_model_len // config.block_size)
-    blocks = min(config.max_sequences * min_blocks, room // bytes_per_block)
+    del one_block
+    if budget.measured:  # beside the blocks that it is told, a runner has a spare one
+        room = _measure(config, budget, 2 * bytes_per_block, job, new_runner) - bytes_per_block
+    else:
+        room = budget.estimated_room(config.kv_cache_bytes)
+    blocks = room // bytes_per_block
+    blocks = min(config.max_sequences * -(-max_model_len // config.block_size), blocks)
     blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
-    if blocks < min_blocks:
-        raise ConfigError(
-            f"the cache has room for {blocks * config.block_size} tokens ({about_size(room)}), fewer than one "
-            f"sequence of max_model_len {max_model_len} needs ({about_size(min_blocks * bytes_per_block)}); lower "
-            "max_model_len or give it more memory (kv_cache_bytes, memory_fraction)"
-        )
+    require_one_sequence(blocks, config.block_size, bytes_per_block, max_model_len, budget, room)
     return blocks
+
+
+def _measure(
+    config: EngineConfig,
+    budget: MemoryBudget,
+    trial_cache: int,
+    job: Communicator,
+    new_runner: Callable[[int], ModelRunner],
+) -> int:
+    """Run the largest steps, on a cache of one block, and return the bytes that they leave for the cache. Collective.
+
+    The graphs of this trial refer to its cache, so they are captured again on the real one.
+    """
+    largest = f"running the largest step ({config.max_batch_tokens} tokens, {config.max_sequences} sequences)"
+    with budget.explained(largest, "Lower max_batch_tokens or max_sequences, or use more ranks"):
+        trial = new_runner(1)
+        try:
+            trial.capture(stamped=config.stamp_every > 0)
+            room = budget.measured_room(
+                trial_cache, lambda: int(job.all_gather(torch.zeros(1, device=job.device)).sum())
+            )
+        finally:
+            trial.close()
+    del trial
+    budget.memory.release()
+    return room
 
 
 @contextlib.contextmanager

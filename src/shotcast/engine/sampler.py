@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from shotcast.engine.outputs import TokenLogprob
-from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from shotcast.engine.torch_sampling import apply_penalties, inverse_temperature, sample, token_noise
 from shotcast.engine.transfer import copy_to_device
 from shotcast.errors import ConfigError
@@ -103,12 +103,16 @@ class Sampler:
             self._noise = token_noise(vocab)
 
     def warm_up(self) -> None:
-        """Sample once for no request, so that no request waits for kernels to be compiled."""
+        """Sample once for all slots and no request, so that no request waits for kernels to be compiled, and that
+        PyTorch holds as much memory as sampling may need."""
         if self._kernels:
-            sampler = Sampler(1, self.vocab, self.device, 0, kernels=True)
-            sampler.assign(0, SamplingParams(top_k=1, presence_penalty=1.0), "", ())
-            best = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-            sampler.sample(torch.zeros(1, self.vocab, device=self.device), [0], best, best.new_zeros(1), False)
+            slots = range(len(self._requests))
+            sampler = Sampler(len(slots), self.vocab, self.device, 0, kernels=True)
+            for slot in slots:
+                sampler.assign(slot, SamplingParams(top_k=1, presence_penalty=1.0, logprobs=MAX_LOGPROBS), "", ())
+            best = torch.zeros(len(slots), 2, dtype=torch.int64, device=self.device)
+            logits = torch.zeros(len(slots), self.vocab, device=self.device)
+            sampler.sample(logits, slots, best, best.new_zeros(len(slots)), False)
 
     def assign(self, slot: int, params: SamplingParams, request_id: str, output: Sequence[int]) -> None:
         """Assign a slot to a request whose output so far is ``output``."""

@@ -1,0 +1,227 @@
+"""The memory of a rank: what it may use, what its weights and its largest steps take, and what is left for the cache.
+
+On a GPU, the ranks may use a part of its memory together (``gpu_memory_utilization``). What they take without a cache
+is measured after all graphs have been captured and the largest steps have run; the cache gets the rest. On a CPU,
+ranks may use a part of the memory that is free (``memory_fraction``), and the cache gets a quarter of what the weights
+leave: steps and other processes need memory too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shotcast.engine.config import EngineConfig
+from shotcast.errors import ConfigError, ShotcastError
+from shotcast.models.memory_estimate import available_bytes
+from shotcast.units import about_size
+
+logger = logging.getLogger(__name__)
+
+_CPU_CACHE_DIVISOR = 4
+"""On a CPU, the cache takes one part in so many of the memory that weights leave."""
+_OUT_OF_MEMORY = "out of memory", "can't allocate memory"
+"""Texts of errors that PyTorch and drivers raise for want of memory."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device, which all ranks on it share."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """The bytes that no process holds."""
+        ...
+
+    def release(self) -> None:
+        """Give back what this process holds and does not use."""
+        ...
+
+
+class GpuMemory:
+    """The memory of a GPU."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    @property
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    @property
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class HostMemory:
+    """The memory of this machine, or of this process's control group."""
+
+    @property
+    def total(self) -> int:
+        return self.free
+
+    @property
+    def free(self) -> int:
+        return available_bytes("cpu")
+
+    def release(self) -> None:
+        gc.collect()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The memory of a rank, as found before it loads anything.
+
+    Attributes:
+        memory: the device's.
+        free: the bytes of the device that were free.
+        sharers: the number of ranks on the device.
+        limit: the bytes that this rank may use.
+        limit_text: how the limit came about, for errors.
+        weights: the bytes of its weights, as estimated.
+        option: the option that raises the limit.
+        measured: the cache gets what is left when steps have been run; otherwise it is estimated.
+    """
+
+    memory: DeviceMemory
+    free: int
+    sharers: int
+    limit: int
+    limit_text: str
+    weights: int
+    option: str
+    measured: bool
+
+    @classmethod
+    def find(cls, config: EngineConfig, memory: DeviceMemory, sharers: int, weights: int, dtype: str) -> MemoryBudget:
+        """Find what a rank may use.
+
+        Args:
+            config: the configuration, with the selected device.
+            memory: the memory of the device.
+            sharers: the number of ranks on it.
+            weights: bytes of the weights of a rank.
+            dtype: their type, for errors.
+
+        Raises:
+            ConfigError: the memory is not free, or weights or ``kv_cache_bytes`` do not fit.
+        """
+        free = memory.free
+        if config.device == "cuda":
+            total, wanted = memory.total, int(memory.total * config.gpu_memory_utilization)
+            possible = math.floor(100 * free / total) / 100
+            if wanted > free:
+                raise ConfigError(
+                    f"the engine is to use {about_size(wanted)} of a GPU (gpu_memory_utilization "
+                    f"{config.gpu_memory_utilization:g} of {about_size(total)}), but only {about_size(free)} are free. "
+                    f"Lower gpu_memory_utilization to {possible:g} or less, or end what holds the rest"
+                )
+            limit, part = wanted // sharers, f"{config.gpu_memory_utilization:.0%} of {about_size(total)}"
+        else:
+            share = free // sharers
+            limit = int(share * config.memory_fraction)
+            part = f"{config.memory_fraction:.0%} of {about_size(share)} free"
+        limit_text = f"it may use {about_size(limit)} ({part}{f', shared by {sharers} ranks' if sharers > 1 else ''})"
+        needed = f"the weights of a rank take {about_size(weights)} as {dtype}"
+        option = "gpu_memory_utilization" if config.device == "cuda" else "memory_fraction"
+        if weights > limit:
+            smaller = "" if config.quantization else f"{'another dtype' if config.device == 'cpu' else 'fp8'}, "
+            raise ConfigError(f"{needed}; {limit_text}. Use more ranks, {smaller}another model or a higher {option}")
+        if config.kv_cache_bytes > limit - weights:
+            raise ConfigError(
+                f"{needed}, and kv_cache_bytes is {about_size(config.kv_cache_bytes)}; {limit_text}. kv_cache_bytes "
+                f"may be {limit - weights} at most; 0 uses what is available"
+            )
+        measured = config.device == "cuda" and not config.kv_cache_bytes
+        return cls(memory, free, sharers, limit, limit_text, weights, option, measured)
+
+    def measured_room(self, trial_cache: int, meet: Callable[[], object]) -> int:
+        """Return the bytes that are left for a cache, once this rank and the others hold all that their steps need.
+
+        Args:
+            trial_cache: bytes of a cache that this rank holds already.
+            meet: waits for all ranks, which hold their memory until all have measured it.
+        """
+        meet()
+        used = (self.free - self.memory.free) // self.sharers - trial_cache
+        meet()
+        logger.info(
+            "%s; without a cache it takes %s, of which weights are %s",
+            self.limit_text,
+            about_size(max(used, 0)),
+            about_size(self.weights),
+        )
+        return self.limit - used
+
+    def estimated_room(self, kv_cache_bytes: int) -> int:
+        """Return the bytes of a cache that nothing was measured for."""
+        return kv_cache_bytes or (self.limit - self.weights) // _CPU_CACHE_DIVISOR
+
+    @contextlib.contextmanager
+    def explained(self, activity: str, advice: str) -> Iterator[None]:
+        """Raise ConfigError, with what is free and what to change, where memory runs out.
+
+        Args:
+            activity: what needs the memory, after "while".
+            advice: what the user may change.
+        """
+        try:
+            yield
+        except ShotcastError:
+            raise
+        except (RuntimeError, MemoryError) as error:  # PyTorch's OutOfMemoryError is a RuntimeError too
+            text = str(error).lower()
+            if not isinstance(error, MemoryError) and not any(known in text for known in _OUT_OF_MEMORY):
+                raise
+            raise ConfigError(
+                f"out of memory while {activity}: {about_size(self.memory.free)} are free, weights take "
+                f"{about_size(self.weights)}, and {self.limit_text.replace('it may', 'a rank may')}. {advice}. "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            ) from error
+
+
+def require_one_sequence(
+    blocks: int, block_size: int, bytes_per_block: int, max_model_len: int, budget: MemoryBudget, room: int
+) -> None:
+    """Raise ConfigError unless the cache has room for one sequence of ``max_model_len`` tokens.
+
+    Args:
+        blocks: blocks that every rank has room for.
+        block_size, bytes_per_block: tokens and bytes of a block.
+        max_model_len: the largest number of tokens of a sequence.
+        budget: the memory of this rank.
+        room: the bytes of it that were left for the cache.
+    """
+    needed = -(-max_model_len // block_size)
+    if blocks >= needed:
+        return
+    tokens = max(blocks, 0) * block_size
+    if budget.measured:
+        steps = max(budget.limit - room - budget.weights, 0)
+        use = f"{budget.limit_text}, weights take {about_size(budget.weights)} and steps {about_size(steps)}"
+        advice = (
+            f"lower max_model_len{f' to {tokens} or less' if tokens > 1 else ''}, max_batch_tokens or max_sequences, "
+        )
+        advice += f"use more ranks or fp8, or raise {budget.option}"
+    else:
+        use = budget.limit_text
+        advice = f"lower max_model_len or give it more memory (kv_cache_bytes, {budget.option})"
+    raise ConfigError(
+        f"the cache has room for {tokens} tokens ({about_size(max(room, 0))}), fewer than one sequence of "
+        f"max_model_len {max_model_len} needs ({about_size(needed * bytes_per_block)}): {use}; {advice}"
+    )
