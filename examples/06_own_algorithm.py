@@ -48,7 +48,8 @@ def star_all_reduce(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,
     slots_at,
     slots_quads,
@@ -60,7 +61,7 @@ def star_all_reduce(
     PDL: tl.constexpr,
 ):
     """Rank r has slot r of rank 0; slot WORLD of every rank is for the sum. Program 0 exchanges headers."""
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     quads = (nbytes + 15) // 16  # of a slot, 16 bytes each
     extent = quads * (WORLD + 1)
     if tl.program_id(0) == 0:

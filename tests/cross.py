@@ -30,7 +30,18 @@ from shotcast.transport.triton.two_shot import two_shot_all_reduce
 from shotcast.transport.triton.two_shot_fp8 import compile_options, two_shot_fp8_all_reduce
 from shotcast.wire import QUANTIZATIONS
 
-ADDRESSES = ("x", "out", "data", "own", "peers", "header", "sum_cells", "amax_cells", *NORM_ADDRESSES[:-1])
+ADDRESSES = (
+    "x",
+    "out",
+    "data",
+    "own",
+    "peers",
+    "header_size",
+    "header_call",
+    "sum_cells",
+    "amax_cells",
+    *NORM_ADDRESSES[:-1],
+)
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
 MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {

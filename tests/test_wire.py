@@ -9,48 +9,61 @@ from hypothesis import strategies as st
 from shotcast import wire
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
-from shotcast.wire import CallPlan, Fault, Header, Op
+from shotcast.wire import CallPlan, Fault, Header, HeaderWords, LaunchShape, Op
 
 NAMES = (*registered(), *(f"added_{number}" for number in range(wire.MAX_ALGORITHMS)))[: wire.MAX_ALGORITHMS]
 """The largest number of algorithms that headers can tell apart."""
 
 
-def header_of(plan: CallPlan) -> int:
+def header_of(plan: CallPlan) -> HeaderWords:
     return wire.encode_header(plan, NAMES.index(plan.algorithm))
 
 
-def decoded(word: int) -> Header:
-    return Header.decode(word, NAMES)
+def decoded(words: HeaderWords) -> Header:
+    return Header.decode(words, NAMES)
 
 
+launches = st.builds(LaunchShape, st.integers(1, 1024), st.sampled_from([128, 512, 4096]), st.integers(1, 16))
 plans = st.builds(
     CallPlan,
     op=st.sampled_from([op for op in Op if op is not Op.BARRIER]),
     algorithm=st.sampled_from(NAMES),
     dtype=st.sampled_from(tuple(wire.DTYPES)),
-    nbytes=st.integers(0, (1 << 32) - 1),
-    root=st.integers(0, wire.MAX_WORLD_SIZE - 1),
+    nbytes=st.integers(0, wire.MAX_NBYTES - 1),
+    root=st.integers(0, wire.MAX_NAMED_RANKS - 1),
+    launch=launches,
+    piece=st.integers(0, 31),
 )
 
 
 @given(plans)
 def test_header_round_trip(plan: CallPlan) -> None:
-    word = header_of(plan)
-    assert 0 <= word < 1 << 48, "the epoch has the bits above"
-    header = decoded(word)
+    words = header_of(plan)
+    assert all(0 < word < 1 << 48 for word in words), "the epoch has the bits above, and zero means never written"
+    assert all(word >> 31 for word in words), "so that Triton takes every header for 64 bits"
+    header = decoded(words)
     sent_as = Op.SEND if plan.op is Op.RECV else plan.op
-    assert header == Header(sent_as.label, plan.dtype, plan.algorithm, plan.root, plan.nbytes)
+    call = sent_as.label, plan.dtype, plan.algorithm, plan.root, plan.nbytes, plan.launch.digest, plan.piece
+    assert header == Header(*call)
 
 
-@given(plans, st.integers(0, 0xFFFF))
-def test_epoch_bits_do_not_disturb_the_header(plan: CallPlan, epoch: int) -> None:
-    assert decoded(header_of(plan) | epoch << 48) == decoded(header_of(plan))
+@given(plans, st.integers(0, 0xFFFF), st.integers(0, 0xFFFF))
+def test_cells_hold_a_header_of_their_epoch_alone(plan: CallPlan, epoch: int, other: int) -> None:
+    words = header_of(plan)
+    cells = [word | epoch << 48 for word in words]
+    signed = [cell - (cell >> 63 << 64) for cell in cells]
+    for kept in (cells, signed):
+        assert HeaderWords.of_cells(kept) == HeaderWords.of_cells(kept, epoch | 3 << 16) == words
+        assert (HeaderWords.of_cells(kept, other) is None) == (other != epoch)
+    assert HeaderWords.of_cells([cells[0], 0]) is HeaderWords.of_cells([0, cells[1]], epoch) is None
+    assert HeaderWords.of_cells([cells[0], words.call | (epoch ^ 1) << 48], epoch) is None
 
 
 @given(plans, plans)
 def test_equal_headers_mean_equal_calls(a: CallPlan, b: CallPlan) -> None:
     def call(plan: CallPlan) -> tuple[object, ...]:
-        return (Op.SEND if plan.op is Op.RECV else plan.op, plan.algorithm, plan.dtype, plan.nbytes, plan.root)
+        sent_as = Op.SEND if plan.op is Op.RECV else plan.op
+        return (sent_as, plan.algorithm, plan.dtype, plan.nbytes, plan.root, plan.launch.digest, plan.piece)
 
     assert (header_of(a) == header_of(b)) == (call(a) == call(b))
 
@@ -67,33 +80,53 @@ def test_sizes_are_part_of_the_header(a: list[int], b: list[int]) -> None:
     assert header_of(plan_a) != header_of(plan_b)
 
 
-@pytest.mark.parametrize("nbytes", [-1, 1 << 32])
+@pytest.mark.parametrize("nbytes", [-1, 1 << 47])
 def test_message_beyond_the_field_is_refused(nbytes: int) -> None:
-    with pytest.raises(ConfigError, match="4 GiB"):
+    with pytest.raises(ConfigError, match="a message has from 0 to 140737488355327 bytes, not"):
         header_of(CallPlan(Op.ALL_REDUCE, "ring", "float32", nbytes))
 
 
-def test_launch_shape_is_not_in_the_header() -> None:
-    """Ranks agree on tables at construction; a header names calls, not grids."""
-    shapes = (wire.LaunchShape(), wire.LaunchShape(programs=64, num_warps=8))
-    assert len({header_of(CallPlan(Op.ALL_REDUCE, "ring", "float32", 64, launch=shape)) for shape in shapes}) == 1
+@given(launches, launches)
+def test_launches_close_to_each_other_differ_in_the_header(a: LaunchShape, b: LaunchShape) -> None:
+    def words(launch: LaunchShape) -> HeaderWords:
+        return header_of(CallPlan(Op.ALL_REDUCE, "ring", "float32", 64, launch=launch))
+
+    near = [LaunchShape(a.programs + more, a.block_words, a.num_warps, chunk) for more in (0, 1) for chunk in (0, 4096)]
+    assert len({words(launch) for launch in near}) == len(near)
+    assert a != b or words(a) == words(b)
+
+
+def test_digest_of_launches_is_spread_evenly() -> None:
+    """One of 2^14 pairs of launches goes undetected, as with a random digest."""
+    shapes = [LaunchShape(p, b, w) for p in range(1, 200) for b in (128, 256, 512, 1024) for w in (1, 2, 4, 8)]
+    digests = [shape.digest for shape in shapes]
+    expected = (1 << 14) * (1 - (1 - 2**-14) ** len(digests))
+    assert len(set(digests)) > 0.95 * expected
+
+
+def test_a_piece_says_the_size_of_its_call() -> None:
+    whole = CallPlan(Op.ALL_REDUCE, "ring", "float32", 64 << 20)
+    piece = CallPlan(Op.ALL_REDUCE, "ring", "float32", 64 << 20, whole_nbytes=128 << 20, piece=1)
+    assert (header_of(whole).size, header_of(piece).size) == (1 << 47 | 64 << 20, 1 << 47 | 128 << 20)
+    assert decoded(header_of(piece)).differs(["piece", "nbytes"]) == "all_reduce(float32, 128 MiB, ring), piece 1"
+    said = decoded(header_of(whole)).differs(["launch"])
+    assert said == f"all_reduce(float32, 64 MiB, ring) in launch #{whole.launch.digest:04x}"
 
 
 def test_barrier_has_no_dtype() -> None:
     assert decoded(header_of(CallPlan(Op.BARRIER, "one_shot", "float32", 0))).dtype == "-"
 
 
-@given(st.integers(0, (1 << 48) - 1))
-def test_any_word_can_be_read(word: int) -> None:
+@given(st.integers(0, (1 << 48) - 1), st.integers(0, (1 << 48) - 1))
+def test_any_words_can_be_read(size: int, call: int) -> None:
     """A header of a rank gone astray is shown, whatever it holds."""
-    assert str(decoded(word))
+    assert str(decoded(HeaderWords(size, call)))
 
 
-def test_every_dtype_fits_its_field() -> None:
-    """With every algorithm and root, in the 12 bits that a header has for the three."""
+def test_every_field_has_room_for_its_last_value() -> None:
     assert len(registered()) < wire.MAX_ALGORITHMS
-    last = CallPlan(Op.BARRIER, NAMES[-1], "float32", 0, root=7)
-    assert decoded(header_of(last)) == Header("barrier", "-", NAMES[-1], 7, 0)
+    last = CallPlan(Op.BARRIER, NAMES[-1], "float32", 0, root=1023, piece=31)
+    assert decoded(header_of(last)) == Header("barrier", "-", NAMES[-1], 1023, 0, LaunchShape().digest, 31)
 
 
 @given(

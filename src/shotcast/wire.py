@@ -1,6 +1,6 @@
 """Facts that all ranks of a communicator must agree on, bit for bit.
 
-These are codes, the header word that every call exchanges, the abort word that ends calls, and the partition of a
+These are codes, the header that every call exchanges, the abort word that ends calls, and the partition of a
 message into slices. All of it is plain integers, so that kernels, compiled host code and tests share one statement.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
@@ -24,7 +25,7 @@ SLICE_ALIGN = 16
 
 
 class Op(enum.IntEnum):
-    """Operations, with their code in the header word."""
+    """Operations, with their code in the header."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
@@ -80,9 +81,17 @@ FP8_FLOOR = 0x0D800000
 _DTYPE_NAMES = (*DTYPES, "-")
 _NO_DTYPE = len(DTYPES)
 
-_ROOTS = 8
-MAX_ALGORITHMS = (1 << 12) // (_ROOTS * len(_DTYPE_NAMES))
-"""Algorithms that a header tells apart: it has 12 bits for one of them, a dtype and a root."""
+MAX_ALGORITHMS = 256
+"""Algorithms that a header tells apart."""
+MAX_NBYTES = 1 << 47
+"""Headers hold sizes below this."""
+
+# The lowest bits of the fields of the two words of a header; see HeaderWords.
+_WRITTEN = 1 << 47
+_PIECE_BITS, _LAUNCH_AT, _LAUNCH_BITS = 5, 5, 14
+_ROOT_AT, _ROOT_BITS, _DTYPE_AT, _DTYPE_BITS, _ALGORITHM_AT = 19, 10, 29, 5, 34
+OP_AT = 42
+_PAYLOAD = (1 << 48) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,12 @@ class LaunchShape:
     block_words: int = 128
     num_warps: int = 1
     chunk_bytes: int = 0
+
+    @property
+    def digest(self) -> int:
+        """The 14 bits that stand for the launch in a header."""
+        digest = _fnv(f"{self.programs},{self.block_words},{self.num_warps},{self.chunk_bytes}")
+        return (digest ^ digest >> _LAUNCH_BITS ^ digest >> 2 * _LAUNCH_BITS) & (1 << _LAUNCH_BITS) - 1
 
 
 QUANTIZATIONS = ("", "static", "dynamic")
@@ -138,7 +153,8 @@ class CallPlan:
     ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce_scatter (whole), all_to_all,
     broadcast and send, the output of all_gather (whole) and recv. ``root`` is the root of a broadcast, or the peer of
     send and recv. ``sizes`` are the elements of each rank in an uneven all_gather, otherwise empty. ``norm`` belongs to
-    the fused operations; their ``nbytes`` counts ``x``.
+    the fused operations; their ``nbytes`` counts ``x``. A call may be made in pieces, each a plan of its own: then
+    ``whole_nbytes`` counts what ``nbytes`` would count of the call, and ``piece`` is the number of the piece.
     """
 
     op: Op
@@ -149,57 +165,99 @@ class CallPlan:
     sizes: tuple[int, ...] = ()
     launch: LaunchShape = LaunchShape()
     norm: Norm | None = None
+    whole_nbytes: int = 0
+    piece: int = 0
 
 
-def sizes_digest(sizes: Sequence[int]) -> int:
-    """Return 32 bits that stand for the sizes of all ranks in a header (FNV-1a over the decimal text)."""
+def _fnv(text: str) -> int:
+    """Return 32 bits that stand for a text (FNV-1a)."""
     digest = 0x811C9DC5
-    for byte in ",".join(map(str, sizes)).encode():
+    for byte in text.encode():
         digest = ((digest ^ byte) * 0x01000193) & 0xFFFFFFFF
     return digest
 
 
-def encode_header(plan: CallPlan, algorithm: int) -> int:
-    """Return the 48 low bits of a header word: from bit 0 up, nbytes 32, root and dtype and algorithm 12, op 4.
+def sizes_digest(sizes: Sequence[int]) -> int:
+    """Return 32 bits that stand for the sizes of all ranks in a header."""
+    return _fnv(",".join(map(str, sizes)))
 
-    The 12 bits are the number ``root + 8 (dtype + D algorithm)``, where D counts the codes of dtypes. The sender puts
-    the 16 low bits of the epoch above the 48. Send and recv of one message have equal headers, so the op field of both
-    is SEND and the root field is the sender.
+
+class HeaderWords(NamedTuple):
+    """The two words of a header, 48 bits each. The sender puts the 16 low bits of the epoch above each of them.
+
+    So each word says for itself whether it has come, and no two of them need to be stored at once.
+
+    Attributes:
+        size: bytes of the whole call, or the digest of the sizes of an uneven all_gather; bit 47 is always 1, so that
+            no word is zero, which means "never written".
+        call: from bit 0 up, piece 5 (modulo 32), digest of the launch 14, root 10, dtype 5, algorithm 8, operation 6.
+    """
+
+    size: int
+    call: int
+
+    @classmethod
+    def of_cells(cls, cells: Sequence[int], epoch: int | None = None) -> HeaderWords | None:
+        """Return the header in two 64-bit cells, or None if they hold none (of ``epoch``, where it is given)."""
+        for cell in cells:
+            if not cell or (epoch is not None and cell >> 48 & 0xFFFF != epoch & 0xFFFF):
+                return None
+        size, call = cells
+        return cls(size & _PAYLOAD, call & _PAYLOAD)
+
+
+def encode_header(plan: CallPlan, algorithm: int) -> HeaderWords:
+    """Return the header of a call.
+
+    Send and recv of one message have equal headers, so the operation of both is SEND and the root is the sender.
 
     Args:
         algorithm: the code of the plan's algorithm, below :data:`MAX_ALGORITHMS`.
+
+    Raises:
+        ConfigError: the size has no room.
     """
-    size = sizes_digest(plan.sizes) if plan.sizes else plan.nbytes
-    if not 0 <= size < 1 << 32:
-        raise ConfigError(f"a message of {plan.nbytes} bytes is beyond the 4 GiB that one call can carry")
+    size = sizes_digest(plan.sizes) if plan.sizes else plan.whole_nbytes or plan.nbytes
+    if not 0 <= size < MAX_NBYTES:
+        raise ConfigError(f"a message has from 0 to {MAX_NBYTES - 1} bytes, not {size}")
     dtype = _NO_DTYPE if plan.op is Op.BARRIER else _DTYPE_NAMES.index(plan.dtype)
     op = Op.SEND if plan.op is Op.RECV else plan.op
-    return size | plan.root + _ROOTS * (dtype + len(_DTYPE_NAMES) * algorithm) << 32 | int(op) << 44
+    call = int(op) << OP_AT | algorithm << _ALGORITHM_AT | dtype << _DTYPE_AT | plan.root << _ROOT_AT
+    call |= plan.launch.digest << _LAUNCH_AT | plan.piece & (1 << _PIECE_BITS) - 1
+    return HeaderWords(_WRITTEN | size, call)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header word, read back."""
+    """A header, read back. ``launch`` is the digest of the launch, ``piece`` the number of the piece modulo 32."""
 
     op: str
     dtype: str
     algorithm: str
     root: int
     nbytes: int
+    launch: int
+    piece: int
 
     @classmethod
-    def decode(cls, word: int, algorithms: Sequence[str] = ()) -> Header:
-        """Read a header word; ``algorithms`` are their names, in the order of their codes."""
-        op = word >> 44 & 15
-        rest, root = divmod(word >> 32 & 0xFFF, _ROOTS)
-        algorithm, dtype = divmod(rest, len(_DTYPE_NAMES))
+    def decode(cls, words: HeaderWords, algorithms: Sequence[str] = ()) -> Header:
+        """Read a header; ``algorithms`` are their names, in the order of their codes."""
+        size, call = words
+        op, algorithm, dtype = call >> OP_AT & 63, call >> _ALGORITHM_AT & 0xFF, call >> _DTYPE_AT & 31
         return cls(
             op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
-            dtype=_DTYPE_NAMES[dtype],
+            dtype=_DTYPE_NAMES[dtype] if dtype < len(_DTYPE_NAMES) else f"dtype {dtype}",
             algorithm=algorithms[algorithm] if algorithm < len(algorithms) else f"algorithm {algorithm}",
-            root=root,
-            nbytes=word & 0xFFFFFFFF,
+            root=call >> _ROOT_AT & (1 << _ROOT_BITS) - 1,
+            nbytes=size & ~_WRITTEN,
+            launch=call >> _LAUNCH_AT & (1 << _LAUNCH_BITS) - 1,
+            piece=call & (1 << _PIECE_BITS) - 1,
         )
+
+    def differs(self, fields: Collection[str]) -> str:
+        """Return the call in words, with those of its launch and piece that are among ``fields``, which differ."""
+        end = f" in launch #{self.launch:04x}" if "launch" in fields else ""
+        return f"{self}{end}{f', piece {self.piece}' if 'piece' in fields else ''}"
 
     def __str__(self) -> str:
         size, end = format_size(self.nbytes), ""

@@ -144,7 +144,12 @@ class TestLate:
 class TestMismatch:
     @pytest.mark.parametrize(
         ("world_size", "odd", "what"),
-        [(2, 1, "op"), (2, 1, "nbytes"), *((4, 0, what) for what in ("op", "nbytes", "dtype", "algorithm", "root"))],
+        [
+            (2, 1, "op"),
+            (2, 1, "nbytes"),
+            (2, 1, "launch"),
+            *((4, 0, what) for what in ("op", "nbytes", "dtype", "algorithm", "root")),
+        ],
     )
     def test_all_ranks_report_the_same(self, world_size: int, odd: int, what: str) -> None:
         for rank, outcome in enumerate(shotcast.spawn(mismatched, world_size, "cpu", what, odd, 5.0, timeout_s=40)):

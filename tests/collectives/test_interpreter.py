@@ -289,7 +289,10 @@ def test_missing_message() -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["op", "dtype", "root"]), (3, ["nbytes", "algorithm"])])
+@pytest.mark.parametrize(
+    ("world_size", "kinds"),
+    [(2, ["op", "dtype", "root", "launch"]), (3, ["nbytes", "algorithm", "nbytes of two calls"])],
+)
 def test_mismatch(world_size: int, kinds: list[str]) -> None:
     """All ranks learn who differs and in which field, long before the deadline."""
     odd = world_size - 1
@@ -298,5 +301,7 @@ def test_mismatch(world_size: int, kinds: list[str]) -> None:
             error = outcome["error"]
             assert isinstance(error, shotcast.CollectiveMismatch), error
             assert error.differing == (odd,)
-            assert what in error.fields
+            assert error.fields == (what.split()[0],)
+            if what == "nbytes of two calls":
+                assert [call.split(", ")[1] for _, call in sorted(error.calls.items())] == ["512 KiB"] * 2 + ["256 KiB"]
             assert outcome["took"] < 10

@@ -226,7 +226,7 @@ class Algorithms(Mapping[str, Algorithm]):
         """Return the algorithms that serve an operation, own ones first, then the library."""
         return tuple(sorted((one for one in self.members if op in one.forms), key=lambda one: one.library))
 
-    def header(self, plan: wire.CallPlan) -> int:
+    def header(self, plan: wire.CallPlan) -> wire.HeaderWords:
         """Return the header of a call. Raises ConfigError if its size has no room there."""
         return wire.encode_header(plan, self._codes[plan.algorithm])
 

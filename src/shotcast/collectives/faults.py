@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shotcast import wire
 from shotcast.collectives.interface import Executor
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
-from shotcast.wire import Fault, Header, Op
+from shotcast.wire import Fault, Header, HeaderWords, Op
 
 _FIELDS = ("op", "dtype", "algorithm", "root", "nbytes")
+_LAUNCH_FIELDS = ("launch", "piece")
+"""Fields that follow from the others, so they are named where no other differs."""
 _PATIENCE_S = 0.2
 
 
@@ -30,17 +32,23 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algo
         return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s)
     headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
     known = {r: Header.decode(word, algorithms) for r, word in enumerate(headers) if word is not None}
-    fields = [name for name in _FIELDS if len({getattr(header, name) for header in known.values()}) > 1]
+    fields = _differing(_FIELDS, known.values()) or _differing(_LAUNCH_FIELDS, known.values())
     differing = fault.ranks
     if known:
         found = list(known.values())
         # the largest group of equal calls is taken to be right; of equally large ones, the one of the lowest rank
         usual = max(found, key=found.count)
         differing = tuple(r for r, header in known.items() if header != usual)
-    return CollectiveMismatch(rank, {r: str(header) for r, header in known.items()}, differing, fields, epoch)
+    calls = {r: header.differs(fields) for r, header in known.items()}
+    return CollectiveMismatch(rank, calls, differing, fields, epoch)
 
 
-def _headers(executor: Executor, fault: Fault, epoch: int, patience_s: float) -> list[int | None]:
+def _differing(fields: Sequence[str], headers: Collection[Header]) -> list[str]:
+    """Return those of ``fields`` in which headers differ."""
+    return [name for name in fields if len({getattr(header, name) for header in headers}) > 1]
+
+
+def _headers(executor: Executor, fault: Fault, epoch: int, patience_s: float) -> list[HeaderWords | None]:
     """Return the header of every rank for the call; wait a moment for ranks that are about to send theirs."""
     headers = executor.headers(epoch)
     if fault.op in (Op.SEND.label, Op.RECV.label):

@@ -13,7 +13,6 @@ from shotcast.transport.cpu.layout import (
     CONTROL_BYTES,
     EXTENTS,
     GENERATION,
-    HEADER,
     NBYTES,
     OFFSETS,
     RANK,
@@ -27,7 +26,7 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer,
 
 def all_gather(context: int, plan: int, x: int, out: int) -> int:
     """out = the parts of all ranks in order. x: this rank's part. Any part of the plan's EXTENTS may be empty."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
@@ -56,7 +55,7 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
 
 def all_to_all(context: int, plan: int, x: int, out: int) -> int:
     """Block r of out = block ``rank`` of x_r. x, out: N blocks, nbytes in all."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
@@ -84,7 +83,7 @@ def all_to_all(context: int, plan: int, x: int, out: int) -> int:
 
 def broadcast(context: int, plan: int, x: int, out: int) -> int:
     """out = the root's x. x, out: nbytes; they may be the same, and x is read on the root only."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, step, root = load(context + RANK), load(context + STEP), load(plan + ROOT)
@@ -121,7 +120,7 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
 
 def barrier(context: int, plan: int, x: int, out: int) -> int:
     """Return once every rank has called. It also precedes a vendor's collective, to compare headers."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     step = publish(context, load(context + STEP))

@@ -23,7 +23,7 @@ from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
 from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, TIMED_OUT
-from shotcast.wire import CallPlan, Fault, Op
+from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _GRACE_S = 0.2
 class Algorithms(Protocol):
     """The algorithms of a communicator, as far as the executor needs them."""
 
-    def header(self, plan: CallPlan, /) -> int: ...
+    def header(self, plan: CallPlan, /) -> HeaderWords: ...
     def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
 
 
@@ -53,6 +53,11 @@ def _fill_with_nan(tensor: torch.Tensor | None) -> None:
         tensor.view(torch.uint8).fill_(0x7F)
     elif tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
+
+
+def _words_at(address: int) -> list[int]:
+    """Return the two words at ``address``."""
+    return list((ctypes.c_uint64 * 2).from_address(address))
 
 
 class BoundCall:
@@ -105,9 +110,9 @@ class BoundCall:
         self._function = self.call.schedule.get()
 
     @property
-    def header(self) -> int:
+    def header(self) -> HeaderWords:
         """The header of the call."""
-        return self._record[layout.HEADER // 8]
+        return HeaderWords(*self._record[layout.HEADER // 8 : layout.HEADER // 8 + 2])
 
 
 class CpuExecutor:
@@ -155,7 +160,7 @@ class CpuExecutor:
         self._regions = regions
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
         self._abort_word = self._abort_words[self._rank]
-        self._message_headers: tuple[int, list[int | None]] | None = None
+        self._message_headers: tuple[int, list[HeaderWords | None]] | None = None
         self.closed = False
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -192,7 +197,8 @@ class CpuExecutor:
         def put(offset: int, value: int) -> None:
             record[offset // 8] = value
 
-        put(layout.HEADER, header)
+        put(layout.HEADER, header.size)
+        put(layout.HEADER + 8, header.call)
         put(layout.NBYTES, plan.nbytes)
         put(layout.CHUNK, self._chunk_bytes(plan, call))
         put(layout.ROOT, plan.root)
@@ -246,8 +252,8 @@ class CpuExecutor:
         """Return how many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
         return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self._context[layout.OUTBOX_CHUNK // 8]))
 
-    def headers(self, epoch: int) -> list[int | None]:
-        """Return each rank's header (48 bits) of call ``epoch``, None where it has not made that call.
+    def headers(self, epoch: int) -> list[HeaderWords | None]:
+        """Return each rank's header of call ``epoch``, None where it has not made that call.
 
         After a mismatch between a send and a recv, the receiver gets the headers of the two ranks.
         """
@@ -255,17 +261,13 @@ class CpuExecutor:
             raise ClosedError("this communicator was closed")
         if self._message_headers is not None and self._message_headers[0] == epoch:
             return list(self._message_headers[1])
-        found: list[int | None] = []
-        for address in self._regions:
-            word = ctypes.c_uint64.from_address(address + layout.HEADERS + 8 * (epoch & 1)).value
-            made = word != 0 and word >> 48 == epoch & 0xFFFF
-            found.append(word & ((1 << 48) - 1) if made else None)
-        return found
+        cells = (_words_at(address + layout.HEADERS + 16 * (epoch & 1)) for address in self._regions)
+        return [HeaderWords.of_cells(pair, epoch) for pair in cells]
 
     def _progress(self, rank: int) -> int:
         return ctypes.c_int64.from_address(self._regions[rank] + layout.PROGRESS).value
 
-    def fail(self, status: int, plan: CallPlan, header: int) -> None:
+    def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
         """Tell all ranks why a call of this one failed."""
         if status != ABORTED:
             if plan.op in _SEND_RECV:
@@ -309,14 +311,14 @@ class CpuExecutor:
         usual = max(known, key=known.count)
         return [rank for rank, header in enumerate(headers) if header is not None and header != usual]
 
-    def _keep_message_headers(self, plan: CallPlan, header: int) -> None:
+    def _keep_message_headers(self, plan: CallPlan, header: HeaderWords) -> None:
         sender, receiver = plan.root, self._rank
         received = ctypes.c_int64.from_address(self._regions[receiver] + layout.RECEIVED + layout.LINE * sender).value
         slot_bytes = layout.OUTBOX_HEADER_BYTES + self._context[layout.OUTBOX_CHUNK // 8]
         slot = receiver * layout.OUTBOX_SLOTS + received % layout.OUTBOX_SLOTS
         address = self._regions[sender] + layout.CONTROL_BYTES + 2 * self._generation + slot * slot_bytes
-        headers: list[int | None] = [None] * self._world_size
-        headers[sender] = ctypes.c_uint64.from_address(address).value
+        headers: list[HeaderWords | None] = [None] * self._world_size
+        headers[sender] = HeaderWords.of_cells(_words_at(address))
         headers[receiver] = header
         self._message_headers = (self.epoch, headers)
 

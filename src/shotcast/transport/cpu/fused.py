@@ -21,7 +21,6 @@ from shotcast.transport.cpu.layout import (
     DYNAMIC,
     GATHER_CHUNK,
     GENERATION,
-    HEADER,
     HIDDEN,
     ITEMSIZE,
     NBYTES,
@@ -41,7 +40,7 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, fini
 
 def one_shot(context: int, plan: int, x: int, _out: int) -> int:
     """Sum and norm all rows on every rank, each from the staging of all ranks. x: nbytes."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
@@ -72,7 +71,7 @@ def two_shot(context: int, plan: int, x: int, _out: int) -> int:
 
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk.
     """
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
@@ -146,7 +145,7 @@ def _reduce_block(context: int, plan: int, x: int, step: int, word: int) -> int:
 
 def reduce_scatter(context: int, plan: int, x: int, _out: int) -> int:
     """Sum and norm the rows of block ``rank``. x: N blocks, nbytes in all."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     step = _reduce_block(context, plan, x, load(context + STEP), word)
@@ -174,7 +173,7 @@ def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int
 
     The context's ROW says where the outputs of all ranks begin; the residuals are those of this rank.
     """
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size = load(context + RANK), load(context + WORLD)

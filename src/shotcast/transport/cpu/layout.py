@@ -2,8 +2,8 @@
 
 The shared region of a rank, mapped by all ranks:
 
-    control     progress and two headers on one cache line, written only by the owner and polled by the peers;
-                the abort word, written by whoever finds a fault; counters of send and recv messages for each peer
+    control     progress and two headers on one cache line, written only by the owner and polled by the peers; the
+                abort word, written by whoever finds a fault; counters of messages for each peer
     generations two staging areas, used by even and odd steps
     outboxes    for each receiver: ``OUTBOX_SLOTS`` slots of a chunk, each with its header before it
 
@@ -39,6 +39,7 @@ TIMEOUT = 40
 SPINS = 48
 GENERATION = 56
 OUTBOX_CHUNK = 64
+HEADER_WORD = 72  # the first word of the header of the current call, with its epoch
 REGIONS = 128
 SOURCES = 256
 ROW = 320
@@ -62,8 +63,7 @@ SQUARES_LANES = 32
 
 # Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather.
 # ADD, NORM, HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather.
-HEADER = 0
-NBYTES = 8
+HEADER = 0  # of two words
 CHUNK = 16
 ROOT = 24
 ITEMSIZE = 32
@@ -76,4 +76,5 @@ HIDDEN = 208
 GATHER_CHUNK = 216
 ENCODE = 224
 DECODE = 232
-PLAN_WORDS = 30
+NBYTES = 240
+PLAN_WORDS = 31

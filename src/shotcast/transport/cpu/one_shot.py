@@ -14,7 +14,6 @@ from shotcast.transport.cpu.layout import (
     CHUNK,
     CONTROL_BYTES,
     GENERATION,
-    HEADER,
     ITEMSIZE,
     NBYTES,
     RANK,
@@ -28,7 +27,7 @@ from shotcast.wire import CallPlan
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
@@ -56,7 +55,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block."""
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)

@@ -21,7 +21,6 @@ from shotcast.transport.cpu.layout import (
     CONTROL_BYTES,
     EXTENTS,
     GENERATION,
-    HEADER,
     ITEMSIZE,
     NBYTES,
     OFFSETS,
@@ -75,7 +74,7 @@ def _pass_slices(
     ``pitch`` bytes apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. ``x`` is this rank's slice alone
     if the first hop is N - 1, and so is ``out`` if the last hop is.
     """
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)

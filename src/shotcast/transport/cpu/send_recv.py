@@ -56,6 +56,7 @@ def send(context: int, plan: int, x: int, out: int) -> int:
         size = min(chunk, nbytes - done)
         slot = own + _outbox_offset(context, peer, sent)
         store(slot, load(plan + HEADER))
+        store(slot + 8, load(plan + HEADER + 8))
         copy(slot + OUTBOX_HEADER_BYTES, x + done, size)
         sent += 1
         store_release(own + SENT + LINE * peer, sent)
@@ -84,7 +85,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
             return status
         size = min(chunk, nbytes - done)
         slot = region(context, peer) + _outbox_offset(context, rank, received)
-        if load(slot) != load(plan + HEADER):
+        if load(slot) != load(plan + HEADER) or load(slot + 8) != load(plan + HEADER + 8):
             return MISMATCHED
         copy(out + done, slot + OUTBOX_HEADER_BYTES, size)
         received += 1

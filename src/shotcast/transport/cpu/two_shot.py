@@ -17,7 +17,6 @@ from shotcast.transport.cpu.layout import (
     CHUNK,
     CONTROL_BYTES,
     GENERATION,
-    HEADER,
     ITEMSIZE,
     NBYTES,
     RANK,
@@ -36,7 +35,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk. Step k
     publishes both, so C chunks take C + 1 steps rather than 2 C.
     """
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)

@@ -26,7 +26,6 @@ from shotcast.transport.cpu.layout import (
     DECODE,
     ENCODE,
     GENERATION,
-    HEADER,
     ITEMSIZE,
     NBYTES,
     RANK,
@@ -51,7 +50,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
     A generation holds this rank's sums of the previous piece of its slice, then its values of this piece of all slices.
     """
-    word = begin(context, load(plan + HEADER))
+    word = begin(context, plan)
     if word == 0:
         return ABORTED
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)

@@ -5,8 +5,8 @@ Steps. A call consists of the same number of steps on every rank. In step ``t`` 
 read all that it wanted of the steps before. So a rank may write step t once every reader of its step t - 2 shows
 progress >= t. A call ends only when that holds for the step that comes next.
 
-Headers. A call begins with the header word of its epoch, and no rank finishes before it has seen an equal word of every
-peer. So no rank is ever more than one call ahead, two header words suffice, and any difference between calls is found.
+Headers. A call begins with the header of its epoch, and no rank finishes before it has seen an equal one of every
+peer. So no rank is ever more than one call ahead, two headers suffice, and any difference between calls is found.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from shotcast.transport.cpu.layout import (
     ABORT,
     DEADLINE,
     EPOCH,
+    HEADER,
+    HEADER_WORD,
     HEADERS,
     PROGRESS,
     RANK,
@@ -73,10 +75,10 @@ def wait(context: int, address: int, target: int) -> int:
 
 
 @njit(error_model="numpy")
-def begin(context: int, header: int) -> int:
+def begin(context: int, plan: int) -> int:
     """Start a collective call: count the epoch and publish the header.
 
-    Returns the header word, or 0 if the communicator is stopped.
+    Returns the second word of the header, or 0 if the communicator is stopped.
     """
     own = region(context, load(context + RANK))
     if load_acquire(own + ABORT) != 0:
@@ -84,9 +86,12 @@ def begin(context: int, header: int) -> int:
     epoch = load(context + EPOCH) + 1
     store(context + EPOCH, epoch)
     store(context + DEADLINE, 0)
-    word = (epoch << 48) | header
-    store_release(own + HEADERS + 8 * (epoch & 1), word)
-    return word
+    first_word = (epoch << 48) | load(plan + HEADER)
+    second_word = (epoch << 48) | load(plan + HEADER + 8)
+    store(context + HEADER_WORD, first_word)
+    store_release(own + HEADERS + 16 * (epoch & 1), first_word)
+    store_release(own + HEADERS + 16 * (epoch & 1) + 8, second_word)
+    return second_word
 
 
 @njit(error_model="numpy")
@@ -101,8 +106,10 @@ def await_peer(context: int, peer: int, step: int, word: int) -> int:
     """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED if it makes another call."""
     control = region(context, peer)
     status = wait(context, control + PROGRESS, step)
-    if status == DONE and load_acquire(control + HEADERS + 8 * (load(context + EPOCH) & 1)) != word:
-        return MISMATCHED
+    if status == DONE:
+        header = control + HEADERS + 16 * (load(context + EPOCH) & 1)
+        if load_acquire(header) != load(context + HEADER_WORD) or load_acquire(header + 8) != word:
+            return MISMATCHED
     return status
 
 

@@ -11,9 +11,9 @@ from shotcast.wire import CallPlan
 
 
 @kernel
-def barrier(own, peers, rank, header, WORLD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr):
+def barrier(own, peers, rank, header_size, header_call, WORLD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr):
     """Return once every rank has begun this call."""
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     exchange_headers(call, call.rank * 0, False, WORLD, WARPS, PDL)
 
 

@@ -18,7 +18,7 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES
 from shotcast.transport.triton.layout import Layout
-from shotcast.wire import CallPlan, Op
+from shotcast.wire import CallPlan, HeaderWords, Op
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "x and out": ("x", "out"),
@@ -67,7 +67,7 @@ class KernelContext:
         pdl: kernels begin before the kernel before them has ended (programmatic dependent launch).
         native_fp8: the GPU converts FP8 by an instruction.
         clear_after_read_bytes: calls with larger slots, in bytes, clear them as they read.
-        header_of: ``header_of(plan)``, the header of a plan.
+        header_of: ``header_of(plan)``, the words of the header of a plan.
         aligned: all addresses of the call are multiples of 16.
     """
 
@@ -82,7 +82,7 @@ class KernelContext:
     pdl: bool
     native_fp8: bool
     clear_after_read_bytes: int
-    header_of: Callable[[CallPlan], int]
+    header_of: Callable[[CallPlan], HeaderWords]
     aligned: bool = field(default=True)
 
     def launch(
@@ -99,10 +99,10 @@ class KernelContext:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
         Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``slots_at``, ``slots_quads``,
-        ``cells_at``, ``cells_quads``, ``flags_at``, ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header`` and
-        ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where
-        every address and size is a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``BLOCK`` (words of a
-        tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+        ``cells_at``, ``cells_quads``, ``flags_at``, ``mailboxes_at``. Numbers: ``rank``, ``root``,
+        ``header_size``, ``header_call`` and ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32 for a dtype that is
+        only moved), ``UNIT`` (16 where every address and size is a multiple of 16 bytes, else the item size up to 4),
+        ``WORLD``, ``BLOCK`` (words of a tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
         Args:
             programs: of the grid; by default the plan's and one for the headers.
@@ -113,6 +113,7 @@ class KernelContext:
         warps = plan.launch.num_warps if num_warps is None else num_warps
         # both sides of a message name the sender
         named = dataclasses.replace(plan, root=self.rank) if plan.op is Op.SEND else plan
+        header = self.header_of(named)
         usual = {
             "x": self.own_address,
             "out": self.own_address,
@@ -121,7 +122,8 @@ class KernelContext:
             "peers": self.peers_address,
             "rank": self.rank,
             "root": plan.root,
-            "header": self.header_of(named),
+            "header_size": header.size,
+            "header_call": header.call,
             "nbytes": plan.nbytes,
             "mailboxes_at": self.layout.mailboxes_at,
             "flags_at": self.layout.flags_at,

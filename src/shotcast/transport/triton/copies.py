@@ -47,7 +47,8 @@ def copy(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     root,
     part_nbytes,  # bytes of the largest part
     start0,  # part r of out is the bytes from start_r to start_(r + 1)
@@ -93,7 +94,7 @@ def copy(
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, own_nbytes, offs, KIND == EXCHANGE, UNIT, WORLD)
-    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
     quads = (part_nbytes + 15) // 16  # quads of a slot
     extent = 0 if CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:

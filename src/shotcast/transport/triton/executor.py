@@ -20,7 +20,7 @@ from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import TENSORS, KernelContext, KernelLaunch
 from shotcast.transport.triton.layout import Layout
-from shotcast.wire import CallPlan, Fault
+from shotcast.wire import CallPlan, Fault, HeaderWords
 
 
 class Form(Protocol):
@@ -33,7 +33,7 @@ class Form(Protocol):
 class Algorithms(Protocol):
     """The algorithms of a communicator, as far as the executor needs them."""
 
-    def header(self, plan: CallPlan, /) -> int: ...
+    def header(self, plan: CallPlan, /) -> HeaderWords: ...
     def form(self, plan: CallPlan, /) -> Form: ...
     def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
 
@@ -203,11 +203,12 @@ class TritonExecutor:
         if plan.nbytes <= most or not self._algorithms.form(plan).divides:
             return [(plan, 0)]
         pieces = []
-        for start in range(0, plan.nbytes, most):
+        for number, start in enumerate(range(0, plan.nbytes, most)):
             nbytes = min(most, plan.nbytes - start)
             programs = max(1, math.ceil(plan.launch.programs * nbytes / plan.nbytes))
             launch = dataclasses.replace(plan.launch, programs=programs)
-            pieces.append((dataclasses.replace(plan, nbytes=nbytes, launch=launch), start))
+            piece = dataclasses.replace(plan, nbytes=nbytes, launch=launch, whole_nbytes=plan.nbytes, piece=number)
+            pieces.append((piece, start))
         return pieces
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -223,20 +224,22 @@ class TritonExecutor:
         word = self._status_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
-    def headers(self, epoch: int) -> list[int | None]:
-        """Return what each rank called in ``epoch`` (48 bits of a header), None where no such header came.
+    def headers(self, epoch: int) -> list[HeaderWords | None]:
+        """Return what each rank called in ``epoch``, None where no such header came.
 
         After a mismatch between a send and a recv, it gives the headers of the two ranks. Synchronises.
         """
-        came, expected = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2].tolist()
+        width = layout.HEADER_WORDS
+        record = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2 * width].tolist()
+        came, expected = (HeaderWords.of_cells(record[at : at + width]) for at in (0, width))
         if expected:
-            headers: list[int | None] = [None] * self._world
-            own = headers[self._rank] = expected & (1 << 48) - 1
-            headers[wire.Header.decode(own).root] = came & (1 << 48) - 1
+            headers: list[HeaderWords | None] = [None] * self._world
+            headers[self._rank] = expected
+            headers[wire.Header.decode(expected).root] = came
             return headers
-        row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE
-        words = self._control[row : row + self._world].tolist()
-        return [word & (1 << 48) - 1 if word and word >> 48 & 0xFFFF == epoch & 0xFFFF else None for word in words]
+        row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE * width
+        words = self._control[row : row + self._world * width].tolist()
+        return [HeaderWords.of_cells(words[at : at + width], epoch) for at in range(0, len(words), width)]
 
     @property
     def epoch(self) -> int:

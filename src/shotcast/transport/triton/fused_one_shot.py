@@ -44,7 +44,8 @@ def one_shot_rms_norm(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,
     sum_cells,
     amax_cells,
@@ -80,7 +81,7 @@ def one_shot_rms_norm(
     words = load_words(x, tile_start, offs, tile_nbytes, 16)
     residual_tiles = load_tiles(residual, tile, 0, tiles, 1, ROW, BLOCK, ROW_TILES, False)
     weight_tiles = load_tiles(weight, tile, 0, tiles, 1, ROW, BLOCK, ROW_TILES, True)
-    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, False)
     else:

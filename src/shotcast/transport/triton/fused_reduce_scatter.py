@@ -144,7 +144,8 @@ def scatter_rms_norm(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,  # bytes of the rows that each rank sums
     row_programs,
     slots_at,
@@ -178,7 +179,7 @@ def scatter_rms_norm(
     # This rank's rows go directly to the output. With MULTICAST the switch sends them back here too, and they must have
     # arrived before their slots are cleared; so this rank waits for them as for those of others.
     SKIP_SELF: tl.constexpr = GROUP == WORLD and not MULTICAST
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     quads = nbytes // 16  # quads of one slot
     rows = nbytes // ROW
     extent = quads * WORLD

@@ -48,7 +48,8 @@ def two_shot_rms_norm(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,
     sum_cells,
     amax_cells,
@@ -82,7 +83,7 @@ def two_shot_rms_norm(
             rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, ROW_TILES
         )
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
     extent = 0 if CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
         exchange_headers(call, extent, True, WORLD, WARPS, PDL)

@@ -22,17 +22,20 @@ TIMEOUT = 6  # deadline of a call, in ns
 STATUS = 7  # address of the host's copy of the abort word (pinned)
 CLOCK = 8  # latest time that any waiting program has read
 ABORT = 16  # 0, or the fault that stopped the communicator (wire.Fault)
-HEADERS = 32  # [2 parities of the epoch][8 ranks]
+HEADERS = 32  # [2 parities of the epoch][8 ranks][HEADER_WORDS]
 SENT = 64  # [8 peers][CHANNELS] chunks sent to each peer
 RECEIVED = SENT + 8 * 32  # [8 peers][CHANNELS] chunks received from each peer
 CREDITS = RECEIVED + 8 * 32  # [8 peers][CHANNELS] chunks from this rank that each peer has received
-MESSAGE_HEADERS = CREDITS + 8 * 32  # [8 peers][MESSAGE_SLOTS] headers of messages from each peer
-RECEIVES_BEGUN = MESSAGE_HEADERS + 8 * 16  # [8 peers] messages from this rank that each peer has begun to receive
+MESSAGE_HEADERS = CREDITS + 8 * 32  # [8 peers][MESSAGE_SLOTS][HEADER_WORDS] headers of messages from each peer
+RECEIVES_BEGUN = MESSAGE_HEADERS + 8 * 16 * 2  # [8 peers] messages from this rank that each peer has begun to receive
 # [8 peers][2 sides][2] messages begun, and their chunks, as the sender (side 0) and as the receiver (side 1)
 MESSAGE_COUNTS = RECEIVES_BEGUN + 16
 MESSAGE_READERS = MESSAGE_COUNTS + 32  # programs of the current send or recv that have read MESSAGE_COUNTS
-MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2] the header received, 64 bits, and the one that this rank expected
-CONTROL_WORDS = 1024
+MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2][HEADER_WORDS] the header received, and the one that this rank expected
+CONTROL_WORDS = 2048
+
+HEADER_WORDS = 2
+"""64-bit words of a header; each has the epoch in its 16 highest bits."""
 
 CHANNELS = 32
 """Programs that carry the chunks of a message; each channel has its own chunks and credits."""

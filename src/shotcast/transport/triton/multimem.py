@@ -49,7 +49,8 @@ def multimem_all_reduce(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,
     flags_at,
     slots_at,
@@ -62,7 +63,7 @@ def multimem_all_reduce(
     PDL: tl.constexpr,
 ):
     """Sum x over all ranks into out, in the switch."""
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     if tl.program_id(0) == 0:

@@ -52,7 +52,8 @@ def one_shot_reduce(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,  # bytes of the result of each rank
     slots_at,
     slots_quads,
@@ -72,7 +73,7 @@ def one_shot_reduce(
     await_prior_kernel(PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, nbytes, offs, SCATTER, UNIT, WORLD)
-    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
     quads = (nbytes + 15) // 16  # quads of one slot
     extent = 0 if CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:

@@ -36,7 +36,8 @@ def ring(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,  # bytes of the whole message, all slices together
     slice_nbytes,  # distance between slices: a multiple of 16 if UNIT is 16, and in an all-reduce
     slots_at,
@@ -56,7 +57,7 @@ def ring(
     all_gather: x is one slice.
     """
     next_region = region_address(peers, (rank + 1) % WORLD)
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     quads = (slice_nbytes + 15) // 16
     HOPS: tl.constexpr = (WORLD - 1) * (REDUCE + GATHER)
     if tl.program_id(0) == 0:

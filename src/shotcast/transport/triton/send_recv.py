@@ -27,9 +27,11 @@ from shotcast.transport.triton.sync import (
     Call,
     check_deadline,
     enter,
+    header_word,
     report_fault_if_stopped,
     stop,
     thread_ids,
+    with_status,
 )
 from shotcast.wire import CallPlan, Op
 
@@ -39,23 +41,12 @@ CREDITS = tl.constexpr(layout.CREDITS)
 MESSAGE_HEADERS = tl.constexpr(layout.MESSAGE_HEADERS)
 RECEIVES_BEGUN = tl.constexpr(layout.RECEIVES_BEGUN)
 MESSAGE_SLOTS = tl.constexpr(layout.MESSAGE_SLOTS)
+HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
 MESSAGE_COUNTS = tl.constexpr(layout.MESSAGE_COUNTS)
 MESSAGE_MISMATCH = tl.constexpr(layout.MESSAGE_MISMATCH)
 MESSAGE_READERS = tl.constexpr(layout.MESSAGE_READERS)
 CHANNELS = tl.constexpr(layout.CHANNELS)
 CHUNK_WORDS = tl.constexpr(layout.CHUNK_WORDS)
-
-
-@triton.jit
-def with_status(call, live, started):
-    """Return the call with another ``live`` and ``started``."""
-    return Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
-
-
-@triton.jit
-def header_word(call):
-    """Return the header as it lies in memory, with the number of the message."""
-    return ((call.epoch & 0xFFFF) << 48) | call.header
 
 
 @triton.jit
@@ -66,9 +57,9 @@ def send_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constexp
     """
     call = await_count(call, RECEIVES_BEGUN + peer, call.epoch - MESSAGE_SLOTS + 1, peer, WORLD, WARPS)
     if call.live != 0:
-        tl.store(
-            peer_region + MESSAGE_HEADERS + call.rank * MESSAGE_SLOTS + call.epoch % MESSAGE_SLOTS, header_word(call)
-        )
+        words = tl.arange(0, HEADER_WORDS)
+        cells = MESSAGE_HEADERS + (call.rank * MESSAGE_SLOTS + call.epoch % MESSAGE_SLOTS) * HEADER_WORDS
+        tl.store(peer_region + cells + words, header_word(call, words))
 
 
 @triton.jit
@@ -77,28 +68,29 @@ def await_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constex
 
     Then tell the sender, whose region is ``peer_region``, that this rank has begun to receive the message.
     """
-    cell = MESSAGE_HEADERS + peer * MESSAGE_SLOTS + call.epoch % MESSAGE_SLOTS
-    own_header = header_word(call)
-    threads = thread_ids(WARPS)
-    received_header = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
-    waiting = (received_header != own_header).to(tl.int32) & call.live
+    words = thread_ids(WARPS) % HEADER_WORDS
+    cells = call.own + MESSAGE_HEADERS + (peer * MESSAGE_SLOTS + call.epoch % MESSAGE_SLOTS) * HEADER_WORDS + words
+    own_header = header_word(call, words)
+    received_header = tl.load(cells, volatile=True)
+    waiting = tl.max((received_header != own_header).to(tl.int32), axis=0) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         yield_core()
-        received_header = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
-        waiting = (received_header != own_header).to(tl.int32)
+        received_header = tl.load(cells, volatile=True)
+        waiting = tl.max((received_header != own_header).to(tl.int32), axis=0)
+        came = (received_header != 0) & ((received_header >> 48) & 0xFFFF == call.epoch & 0xFFFF)
         polls += 1
-        if (waiting != 0) & (received_header != 0) & ((received_header >> 48) & 0xFFFF == call.epoch & 0xFFFF):
-            tl.store(call.own + MESSAGE_MISMATCH, received_header)
-            tl.store(call.own + MESSAGE_MISMATCH + 1, own_header)
+        if (waiting != 0) & (tl.min(came.to(tl.int32), axis=0) != 0):
+            tl.store(call.own + MESSAGE_MISMATCH + words, received_header)
+            tl.store(call.own + MESSAGE_MISMATCH + HEADER_WORDS + words, own_header)
             stop(call, FAULT_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
             waiting = waiting * 0
         elif polls % POLLS_PER_CHECK == 0:
             started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
-    if (received_header == own_header) & (call.live != 0):
+    if (waiting == 0) & (live != 0) & (call.live != 0):
         tl.store(peer_region + RECEIVES_BEGUN + call.rank, call.epoch + 1)
 
 
@@ -147,7 +139,8 @@ def send_recv(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     peer,
     nbytes,
     mailboxes_at,
@@ -162,14 +155,24 @@ def send_recv(
 
     Program 0 handles the header; every other program carries the chunks of one channel.
     """
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     SIDE: tl.constexpr = 0 if SENDING else 1
     counter = call.own + MESSAGE_COUNTS + peer * 4 + SIDE * 2
     message_number = tl.load(counter, volatile=True)
     chunks_begun = tl.load(counter + 1, volatile=True)
-    span = (nbytes + 15) // 16 * 4  # words
+    span = (nbytes.to(tl.int64) + 15) // 16 * 4  # words, of which there may be more than 2^31
     # the epoch of this call is the number of the message
-    call = Call(call.own, call.peers, call.rank, call.header, message_number, call.generation, call.live, call.started)
+    call = Call(
+        call.own,
+        call.peers,
+        call.rank,
+        call.header_size,
+        call.header_call,
+        message_number,
+        call.generation,
+        call.live,
+        call.started,
+    )
     peer_region = tl.multiple_of(tl.load(call.peers + peer).to(tl.pointer_type(tl.int64)), 16)
     if tl.program_id(0) == 0:
         if SENDING:
@@ -194,12 +197,12 @@ def send_recv(
             flag = (count + 1).to(tl.int32)
             if SENDING:
                 call = await_count(call, CREDITS + peer * CHANNELS + channel, count - 1, peer, WORLD, WARPS)
-                words = load_words(data, 0, start + offs, nbytes, UNIT)
+                words = load_words(data, start * 4, offs, nbytes - start * 4, UNIT)
                 cells = (words.to(tl.int64) & 0xFFFFFFFF) | ((count + 1) << 32)
                 tl.store(slot + offs, cells, mask=mask & (call.live != 0))
             else:
                 words, call = await_chunk(call, slot, offs, mask, flag, peer, WORLD)
-                store_words(data, 0, start + offs, nan_unless(call.live, words, DTYPE), nbytes, UNIT)
+                store_words(data, start * 4, offs, nan_unless(call.live, words, DTYPE), nbytes - start * 4, UNIT)
                 tl.debug_barrier()  # every thread has its cells before the sender may overwrite them
                 if call.live != 0:
                     tl.store(peer_region + CREDITS + rank * CHANNELS + channel, count + 1)

@@ -58,6 +58,8 @@ STATUS = tl.constexpr(layout.STATUS)
 CLOCK = tl.constexpr(layout.CLOCK)
 ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
+HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
+OP_AT = tl.constexpr(wire.OP_AT)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
 FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
 FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
@@ -74,19 +76,37 @@ POLLS_PER_CHECK = tl.constexpr(256)
 class Call(NamedTuple):
     """One call as a program sees it.
 
-    ``own`` and ``peers`` are pointers to this rank's region and to the table of the addresses of all regions. ``epoch``
-    is the number of the call, ``generation`` the slots that it uses. ``live`` is 1 until the call is stopped.
-    ``started`` is the time of the first check of the deadline, 0 before that.
+    ``own`` and ``peers`` are pointers to this rank's region and to the table of the addresses of all regions.
+    ``header_size`` and ``header_call`` are the words of the header (:class:`shotcast.wire.HeaderWords`). ``epoch`` is
+    the number of the call, ``generation`` the slots that it uses. ``live`` is 1 until the call is stopped. ``started``
+    is the time of the first check of the deadline, 0 before that.
     """
 
     own: tl.tensor
     peers: tl.tensor
     rank: tl.tensor
-    header: tl.tensor
+    header_size: tl.tensor
+    header_call: tl.tensor
     epoch: tl.tensor
     generation: tl.tensor
     live: tl.tensor
     started: tl.tensor
+
+
+@triton.jit
+def with_status(call, live, started):
+    """Return the call with another ``live`` and ``started``."""
+    return Call(
+        call.own,
+        call.peers,
+        call.rank,
+        call.header_size,
+        call.header_call,
+        call.epoch,
+        call.generation,
+        live,
+        started,
+    )
 
 
 @triton.jit
@@ -107,7 +127,7 @@ def read_abort_word(own, WARPS: tl.constexpr):
 
 
 @triton.jit
-def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl.constexpr):
+def enter(own_address, peers_address, rank, header_size, header_call, WARPS: tl.constexpr, PDL: tl.constexpr):
     """Open a call: read its epoch and generation. ``live`` is 0 if the communicator was stopped before.
 
     Call it once in every program, before any other use of the region. All stores of the prior kernel on this rank are
@@ -124,7 +144,7 @@ def enter(own_address, peers_address, rank, header, WARPS: tl.constexpr, PDL: tl
     epoch = tl.load(own + EPOCH, volatile=True)
     generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
     live = (read_abort_word(own, WARPS) == 0).to(tl.int32)
-    return Call(own, peers, rank, header, epoch, generation, live, epoch * 0)
+    return Call(own, peers, rank, header_size, header_call, epoch, generation, live, epoch * 0)
 
 
 @triton.jit
@@ -410,7 +430,7 @@ def await_words(
                 late_ranks = late_ranks | (tl.max(missing.to(tl.int32), axis=0) << ((first + r) % WORLD))
             started, live = check_deadline(call, started, late_ranks, True, WORLD, EXTENDED_DEADLINE)
             waiting = waiting & live
-    call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
+    call = with_status(call, live, started)
     words = ()
     for r in tl.static_range(COUNT):
         words = words + (parts[r].to(tl.int32),)
@@ -445,9 +465,11 @@ def check_deadline(
         named = late_ranks
         if BY_HEADERS:
             lanes = tl.arange(0, MAX_WORLD)
-            row = HEADERS + (call.epoch % 2) * MAX_WORLD
-            cells = tl.load(call.own + row + lanes, mask=lanes < WORLD, other=0, volatile=True)
-            late = ((cells >> 48) & 0xFFFF != call.epoch & 0xFFFF) | (cells == 0)
+            cells = call.own + header_row(call) + lanes * HEADER_WORDS
+            late = (lanes < 0) & True
+            for word in tl.static_range(HEADER_WORDS):
+                found = tl.load(cells + word, mask=lanes < WORLD, other=0, volatile=True)
+                late = late | ((found >> 48) & 0xFFFF != call.epoch & 0xFFFF) | (found == 0)
             late = late & (lanes < WORLD) & (lanes != call.rank)
             missing_headers = tl.sum(late.to(tl.int32) << lanes, axis=0)
             named = tl.where(missing_headers == 0, late_ranks, missing_headers)
@@ -459,13 +481,34 @@ def check_deadline(
 @triton.jit
 def stop(call, kind, ranks, WORLD: tl.constexpr):
     """Stop the call on every rank: set the abort word in every region, and this host's copy of it."""
-    op = (call.header >> 44) & 15
+    op = (call.header_call >> OP_AT) & 63
     fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << FAULT_MASK_AT)  # up to 16 ranks: block 0
     fault = fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
     lanes = tl.arange(0, MAX_WORLD)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=lanes < WORLD)
     report_fault(call.own, fault)
+
+
+@triton.jit
+def header_row(call):
+    """Return the offset, in words, of the header cells of this epoch in a region, those of rank 0 first."""
+    return HEADERS + (call.epoch % 2) * (MAX_WORLD * HEADER_WORDS)
+
+
+@triton.jit
+def header_word(call, number):
+    """Return the ``number``-th word of the header as it lies in memory, below 16 bits of the epoch."""
+    return ((call.epoch & 0xFFFF) << 48) | tl.where(number == 0, call.header_size, call.header_call)
+
+
+@triton.jit
+def ranks_of_cells(mask):
+    """Return the ranks, as a bit mask, of which a cell is in the bit mask ``mask`` of header cells."""
+    ranks = mask * 0
+    for r in tl.static_range(MAX_WORLD):
+        ranks = ranks | (((mask >> (r * HEADER_WORDS)) & (2**HEADER_WORDS - 1)) != 0).to(tl.int32) << r
+    return ranks
 
 
 @triton.jit
@@ -522,7 +565,7 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
             waiting = waiting & live
     fence_acquire()
     tl.debug_barrier()
-    return Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
+    return with_status(call, live, started)
 
 
 @triton.jit
@@ -535,32 +578,37 @@ def exchange_headers(
     with ``extent`` and SLOTS. It returns when every rank has begun this call. Because no call ends before that, slots
     can be used again. A header of this epoch that differs stops the call with a mismatch.
 
-    With RELEASE_NEXT, the next kernel is allowed to launch before the wait.
+    Each word of a header carries the epoch and has a thread of its own, so both are sent, and polled, by one
+    instruction, and no order between them is needed. With RELEASE_NEXT, the next kernel is allowed to launch before the
+    wait.
     """
     threads = thread_ids(WARPS)
-    lanes = threads % MAX_WORLD
-    ranks = lanes < WORLD
-    row = HEADERS + (call.epoch % 2) * MAX_WORLD
-    mine = ((call.epoch & 0xFFFF) << 48) | call.header
-    bases = tl.load(call.peers + lanes, mask=ranks, other=0)
-    once = ranks & (threads < MAX_WORLD) & (call.live != 0)
-    tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank, mine, mask=once)
+    lanes = threads % (MAX_WORLD * HEADER_WORDS)
+    ranks = lanes // HEADER_WORDS
+    words = lanes % HEADER_WORDS
+    present = ranks < WORLD
+    row = header_row(call)
+    mine = header_word(call, words)
+    bases = tl.load(call.peers + ranks, mask=present, other=0)
+    first = threads < MAX_WORLD * HEADER_WORDS
+    once = present & first & (call.live != 0)
+    tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank * HEADER_WORDS + words, mine, mask=once)
     leave_epoch(call, extent, SLOTS)
     release_next_kernel(RELEASE_NEXT)
     waiting = call.live
     started = call.started
     polls = 0
     while waiting != 0:
-        cells = tl.load(call.own + row + lanes, mask=ranks, other=0, volatile=True)
-        cells = tl.where(ranks, cells, mine)
+        cells = tl.load(call.own + row + lanes, mask=present, other=0, volatile=True)
+        cells = tl.where(present, cells, mine)
         waiting = tl.max((cells != mine).to(tl.int32), axis=0)
         if waiting != 0:
             came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # 0 means never written
-            different = (cells != mine) & came & (threads < MAX_WORLD)
-            differing_ranks = tl.sum(different.to(tl.int32) << lanes, axis=0)
+            different = (cells != mine) & came & first
+            differing_cells = tl.sum(different.to(tl.int32) << lanes, axis=0)
             polls += 1
-            if differing_ranks != 0:
-                stop(call, FAULT_MISMATCH, differing_ranks, WORLD)
+            if differing_cells != 0:
+                stop(call, FAULT_MISMATCH, ranks_of_cells(differing_cells), WORLD)
                 waiting = waiting * 0
             elif polls % POLLS_PER_CHECK == 0:
                 started, live = check_deadline(call, started, call.rank * 0, True, WORLD)

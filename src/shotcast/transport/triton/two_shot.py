@@ -65,7 +65,8 @@ def two_shot_all_reduce(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,
     slots_at,
     slots_quads,
@@ -91,7 +92,7 @@ def two_shot_all_reduce(
     # the links would wait for the loads.
     EARLY: tl.constexpr = WORLD - 1 if WARPS == 1 else 1
     tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
-    call = enter(own, peers, rank, header, WARPS, False)  # the prior kernel has been waited for
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:

@@ -38,7 +38,6 @@ from shotcast.transport.triton.fp8_groups import (
 from shotcast.transport.triton.sync import (
     POLLS_PER_CHECK,
     SENTINEL,
-    Call,
     check_deadline,
     clear_previous,
     enter,
@@ -48,6 +47,7 @@ from shotcast.transport.triton.sync import (
     rotated_peer,
     slots_offset,
     store_to,
+    with_status,
     words_at,
 )
 from shotcast.wire import CallPlan
@@ -232,7 +232,7 @@ def await_slots(
                 late_ranks = late_ranks | (tl.max(missing_quads(words, scales, i, DTYPE)) << ((first + i) % WORLD))
             started, live = check_deadline(call, started, late_ranks, True, WORLD, OF_SENDER)
             waiting = waiting & live
-    call = Call(call.own, call.peers, call.rank, call.header, call.epoch, call.generation, live, started)
+    call = with_status(call, live, started)
     return words, scales, call
 
 
@@ -273,7 +273,8 @@ def two_shot_fp8_all_reduce(
     own,
     peers,
     rank,
-    header,
+    header_size,
+    header_call,
     nbytes,
     slots_at,
     slots_quads,
@@ -291,7 +292,7 @@ def two_shot_fp8_all_reduce(
     GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     ROWS: tl.constexpr = BLOCK // ROW if BLOCK > ROW else 1
     SLOTS_AT_ONCE: tl.constexpr = 8 // GROUP_SCALES  # slots whose words and scales fit in the registers of a thread
-    call = enter(own, peers, rank, header, WARPS, PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     groups = groups_of(slice_quads, DTYPE)
