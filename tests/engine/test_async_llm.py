@@ -16,6 +16,7 @@ from shotcast.engine import base_llm
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.client import RequestUpdate, UpdateCallback
 from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
+from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import EngineDead
 
@@ -29,11 +30,12 @@ class Client:
     def __init__(self) -> None:
         self.tokenizer = self
         self.info = SimpleNamespace(model=SimpleNamespace(eos=(0,)))
+        self.end_tokens = (0,)
         self.callbacks: dict[str, UpdateCallback] = {}
         self.aborted: list[str] = []
 
-    def prompt_tokens(self, prompt: list[int]) -> tuple[int, ...]:
-        return tuple(prompt)
+    def check_prompt(self, prompt: list[int]) -> CheckedPrompt:
+        return CheckedPrompt(tuple(prompt))
 
     def submit(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, on_update: UpdateCallback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
+from shotcast.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, checked_token_ids
 from shotcast.errors import ConfigError
 
 ANYTHING = st.one_of(
@@ -36,8 +37,22 @@ def test_stop_is_a_string_or_several(given: Any, kept: tuple[str, ...]) -> None:
 )
 def test_token_ids_are_of_any_integer_type(given: Any) -> None:
     kept = SamplingParams(stop_token_ids=given).stop_token_ids
-    assert kept == (3, 5)
+    assert kept == frozenset((3, 5))
     assert {type(token) for token in kept} == {int}
+
+
+def test_stop_token_ids_are_bounded() -> None:
+    assert len(SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS)).stop_token_ids) == MAX_STOP_TOKEN_IDS
+    with pytest.raises(ConfigError, match=f"at most {MAX_STOP_TOKEN_IDS} token ids"):
+        SamplingParams(stop_token_ids=itertools.count())  # type: ignore[arg-type]
+
+
+def test_the_choices_of_a_request_differ_in_limit_and_seed_alone() -> None:
+    params = SamplingParams(temperature=0.5, stop="a", stop_token_ids=(3,), seed=1)
+    choice = params.for_choice(7, None)
+    assert choice == dataclasses.replace(params, max_tokens=7, seed=None)
+    assert choice.stop_token_ids is params.stop_token_ids  # a set, checked once: each token is looked up in it
+    assert isinstance(choice.stop_token_ids, frozenset)
 
 
 @pytest.mark.parametrize(

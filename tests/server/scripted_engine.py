@@ -11,7 +11,8 @@ import math
 from collections.abc import AsyncIterator, Sequence
 
 from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
-from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.requests import CheckedPrompt
+from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
 from shotcast.errors import ConfigError, EngineDead
 
 END = 0
@@ -48,6 +49,7 @@ class ScriptedEngine:
         length: letters of an output before its end token.
         delay_s: seconds between tokens.
         hold_after: outputs stop growing at this many tokens until ``let_go`` is called.
+        textless: so many first tokens of an output have no text.
         dies_at: the engine dies when an output reaches this many tokens.
         fault: the error that every request raises at ``fault_at`` tokens.
         end_reason, end_error: the finish reason and the error of an output that ends by itself.
@@ -62,13 +64,14 @@ class ScriptedEngine:
         self.length = 5
         self.delay_s = 0.0
         self.hold_after: int | None = None
+        self.textless = 0
         self.dies_at: int | None = None
         self.fault: Exception | None = None
         self.fault_at = 0
         self.end_reason: FinishReason = "stop"
         self.end_error = ""
         self.params: list[SamplingParams] = []
-        self.prompts: list[list[int]] = []
+        self._prompts: list[tuple[int, ...]] = []
         self.started: list[str] = []
         self.aborted: list[str] = []
         self.finished: list[str] = []
@@ -80,6 +83,10 @@ class ScriptedEngine:
         self._died = asyncio.Event()
         self._let_go = asyncio.Event()
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        return list(map(list, self._prompts))
+
     def let_go(self) -> None:
         self._let_go.set()
 
@@ -88,13 +95,19 @@ class ScriptedEngine:
         self._died.set()
         self._let_go.set()
 
-    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> CheckedPrompt:
+        tokens = checked_token_ids(prompt, "the prompt")
+        if any(token > 0x10FFFF or 0xD800 <= token < 0xE000 for token in tokens):
+            raise ConfigError("the prompt holds a token that is no character")
+        return CheckedPrompt(tokens)
+
+    def start(self, prompt: CheckedPrompt, params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
         self.started.append(request_id)
         self.params.append(params)
-        self.prompts.append(list(prompt))
+        self._prompts.append(prompt.tokens)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        self._tasks[request_id] = asyncio.create_task(self._run(tuple(prompt), params, request_id, on_output))
+        self._tasks[request_id] = asyncio.create_task(self._run(prompt.tokens, params, request_id, on_output))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._tasks:
@@ -147,7 +160,7 @@ class ScriptedEngine:
                 output.finish_reason, output.error = self.end_reason, self.end_error
             elif token in params.stop_token_ids:
                 output.finish_reason, output.stop_reason = "stop", token
-            else:
+            elif number >= self.textless:
                 output.text += chr(token)
                 for stop in params.stop:
                     if stop in output.text:

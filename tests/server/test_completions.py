@@ -81,7 +81,7 @@ def test_chat(server: Live, client: openai.OpenAI) -> None:
     ],
 )
 def test_prompts(server: Live, client: openai.OpenAI, prompt: object, prompts: list[list[int]]) -> None:
-    server.engine.prompts.clear()
+    server.engine._prompts.clear()
     response = client.completions.create(model="letters", prompt=prompt, n=2, seed=3)
     assert server.engine.prompts == [one for one in prompts for _ in range(2)]
     assert [choice.index for choice in response.choices] == list(range(2 * len(prompts)))
@@ -111,7 +111,7 @@ def test_parameters_reach_the_engine(server: Live, client: openai.OpenAI) -> Non
     params = server.engine.params[-1]
     assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (3, 0, 0.5, ("q", "r"))
     assert (params.logprobs, params.seed, params.presence_penalty, params.frequency_penalty) == (2, -5, 1, -1.5)
-    assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (7, 0.25, True, (3, 4))
+    assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (7, 0.25, True, {3, 4})
 
 
 def test_values_that_request_nothing_are_accepted(server: Live) -> None:

@@ -31,6 +31,8 @@ from shotcast.server.service import _Sequences
 
 pytestmark = pytest.mark.timing
 
+HELLO = [{"role": "user", "content": "hello"}]
+
 
 def held(after: int = 2) -> ScriptedEngine:
     engine = ScriptedEngine()
@@ -113,6 +115,49 @@ def test_openai_client_raises_when_the_engine_dies_during_a_stream() -> None:
         with pytest.raises(openai.APIError, match="rank 1 was killed"):
             list(stream)
         assert server.join() == 1
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_a_stream_that_fails_before_its_first_text_is_an_error(kind: str) -> None:
+    """Tokens without text, such as parts of characters, do not begin a stream."""
+    engine = ScriptedEngine()
+    engine.textless, engine.dies_at = 3, 3
+    prompt = {"prompt": "x", "echo": True} if kind == "completions" else {"messages": HELLO}
+    with live(engine) as server:
+        response = server.post(f"/v1/{kind}", {"model": "letters", "stream": True, **prompt})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_dead"
+        assert server.join() == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_quiet_stream_sends_comments(fails: bool) -> None:
+    """A comment sends the status, so a later error is an event."""
+    engine = held(after=0)
+    if fails:
+        engine.fault = ZeroDivisionError()
+    with live(engine, ping_s=0.05) as server:
+        body = {"model": "letters", "prompt": "x", "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            assert [next(lines) for _ in range(6)] == [": ping", ""] * 3
+            server.call(engine.let_go)
+            events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    if fails:
+        (error,) = map(json.loads, events)
+        assert error["error"]["type"] == "server_error"
+    else:
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "abcde"
+        assert events[-1] == "[DONE]"
+
+
+def test_a_stream_that_sends_events_sends_no_comments() -> None:
+    engine = ScriptedEngine()
+    engine.delay_s = 0.05
+    with live(engine, ping_s=1.0) as server:
+        answer = server.post("/v1/completions", {"model": "letters", "prompt": "x" * 50, "stream": True})
+        assert "ping" not in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,6 +19,8 @@ from shotcast.server.config import ServerConfig
         ({"api_key": "schlüssel"}, "api_key"),
         ({"api_key": "two\nlines"}, "api_key"),
         ({"served_model_name": ""}, "served_model_name"),
+        ({"ping_s": 0}, "ping_s"),
+        ({"ping_s": float("nan")}, "ping_s"),
         ({"drain_s": -1}, "drain_s"),
         ({"drain_s": float("nan")}, "drain_s"),
         ({"drain_s": float("inf")}, "drain_s"),

@@ -64,6 +64,10 @@ def serve(
         int, typer.Option("--max-output-tokens", help="Tokens of an output; 0 for the model's limit.")
     ] = 0,
     max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request body.")] = "1M",
+    ping: Annotated[
+        float,
+        typer.Option("--ping", help="Seconds after which a quiet stream sends a comment."),
+    ] = 15.0,
     drain: Annotated[
         float, typer.Option("--drain", help="Seconds that running requests have to finish at shutdown.")
     ] = 10.0,
@@ -100,6 +104,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens or None,
         max_output_tokens=max_output_tokens or None,
         max_body_bytes=parse_size(max_body),
+        ping_s=ping,
         drain_s=drain,
     )
     import logging

@@ -13,6 +13,7 @@ from shotcast.engine.base_llm import BaseLLM
 from shotcast.engine.client import RequestUpdate
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import OutputCallback, RequestOutput
+from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import EngineDead
 
@@ -44,13 +45,27 @@ class AsyncLLM(BaseLLM):
         """Why the engine has died; None while it is alive, and after :meth:`close`."""
         return self._client.dead
 
+    def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
+        """Return the token ids of a prompt after checking them, for several calls of :meth:`start`.
+
+        Tokenizing and checking a long prompt takes long, so servers call this on a thread of their own.
+
+        Raises:
+            ConfigError: the prompt cannot be served.
+        """
+        return self._client.check_prompt(prompt)
+
     def start(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, on_output: OutputCallback
+        self,
+        prompt: str | Sequence[int] | CheckedPrompt,
+        params: SamplingParams,
+        request_id: str,
+        on_output: OutputCallback,
     ) -> None:
         """Complete a prompt.
 
         Args:
-            prompt: text or token ids.
+            prompt: text, token ids, or the result of :meth:`check_prompt`.
             params: the sampling parameters.
             request_id: a new id.
             on_output: called in this event loop until the output is finished or an error ends it.

@@ -10,6 +10,7 @@ from shotcast.engine.client import EngineClient, UpdateCallback
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import EngineStats
+from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ class BaseLLM:
 
     def _submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | CheckedPrompt,
         params: SamplingParams,
         request_id: str,
         on_update: UpdateCallback,
@@ -59,7 +60,7 @@ class BaseLLM:
         """Start a request, whose updates go to ``on_update``.
 
         Args:
-            prompt: text or token ids.
+            prompt: text, token ids, or token ids that were checked before.
             params: the sampling parameters.
             request_id: a new id.
             on_update: as in :meth:`EngineClient.submit`.
@@ -69,7 +70,7 @@ class BaseLLM:
             The processor that turns the updates into the output.
         """
         client = self._client
-        tokens = client.prompt_tokens(prompt)
+        tokens = (prompt if isinstance(prompt, CheckedPrompt) else client.check_prompt(prompt)).tokens
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
         processor = OutputProcessor(request_id, tokens, params, tokenizer, client.end_tokens, detokenize_at_end)
         client.submit(request_id, tokens, params, on_update)

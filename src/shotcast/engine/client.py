@@ -34,7 +34,7 @@ from shotcast.engine.messages import (
     SetStampEvery,
 )
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats
-from shotcast.engine.requests import Request, max_output_tokens
+from shotcast.engine.requests import CheckedPrompt, Request, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
@@ -181,8 +181,8 @@ class EngineClient:
         """Counters as of the last step."""
         return self._stats
 
-    def prompt_tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Return the token ids of a prompt after checking them.
+    def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
+        """Return the token ids of a prompt after checking them. Any thread may call this.
 
         Raises:
             ConfigError: the prompt is empty, too long, or contains values that are no token ids.
@@ -191,9 +191,9 @@ class EngineClient:
         tokens = checked_token_ids(ids, "the prompt")
         max_output_tokens(len(tokens), self.info.max_model_len)
         vocab = self.info.model.vocab
-        if tokens and max(tokens) >= vocab:
+        if max(tokens) >= vocab:
             raise ConfigError(f"the prompt holds {max(tokens)}; its token ids must be from 0 to {vocab - 1}")
-        return tokens
+        return CheckedPrompt(tokens)
 
     def new_id(self) -> str:
         """Return a new request id."""

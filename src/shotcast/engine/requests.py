@@ -9,6 +9,13 @@ from shotcast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """Token ids that :meth:`EngineClient.check_prompt` has checked, so that nothing looks at each of them again."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, as token ids, with its sampling parameters."""
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from operator import index
 
 from shotcast.errors import ConfigError
 
 MAX_LOGPROBS = 20
 """The largest number of alternatives that a request may ask for at each token."""
+
+MAX_STOP_TOKEN_IDS = 1024
+"""The largest number of stop tokens of a request."""
 
 
 def checked_token_ids(tokens: Iterable[object], name: str) -> tuple[int, ...]:
@@ -40,6 +45,14 @@ def _as_int(token: object, name: str) -> int:
     raise ConfigError(f"{name} holds {token!r}; token ids must be whole numbers of at least 0")
 
 
+def _stop_token_set(tokens: Iterable[object]) -> frozenset[int]:
+    limited = list(islice(tokens, MAX_STOP_TOKEN_IDS + 1)) if isinstance(tokens, Iterable) else tokens
+    ids = checked_token_ids(tokens if isinstance(tokens, str | bytes) else limited, "stop_token_ids")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ConfigError(f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} token ids")
+    return frozenset(ids)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters of sampling, and conditions that end the output.
@@ -56,7 +69,8 @@ class SamplingParams:
         seed: makes sampling repeatable; None samples differently each time.
         max_tokens: the largest number of output tokens.
         stop: a string or several that end the output, which then ends before them; kept as a tuple.
-        stop_token_ids: tokens that end the output, besides the model's own end tokens.
+        stop_token_ids: at most MAX_STOP_TOKEN_IDS tokens that end the output, besides the model's own end tokens; kept
+            as a frozen set.
         ignore_eos: the model's own end tokens do not end the output.
         logprobs: None, or how many of the likeliest tokens to report at each position, besides the sampled one.
     """
@@ -70,7 +84,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 256
     stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | Set[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
@@ -100,11 +114,18 @@ class SamplingParams:
         if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop must be a string or several, none of them empty, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_token_ids", checked_token_ids(self.stop_token_ids, "stop_token_ids"))
+        object.__setattr__(self, "stop_token_ids", _stop_token_set(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if self.logprobs is not None:
             require_int("logprobs", 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
+
+    def for_choice(self, max_tokens: int, seed: int | None) -> SamplingParams:
+        """Return these parameters with another limit and seed, which must be valid; nothing is checked again."""
+        choice = copy.copy(self)
+        object.__setattr__(choice, "max_tokens", max_tokens)
+        object.__setattr__(choice, "seed", seed)
+        return choice
 
     @property
     def greedy(self) -> bool:

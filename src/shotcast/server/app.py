@@ -6,6 +6,7 @@ import hmac
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp
 from shotcast.engine.outputs import RequestOutput
 from shotcast.server.api_error import ApiError
 from shotcast.server.metrics import CountResponses
-from shotcast.server.request_body import AnyBody, Body, ChatBody, CompletionBody, parse
+from shotcast.server.request_body import AnyBody, Body, ChatBody, CompletionBody, shown
 from shotcast.server.responses import ApiResponse, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
 from shotcast.server.streaming import DONE, EventStream, event, unless_disconnected
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = 499
 """The status of a request whose client has disconnected, for the counters."""
+
+SMALL_RESPONSE_TOKENS = 256
+"""Responses of at most so many tokens are encoded in the event loop."""
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -51,18 +55,18 @@ def create_app(service: Service) -> ASGIApp:
         # Browsers let any web page send other media types to a server on its reader's machine without permission.
         if media_type != "application/json":
             raise ApiError(415, f"Content-Type must be application/json, not {media_type or 'empty'}")
-        body = parse(kind, await _read_body(http, config.max_body_bytes))
+        body = await service.parse(kind, await _read_body(http, config.max_body_bytes))
         if body.model != service.model:
             raise _model_not_found(body.model, service.model)
         return body
 
     async def respond(http: Request, body: Body, response: ApiResponse[Any]) -> Response:
         if body.stream:
-            return EventStream(_events(service, body, response))
-        outputs = await unless_disconnected(http.receive, _outputs(service, body, response))
-        return (
-            Response(status_code=CLIENT_DISCONNECTED) if outputs is None else JSONResponse(response.complete(outputs))
-        )
+            return EventStream(_events(service, body, response), _error_event, config.ping_s)
+        content = await unless_disconnected(http.receive, _content(service, body, response))
+        if content is None:
+            return Response(status_code=CLIENT_DISCONNECTED)
+        return Response(content, media_type="application/json")
 
     public = APIRouter()
     keyed = APIRouter(dependencies=[Depends(check_key)])
@@ -121,32 +125,34 @@ async def _read_body(http: Request, limit: int) -> bytes:
     return bytes(read)
 
 
-async def _outputs(service: Service, body: Body, response: ApiResponse[Any]) -> dict[int, RequestOutput]:
-    """Return the final output of each choice."""
-    async with aclosing(service.generate(body, response.id)) as updates:
-        return {number: output async for number, output in updates}
+async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> bytes:
+    """Return the JSON of the outputs of all choices."""
+    async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
+        outputs = {number: output async for number, output in updates}
+    tokens = sum(len(output.tokens) for output in outputs.values())
+    if tokens <= SMALL_RESPONSE_TOKENS:
+        return response.render(outputs)
+    return await service.with_tokenizer(partial(response.render, outputs))
 
 
 async def _events(service: Service, body: Body, response: ApiResponse[Any]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. An error after the first event is sent as an event, and ends the stream."""
+    """Yield the events of a stream."""
     outputs: dict[int, RequestOutput] = {}
-    try:
-        async with aclosing(service.generate(body, response.id)) as updates:
-            async for number, output in updates:
-                outputs[number] = output
-                for chunk in response.chunks(number, output):
-                    yield event(chunk)
-    except Exception as error:
-        if not outputs:
-            raise
-        if not isinstance(error, ApiError):
-            logger.exception("a stream failed")
-            error = _INTERNAL
-        yield event(error.body)
-        return
+    async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
+        async for number, output in updates:
+            outputs[number] = output
+            for chunk in response.chunks(number, output):
+                yield event(chunk)
     if body.include_usage:
         yield event(response.usage_chunk(outputs))
     yield DONE
+
+
+def _error_event(error: Exception) -> bytes:
+    if not isinstance(error, ApiError):
+        logger.error("a stream failed", exc_info=error)
+        error = _INTERNAL
+    return event(error.body)
 
 
 _INTERNAL = ApiError(500, "internal error; the server's log has more")
@@ -164,7 +170,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 def _model_not_found(name: str, served: str) -> ApiError:
     return ApiError(
-        404, f"there is no model {name!r}; this server has {served!r}", param="model", code="model_not_found"
+        404, f"there is no model {shown(name)}; this server has {served!r}", param="model", code="model_not_found"
     )
 
 

@@ -23,6 +23,7 @@ class ServerConfig:
         max_output_tokens: the largest number of output tokens, which is also the default of a request; None means the
             model's limit.
         max_body_bytes: bytes of the largest request body.
+        ping_s: a stream that has sent nothing for so many seconds sends a comment; ``math.inf`` means never.
         drain_s: seconds that running requests have to finish after the server is told to stop.
     """
 
@@ -35,6 +36,7 @@ class ServerConfig:
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
     max_body_bytes: int = 1 << 20
+    ping_s: float = 15.0
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class ServerConfig:
             raise ConfigError("api_key must be printable ASCII, at least one character")
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty; leave it out for the engine's name")
+        if not self.ping_s > 0:
+            raise ConfigError(f"ping_s must be a number of seconds above 0, not {self.ping_s!r}")
         if not 0 <= self.drain_s < float("inf"):
             raise ConfigError(f"drain_s must be a number of seconds of at least 0, not {self.drain_s!r}")
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shotcast.engine.outputs import EngineStats, OutputCallback
+from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back. Two threads use it: the tokenizer thread and that of the event loop."""
+    """Converts text to token ids and back. Two threads use it: the worker thread and that of the event loop."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
@@ -34,7 +35,7 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """An engine that completes prompts. All of its methods are called from one event loop."""
+    """An engine that completes prompts. Unless it says otherwise, a method is called from one event loop."""
 
     @property
     def model_name(self) -> str:
@@ -56,11 +57,19 @@ class Engine(Protocol):
         """Why the engine died; None while it is alive."""
         ...
 
-    def start(self, prompt: Sequence[int], params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> CheckedPrompt:
+        """Return the token ids of a prompt after checking them. This is called on a thread.
+
+        Raises:
+            ConfigError: the prompt cannot be served.
+        """
+        ...
+
+    def start(self, prompt: CheckedPrompt, params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
         """Complete a prompt. ``on_output``, which must not raise, is called in this loop until the output ends.
 
         Raises:
-            ConfigError: the prompt or its parameters cannot be served.
+            ConfigError: the request cannot be served.
             EngineDead: the engine has died.
         """
         ...

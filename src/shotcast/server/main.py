@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -71,10 +72,12 @@ async def serve(
             service = Service(llm, config)
             server = _Server(create_app(service), service, on_listening, asyncio.Event() if stop is None else stop)
             supervisor = asyncio.create_task(server.supervise())
+            gc.freeze()  # a collection that visits what was loaded would stall all requests
             try:
                 await server.serve(sockets=[listener])
                 return await supervisor
             finally:
+                gc.unfreeze()
                 supervisor.cancel()
                 service.close()
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,13 +11,22 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from shotcast.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from shotcast.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.server.api_error import ApiError
 from shotcast.server.engine_protocol import Tokenizer
 
 MAX_STOP = 4
 """The largest number of stop strings of a request."""
+
+MAX_STOP_CHARACTERS = 256
+"""The longest stop string: each token is compared with the beginnings of all stop strings."""
+
+MAX_CONTAINERS = 65_536
+"""The largest number of lists and objects of a body: parsing holds the interpreter, and these take the most time."""
+
+_MAX_SHOWN = 64
+"""Characters of a value or a name that an error message shows."""
 
 ROLES = ("system", "user", "assistant")
 
@@ -50,6 +59,20 @@ request nothing."""
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     """Return an error for a request whose parameter ``param`` is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def shown(value: object) -> str:
+    """Return a JSON value for an error message, whatever its size."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")
+    if isinstance(value, dict):
+        return "an object"
+    return f"a list of length {len(value)}" if isinstance(value, list) else repr(value)[:_MAX_SHOWN]
+
+
+def _wrong(body: type[BaseModel], param: str, path: str, value: object) -> ApiError:
+    """Return an error for the first value that is not what ``param`` accepts."""
+    return bad_request(param, f"{param} must be {body.model_fields[param].description} (at {path}: {shown(value)})")
 
 
 def _optional(accepted: str, **limits: Any) -> Any:
@@ -87,8 +110,10 @@ class Body(_Strict):
     presence_penalty: float | None = _optional("a number from -2 to 2")
     frequency_penalty: float | None = _optional("a number from -2 to 2")
     seed: int | None = _optional("a whole number of 64 bits")
-    stop: str | list[str] | None = _optional(f"a string or a list of at most {MAX_STOP} strings")
-    stop_token_ids: list[int] | None = _optional("a list of token ids")
+    stop: str | list[str] | None = _optional(
+        f"a string or a list of at most {MAX_STOP} strings, each of at most {MAX_STOP_CHARACTERS} characters"
+    )
+    stop_token_ids: list[int] | None = _optional(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     ignore_eos: bool | None = _optional("true or false")
     stream: bool | None = _optional("true or false")
     stream_options: StreamOptions | None = _optional('an object that may hold "include_usage": true or false')
@@ -97,10 +122,41 @@ class Body(_Strict):
     safety_identifier: str | None = _optional("a string")
     prompt_cache_key: str | None = _optional("a string")
 
+    # Lists are validated by hand: pydantic goes on after an error, and reports each item of a list once for each type
+    # that it might have had.
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _check_stop(cls, stop: object) -> object:
+        strings = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        if len(strings) > MAX_STOP:
+            raise bad_request("stop", f"stop must be at most {MAX_STOP} strings, not {len(strings)}")
+        for string in strings:
+            if not isinstance(string, str) or len(string) > MAX_STOP_CHARACTERS:
+                raise _wrong(cls, "stop", "stop", string)
+        return stop
+
+    @field_validator("stop_token_ids", mode="plain")
+    @classmethod
+    def _check_stop_token_ids(cls, ids: object) -> object:
+        if ids is None:
+            return None
+        if not isinstance(ids, list) or len(ids) > MAX_STOP_TOKEN_IDS:
+            raise _wrong(cls, "stop_token_ids", "stop_token_ids", ids)
+        for number, token in enumerate(ids):
+            if type(token) is not int:
+                raise _wrong(cls, "stop_token_ids", f"stop_token_ids.{number}", token)
+        return ids
+
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _check_stream_options(cls, options: object) -> object:
+        if isinstance(options, dict):
+            _require_known(options, StreamOptions, "stream_options.")
+        return options
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Body:
-        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP:
-            raise bad_request("stop", f"stop must be at most {MAX_STOP} strings, not {len(self.stop)}")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options needs stream=true")
         return self
@@ -177,11 +233,33 @@ class CompletionBody(Body):
             )
         if self.echo and self.logprobs is not None:
             raise bad_request("echo", "echo cannot be used with logprobs: the prompt has none")
-        if not self._prompts or not all(self._prompts):
-            raise bad_request("prompt", "prompt must not be empty")
-        if not all(isinstance(prompt, str) or min(prompt) >= 0 for prompt in self._prompts):
-            raise bad_request("prompt", "prompt holds a token id below 0")
         return self
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _check_prompts(cls, prompt: object) -> object:
+        if isinstance(prompt, list) and prompt and type(prompt[0]) in (str, list):
+            kind = type(prompt[0])
+            for number, item in enumerate(prompt):
+                if type(item) is not kind:
+                    raise _wrong(cls, "prompt", f"prompt.{number}", item)
+                cls._check_one_prompt(item, f"prompt.{number}")
+        else:
+            cls._check_one_prompt(prompt, "prompt")
+        return prompt
+
+    @classmethod
+    def _check_one_prompt(cls, prompt: object, path: str) -> None:
+        if not isinstance(prompt, str | list):
+            raise _wrong(cls, "prompt", path, prompt)
+        if not prompt:
+            raise bad_request("prompt", f"{path} must not be empty")
+        if isinstance(prompt, list):
+            for number, token in enumerate(prompt):
+                if type(token) is not int:
+                    raise _wrong(cls, "prompt", f"{path}.{number}", token)
+                if token < 0:
+                    raise bad_request("prompt", f"prompt holds a token id below 0 (at {path}.{number}: {shown(token)})")
 
     @property
     def _prompts(self) -> list[str] | list[list[int]]:
@@ -213,15 +291,22 @@ class ChatBody(Body):
 
     PROMPT = "messages"
 
-    messages: list[dict[str, Any]] = Field(description="a list of objects with role and content", min_length=1)
+    messages: list[dict[str, Any]] = Field(description="a list of objects with role and content, at least one")
     max_completion_tokens: int | None = _optional("a whole number of at least 1")
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
-    @field_validator("messages")
+    @field_validator("messages", mode="plain")
     @classmethod
-    def _messages(cls, messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-        return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+    def _check_messages(cls, messages: object) -> list[dict[str, str]]:
+        if not isinstance(messages, list) or not messages:
+            raise _wrong(cls, "messages", "messages", messages)
+        texts = []
+        for number, message in enumerate(messages):
+            if not isinstance(message, dict):
+                raise _wrong(cls, "messages", f"messages.{number}", message)
+            texts.append(_message(f"messages[{number}]", message))
+        return texts
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -257,22 +342,20 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     """
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise bad_request("messages", f"{name}.role must be one of {', '.join(ROLES)}, not {reprlib.repr(role)}")
+        raise bad_request("messages", f"{name}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
     for field, value in message.items():
         if field not in ("role", "content") and value not in (None, []):
-            raise bad_request("messages", f"{name}.{field} is not supported")
+            raise bad_request("messages", f"{name}.{field[:_MAX_SHOWN]} is not supported")
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list):
-        raise bad_request(
-            "messages", f"{name}.content must be a string or a list of text parts, not {reprlib.repr(content)}"
-        )
+        raise bad_request("messages", f"{name}.content must be a string or a list of text parts, not {shown(content)}")
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             accepted = '{"type": "text", "text": ...}'
-            raise bad_request("messages", f"{name}.content[{number}] must be {accepted}, not {reprlib.repr(part)}")
+            raise bad_request("messages", f"{name}.content[{number}] must be {accepted}, not {shown(part)}")
         texts.append(text)
     return {"role": role, "content": "".join(texts)}
 
@@ -286,20 +369,43 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     Raises:
         ApiError: status 400, with the problem and the parameter.
     """
+    if _containers(raw) > MAX_CONTAINERS:
+        raise bad_request(None, f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
         values = from_json(raw)
     except ValueError as error:
         raise bad_request(None, f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise bad_request(None, f"the body must be a JSON object, not {reprlib.repr(values)}")
-    for name in values.keys() & UNSUPPORTED.keys():
-        value = values.pop(name)
-        if value is not None and value not in UNSUPPORTED[name]:
+        raise bad_request(None, f"the body must be a JSON object, not {shown(values)}")
+    for name, accepted in UNSUPPORTED.items():
+        value = values.pop(name, None)
+        if value is not None and value not in accepted:
             raise bad_request(name, f"{name} is not supported", "unsupported_parameter")
+    _require_known(values, kind)
     try:
         return kind.model_validate(values)
-    except ValidationError as error:
+    except ValidationError as error:  # at most one for each parameter, since all lists are validated by hand
         raise _api_error(kind, error) from error
+
+
+def _containers(raw: bytes) -> int:
+    """Return how many lists and objects a body may have."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count <= MAX_CONTAINERS:
+        return count
+    outside = _STRING.sub(b"", raw)  # texts may contain any number of brackets
+    return outside.count(b"[") + outside.count(b"{")
+
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+def _require_known(values: dict[str, Any], kind: type[BaseModel], prefix: str = "") -> None:
+    """Raise ApiError for the first key that is no field of ``kind``."""
+    for name in values:
+        if name not in kind.model_fields:
+            path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
+            raise bad_request(path, f"there is no parameter {path}", "unknown_parameter")
 
 
 def _api_error(kind: type[Body], error: ValidationError) -> ApiError:
@@ -307,9 +413,7 @@ def _api_error(kind: type[Body], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     path = ".".join(map(str, first["loc"]))
     param = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        return bad_request(path, f"there is no parameter {path}", "unknown_parameter")
-    accepted = kind.model_fields[param].description
     if first["type"] == "missing":
+        accepted = kind.model_fields[param].description
         return bad_request(param, f"{param} is missing; it must be {accepted}", "missing_parameter")
-    return bad_request(param, f"{param} must be {accepted} (at {path}: {reprlib.repr(first['input'])})")
+    return _wrong(kind, param, path, first["input"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -43,6 +44,9 @@ class ApiResponse(ABC, Generic[B]):
         self._created = int(time.time())
         self._sent: dict[int, _Sent] = {}
 
+    def prepare(self) -> None:
+        """Do what takes long before the first update, on the tokenizer's thread."""
+
     def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Return the response in one piece."""
         choices = [self._complete_choice(number, output) for number, output in sorted(outputs.items())]
@@ -50,19 +54,24 @@ class ApiResponse(ABC, Generic[B]):
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         """Return the chunks for an update of a choice; none if it has no new text."""
-        choices = []
-        sent = self._sent.get(number)
-        if sent is None:
-            sent = self._sent[number] = _Sent()
-            choices += self._opening(number)
+        sent = self._sent.get(number, _Sent())
         text = output.text[sent.text :]
         logprobs = _text_logprobs(output)[sent.tokens :]
-        if text or logprobs or output.finished:
-            choices.append(self._chunk_choice(number, output, text, logprobs, sent))
-            sent.text += len(text)
-            sent.tokens += len(logprobs)
+        if not (text or logprobs or output.finished):
+            return []
+        choices = self._opening(number) if number not in self._sent else []
+        self._sent[number] = sent
+        choices.append(self._chunk_choice(number, output, text, logprobs, sent))
+        sent.text += len(text)
+        sent.tokens += len(logprobs)
         usage = {"usage": None} if self._body.include_usage else {}
         return [self._object(self.CHUNK, [choice]) | usage for choice in choices]
+
+    def render(self, outputs: Mapping[int, RequestOutput]) -> bytes:
+        """Return the JSON of :meth:`complete`, encoded choice by choice so that other threads get their turns."""
+        whole = self.complete(outputs)
+        choices = b",".join(_json(choice) for choice in whole.pop("choices"))
+        return _json(whole)[:-1] + b',"choices":[' + choices + b"]}"
 
     def usage_chunk(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Return the last chunk of a stream, which holds the usage."""
@@ -106,6 +115,15 @@ class CompletionResponse(ApiResponse[CompletionBody]):
 
     PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, body: CompletionBody, model: str, tokenizer: Tokenizer):
+        super().__init__(body, model, tokenizer)
+        self._prompt_texts: dict[int, str] = {}
+
+    def prepare(self) -> None:
+        if self._body.echo:
+            for prompt in range(self._body.prompts):
+                self._prompt_texts[prompt] = self._body.prompt_text(prompt, self._tokenizer)
+
     def _opening(self, number: int) -> list[dict[str, Any]]:
         if not self._body.echo:
             return []
@@ -122,7 +140,7 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         return {"index": number, "text": text, "logprobs": entries} | _finish_fields(output)
 
     def _prompt(self, number: int) -> str:
-        return self._body.prompt_text(number // self._body.choices, self._tokenizer)
+        return self._prompt_texts[number // self._body.choices]
 
     def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
         """Return OpenAI's four parallel lists. Offsets count the characters of the tokens before, each decoded alone.
@@ -189,6 +207,10 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
             "logprob": _json_logprob(logprob),
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _text_logprobs(output: RequestOutput) -> Sequence[TokenLogprob]:

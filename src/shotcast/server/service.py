@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from shotcast.engine.outputs import RequestOutput
-from shotcast.engine.requests import max_output_tokens
+from shotcast.engine.requests import CheckedPrompt, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
 from shotcast.server.metrics import Metrics
-from shotcast.server.request_body import Body, bad_request
+from shotcast.server.request_body import AnyBody, Body, bad_request, parse, shown
+
+T = TypeVar("T")
 
 Update = tuple[int, RequestOutput]
 """The number of a choice, and its output so far."""
 
-Job = tuple[list[int], SamplingParams]
+Job = tuple[CheckedPrompt, SamplingParams]
 """One choice for the engine: the tokens of a prompt, and the sampling parameters."""
+
+SMALL_BODY_BYTES = 8192
+"""Bodies of at most this size are parsed in the event loop, which takes less than a millisecond."""
 
 RETRY_AFTER_S = 1
 """The retry time of rejected requests."""
@@ -44,9 +49,11 @@ class Service:
         self._running: set[_Sequences] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        # A thread, since tokenizing a long prompt would delay the tokens of all requests; a single one, since some
-        # tokenizers are not thread-safe.
+        # Threads, since parsing a large body or tokenizing a long prompt would delay the tokens of all requests; one of
+        # each kind, since some tokenizers are not thread-safe, and the event loop shares the interpreter with them.
+        self._parsing = ThreadPoolExecutor(1, "parse")
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
+        self._bodies = 0  # that are being parsed, or wait for it
 
     def check(self, dead_status: int = 500) -> None:
         """Raise if the server cannot serve requests.
@@ -59,11 +66,38 @@ class Service:
         if self._draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
-    async def generate(self, body: Body, request_id: str) -> AsyncGenerator[Update, None]:
+    async def parse(self, kind: type[AnyBody], raw: bytes) -> AnyBody:
+        """Parse the body of a request; a large one on a thread.
+
+        Raises:
+            ApiError: status 400, with the problem and the parameter; 429 if too many bodies wait for the thread.
+        """
+        if len(raw) <= SMALL_BODY_BYTES:
+            return parse(kind, raw)
+        if self._bodies >= self.config.max_queue:
+            raise _queue_full(f"{self._bodies} large bodies wait to be read")
+        self._bodies += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._parsing, parse, kind, raw)
+        finally:
+            self._bodies -= 1
+
+    async def with_tokenizer(self, function: Callable[[], T]) -> T:
+        """Call a function that takes long on the thread that uses the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    async def generate(
+        self, body: Body, request_id: str, prepare: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Update, None]:
         """Complete all prompts of a request, ``n`` times each, and yield updates of choices ``prompt * n + i``.
 
         An update contains everything that happened to its choice since the one before, so slow readers get fewer.
         Closing the generator aborts the choices that still run.
+
+        Args:
+            body: the body of the request.
+            request_id: a new id.
+            prepare: what the response needs of the tokenizer, called on its thread once the prompts are checked.
 
         Raises:
             ApiError: the request cannot be served, or failed.
@@ -71,10 +105,7 @@ class Service:
         params = body.sampling()
         with self._admit(body) as sequences:
             try:
-                loop = asyncio.get_running_loop()
-                tokenizer = self.engine.tokenizer
-                prompts = await loop.run_in_executor(self._tokenizing, body.tokenize, tokenizer)
-                jobs = [job for prompt in prompts for job in self._jobs(body, prompt, params)]
+                jobs = await self.with_tokenizer(partial(self._jobs, body, params, prepare))
                 async with aclosing(sequences.run(jobs, request_id)) as updates:
                     async for update in updates:
                         yield update
@@ -83,28 +114,38 @@ class Service:
             except ConfigError as error:
                 raise bad_request(body.PROMPT, str(error)) from error
 
-    def _jobs(self, body: Body, prompt: list[int], params: SamplingParams) -> Iterator[Job]:
-        """Yield the jobs of all choices of a prompt."""
+    def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[], None] | None) -> list[Job]:
+        """Return the jobs of all choices of all prompts."""
+        prompts = body.tokenize(self.engine.tokenizer)
+        lengths = [self._output_length(body, len(prompt)) for prompt in prompts]
+        checked = [self.engine.check_prompt(prompt) for prompt in prompts]
+        if prepare is not None:
+            prepare()
+        return [
+            (prompt, params.for_choice(length, _choice_seed(params.seed, number)))
+            for prompt, length in zip(checked, lengths, strict=True)
+            for number in range(body.choices)
+        ]
+
+    def _output_length(self, body: Body, prompt_tokens: int) -> int:
+        """Return the largest number of tokens of each output for a prompt of ``prompt_tokens`` tokens."""
         prompt_limit, output_limit = self.config.max_prompt_tokens, self.config.max_output_tokens
         too_long = "context_length_exceeded"
-        if prompt_limit is not None and len(prompt) > prompt_limit:
-            message = f"the prompt has {len(prompt)} tokens; this server takes {prompt_limit}"
+        if prompt_limit is not None and prompt_tokens > prompt_limit:
+            message = f"the prompt has {prompt_tokens} tokens; this server takes {prompt_limit}"
             raise bad_request(body.PROMPT, message, too_long)
         try:
-            room = max_output_tokens(len(prompt), self.engine.max_model_len)
+            room = max_output_tokens(prompt_tokens, self.engine.max_model_len)
         except ConfigError as error:
-            raise bad_request(body.PROMPT, str(error), too_long if prompt else None) from error
+            raise bad_request(body.PROMPT, str(error), too_long if prompt_tokens else None) from error
         param, requested = body.output_limit
         length = room if requested is None else requested
         if output_limit is not None:
             length = min(length, output_limit)
         if length > room:
-            message = f"the prompt has {len(prompt)} tokens, and {param} is {requested}"
+            message = f"the prompt has {prompt_tokens} tokens, and {param} is {shown(requested)}"
             raise bad_request(param, f"{message}; together they are at most {self.engine.max_model_len}", too_long)
-        for number in range(body.choices):
-            # Choices differ from each other, but repeat when the request is repeated; the sum stays within 64 bits.
-            seed = None if params.seed is None else (params.seed + number + 2**63) % 2**64 - 2**63
-            yield prompt, replace(params, max_tokens=length, seed=seed)
+        return length
 
     @contextmanager
     def _admit(self, body: Body) -> Iterator[_Sequences]:
@@ -117,12 +158,7 @@ class Service:
                 param, f"the {body.PROMPT} times n make {count} outputs; this server takes {limit} at a time"
             )
         if self._sequences + count > limit:
-            raise ApiError(
-                429,
-                f"{self._sequences} of {limit} queue places are taken, and this request needs {count}; try again later",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
+            raise _queue_full(f"{self._sequences} of {limit} queue places are taken, and this request needs {count}")
         sequences = _Sequences(self.engine, self.metrics)
         self._sequences += count
         self._running.add(sequences)
@@ -150,7 +186,8 @@ class Service:
             sequences.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def close(self) -> None:
-        """Stop the tokenizer thread."""
+        """Stop the threads."""
+        self._parsing.shutdown(wait=False)
         self._tokenizing.shutdown(wait=False)
 
 
@@ -220,6 +257,15 @@ class _Sequences:
         if result.finished:
             del self._request_ids[number]
             self._metrics.finished(result)
+
+
+def _choice_seed(seed: int | None, number: int) -> int | None:
+    """Return the seed of a choice. Choices differ from each other, but repeat when the request is repeated."""
+    return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63  # the sum stays within 64 bits
+
+
+def _queue_full(reason: str) -> ApiError:
+    return ApiError(429, f"{reason}; try again later", code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def _dead_error(error: BaseException, status: int = 500) -> ApiError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
+
+PING = b": ping\n\n"
+"""A comment, which clients ignore."""
 
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 """Escapes of the characters that JSON leaves as they are, but at which ``str.splitlines``, and so some clients, end a
@@ -47,27 +51,63 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 class EventStream(Response):
     """A response of server-sent events, which ends as soon as the client disconnects.
 
-    The status is sent with the first event, so an error before that has a response of its own.
+    The status is sent with the first event or ping, so an error before that has a response of its own. A later one is
+    sent as an event, and ends the stream.
+
+    Args:
+        events: the events.
+        error_event: returns the event for an error.
+        ping_s: a comment is sent whenever nothing else was for so many seconds, since proxies end quiet connections.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]):
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], error_event: Callable[[Exception], bytes], ping_s: float = math.inf
+    ):
         self.status_code = 200
         self.background = None
         self._events = events
+        self._error_event = error_event
+        self._ping_s = ping_s
+        self._started = False
+        self._last_sent = 0.0
+        self._sending = asyncio.Lock()
         # Without X-Accel-Buffering, nginx would collect events into larger pieces.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._send(send))
+        await unless_disconnected(receive, self._run(send))
 
-    async def _send(self, send: Send) -> None:
-        started = False
-        async with aclosing(self._events) as events:
-            async for data in events:
-                if not started:
-                    started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _run(self, send: Send) -> None:
+        pings = asyncio.create_task(self._send_pings(send))
+        try:
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    await self._send(send, data)
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._send(send, self._error_event(error))
+        finally:
+            pings.cancel()
+            await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._last_sent = asyncio.get_running_loop().time()
+
+    async def _send_pings(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        while math.isfinite(self._ping_s):
+            quiet_s = loop.time() - self._last_sent
+            if quiet_s < self._ping_s:
+                await asyncio.sleep(self._ping_s - quiet_s)
+            else:
+                await self._send(send, PING)
