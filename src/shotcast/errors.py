@@ -22,30 +22,43 @@ class ClosedError(ShotcastError):
 
 
 class CollectiveTimeout(ShotcastError):
-    """Not every rank took part in a call within the deadline.
+    """Not every rank took part in a call: a rank is late beyond the deadline, or cannot come any more.
 
     Attributes:
         rank: the rank that reports.
-        missing: the ranks that had not arrived when the deadline expired, ascending.
+        missing: the ranks that had not arrived, ascending.
         op: the name of the operation, for example ``"all_reduce"``.
         epoch: the number of the call on this communicator, counted from 1.
+        timeout_s: the deadline of the call, in seconds.
+        reason: ``"late"``: the missing ranks did not come within ``timeout_s``, though no process is known to have
+            ended; ``"dead"``: their processes have ended, which is said at once; ``"interrupted"``: a signal, such as
+            that of Ctrl-C, ended the call on them.
     """
 
-    def __init__(self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float):
+    def __init__(
+        self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float, reason: str = "late"
+    ):
         self.rank = rank
         self.missing = tuple(missing)
         self.op = op
         self.epoch = epoch
         self.timeout_s = timeout_s
-        missing_ranks = ", ".join(map(str, self.missing)) or "none (all started the call, but data did not arrive)"
+        self.reason = reason
+        ranks = ", ".join(map(str, self.missing))
+        if reason == "dead":
+            happened = f"cannot complete, as processes have ended; dead ranks: {ranks}"
+        elif reason == "interrupted":
+            happened = f"cannot complete, as a signal interrupted it; interrupted ranks: {ranks}"
+        else:
+            ranks = ranks or "none (all started the call, but data did not arrive)"
+            happened = f"did not complete within {timeout_s:g} s (timeout_s); missing ranks: {ranks}"
         super().__init__(
-            f"rank {rank}: {op} (call {epoch}) did not complete within {timeout_s:g} s; "
-            f"missing ranks: {missing_ranks}. The communicator is stopped: reset() it when every rank is alive, "
-            f"otherwise close() it and build a new one"
+            f"rank {rank}: {op} (call {epoch}) {happened}. The communicator is stopped: reset() it when every rank is "
+            f"alive, otherwise close() it and build a new one"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s)
+        return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason)
 
 
 class CollectiveMismatch(ShotcastError):

@@ -272,8 +272,8 @@ class Header:
         return f"{self.op}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
-TIMEOUT, MISMATCH, DEAD = 1, 2, 3
-"""Kinds of faults: ranks that did not come in time, ranks that called something else, ranks whose process is gone."""
+TIMEOUT, MISMATCH, DEAD, INTERRUPTED = 1, 2, 3, 4
+"""Kinds of faults: a rank is late, calls differ, a rank's process has ended, a signal ended a rank's call."""
 UNEVEN = 1
 """The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
 
@@ -286,7 +286,7 @@ FAULT_MASK_AT, FAULT_BLOCK_AT, FAULT_OP_AT, FAULT_KIND_AT = 32, 48, 54, 60
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An abort word, read back: kind (TIMEOUT, MISMATCH or DEAD), the ranks it names, operation, 32 bits of the epoch.
+    """An abort word, read back: kind, the ranks it names, operation and 32 bits of the epoch.
 
     Bits from 0 up: epoch 32, rank mask 16, block 6, op 6, kind 4. The mask is of the 16 ranks from 16 * block on. Zero
     means no fault.
@@ -315,7 +315,7 @@ def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
     A word names the ranks of one block of 16: of the ranks given, those in the block of the lowest.
 
     Args:
-        kind: TIMEOUT, MISMATCH or DEAD.
+        kind: TIMEOUT, MISMATCH, DEAD or INTERRUPTED.
         ranks: the ranks at fault, below :data:`MAX_NAMED_RANKS`.
         epoch: of the call; for a message, its number.
     """

@@ -58,6 +58,94 @@ def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any
     return {"error": caught.value, "took": took, "after": after, "nan": bool(out.isnan().all())}
 
 
+def killed_while_others_wait(victim: int) -> tuple[CollectiveTimeout, float]:
+    """Kill a rank while the others wait for it, with a deadline of ten minutes. Return the error and its delay."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=600)
+    warm(comm, "two_shot")
+    killed_at = comm._host.all_gather(time.monotonic() + 0.7)[victim]
+    if comm.rank == victim:
+        time.sleep(max(0.0, killed_at - time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, _, _ = failing_call(comm, "two_shot")
+    comm.close()
+    return error, time.monotonic() - killed_at
+
+
+def one_dead_one_late() -> CollectiveTimeout:
+    """Kill rank 1, and bring rank 2 later than the end of rank 1 is noticed."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=600)
+    warm(comm, "one_shot")
+    comm._host.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 2:
+        time.sleep(1)
+    error, _, _ = failing_call(comm, "one_shot")
+    comm.close()
+    return error
+
+
+def leave_one_by_one() -> float:
+    """Sum, and end one process after the other without closing anything; the others check when it has ended."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=600)
+    total = comm.all_reduce(torch.full([3], comm.rank + 1.0))
+    until = time.monotonic() + 0.4 * comm.rank
+    while len(comm._peers.gone) < comm.rank and time.monotonic() < until + 5:
+        time.sleep(0.01)
+    assert len(comm._peers.gone) == comm.rank, "the ranks before this one have ended"
+    comm.check()
+    return float(total[0])
+
+
+def killed_in_split(victim: int) -> tuple[CollectiveTimeout, float]:
+    """Kill a rank that the others wait for in a split. Return the error and the seconds until it was raised."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=600)
+    comm._host.barrier()
+    if comm.rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        comm.split(0)
+    return caught.value, time.monotonic() - started
+
+
+def interrupted() -> Any:
+    """Send rank 0 the signal of Ctrl-C while it waits for rank 1. Return what each saw."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    comm = shotcast.Communicator(device="cpu", timeout_s=600)
+    warm(comm, "one_shot")
+    pids = comm._host.all_gather(os.getpid())
+    out = torch.zeros(1000)
+    if comm.rank == 1:
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGINT)
+        time.sleep(0.5)
+        return failing_call(comm, "one_shot")[0]
+    sent = time.monotonic() + 0.5
+    with pytest.raises(KeyboardInterrupt) as caught:
+        comm.all_reduce(torch.ones(1000), out=out, algorithm="one_shot")
+    took = time.monotonic() - sent
+    return type(caught.value).__name__, took, bool(out.isnan().all())
+
+
+def handled_signal() -> tuple[float, int]:
+    """Send rank 0 a signal that it handles while it waits; return the sum and how often the handler ran."""
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
+    comm = shotcast.Communicator(device="cpu", timeout_s=20)
+    pids = comm._host.all_gather(os.getpid())
+    if comm.rank == 1:
+        time.sleep(0.3)
+        os.kill(pids[0], signal.SIGINT)
+        time.sleep(0.5)
+    began = time.monotonic()
+    total = comm.all_reduce(torch.full([10], comm.rank + 1.0))
+    if seen:
+        assert seen[0] - began < 0.6, "the handler runs while the rank waits"
+    return float(total[0]), len(seen)
+
+
 def survivors_go_on(victim: int) -> list[float]:
     """Have the survivors close the stopped communicator and build another one among themselves. Return its sums."""
     comm = shotcast.Communicator(device="cpu", timeout_s=0.5)

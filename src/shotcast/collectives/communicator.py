@@ -26,6 +26,7 @@ from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.forked import watch
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
+from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
@@ -38,6 +39,8 @@ from shotcast.memory.operands import NormTensors
 from shotcast.wire import Fault, LaunchShape, Norm, Op
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
+DEFAULT_TIMEOUT_S = 600.0
+"""The default deadline of a call; a rank may write a checkpoint meanwhile. Dead ranks are not waited for."""
 MAX_WORKSPACE_MESSAGE = 512 << 20
 """The largest value of ``max_bytes``."""
 _KEPT_CALLS = 4096
@@ -73,7 +76,8 @@ class Communicator:
         max_bytes: the largest message for own kernels on CUDA; the workspace takes about 8 times as much of each GPU.
             Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the CPU
             it is the size of the workspace itself, through which messages of any size pass.
-        timeout_s: how long a call waits for the other ranks.
+        timeout_s: how long a call waits for ranks that are late. A rank whose process has ended is not waited for: the
+            others get a :class:`~shotcast.CollectiveTimeout` within a second.
         allow_fp8: whether ``auto`` may take ``two_shot_fp8`` where it is faster; it sends FP8 and loses precision
             (``docs/reference/numerics.md``). None takes SHOTCAST_ALLOW_FP8, which is 0 unless set.
 
@@ -88,7 +92,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         device: str | torch.device | None = None,
         max_bytes: int | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         allow_fp8: bool | None = None,
     ):
         self._start(group, device, max_bytes, timeout_s, allow_fp8)
@@ -118,6 +122,7 @@ class Communicator:
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self.max_bytes = max_bytes
         self._closed = False
+        self._peers = PeerWatch(self._host)
         self._owns_group = False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
@@ -147,6 +152,8 @@ class Communicator:
         self._executor, kernels, obstacle, multicast = build_executor(
             self._group, self._host, self.device, self.max_bytes, self._timeout_s, self._algorithms
         )
+        if self._executor is not None:
+            self._peers.tell(self._executor.mark_gone)
         topology = Topology(
             self.world_size,
             self.device.type,
@@ -652,7 +659,7 @@ class Communicator:
         synchronised.
 
         Raises:
-            CollectiveTimeout: ranks did not come to a call in time.
+            CollectiveTimeout: ranks did not come to a call in time, or their processes have ended.
             CollectiveMismatch: ranks made different calls.
             ClosedError: after :meth:`close`.
         """
@@ -730,6 +737,7 @@ class Communicator:
             self._closed = True
             if self._fast_path is not None:
                 self._fast_path.close()
+            self._peers.close()
             if self._executor is not None:
                 self._executor.drain()
                 self._executor.close()

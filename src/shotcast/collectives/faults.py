@@ -13,6 +13,7 @@ from shotcast.wire import Fault, Header, HeaderWords, Op
 _FIELDS = ("op", "dtype", "algorithm", "root", "nbytes")
 _LAUNCH_FIELDS = ("launch", "piece")
 """Fields that follow from the others, so they are named where no other differs."""
+_REASONS = {wire.TIMEOUT: "late", wire.DEAD: "dead", wire.INTERRUPTED: "interrupted"}
 _PATIENCE_S = 0.2
 
 
@@ -28,8 +29,8 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algo
         now = executor.epoch
         # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
         epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
-    if fault.kind == wire.TIMEOUT:
-        return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s)
+    if fault.kind != wire.MISMATCH:
+        return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s, _REASONS[fault.kind])
     headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
     known = {r: Header.decode(word, algorithms) for r, word in enumerate(headers) if word is not None}
     fields = _differing(_FIELDS, known.values()) or _differing(_LAUNCH_FIELDS, known.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,8 @@ from shotcast.errors import CollectiveTimeout
 from shotcast.memory.agreed_number import agreed_number
 
 _NAMING = threading.Lock()
+_GLANCE_S = 0.2
+"""Time between two looks for ranks whose processes have ended."""
 
 
 def _job_store() -> dist.Store:
@@ -71,6 +73,9 @@ class StoreGroup:
 
     Raises:
         CollectiveTimeout: naming the ranks that did not come to agree on a name within ``timeout_s``.
+
+    Attributes:
+        gone: ranks whose processes have ended, for which nobody waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int], name: str | None = None):
@@ -84,6 +89,7 @@ class StoreGroup:
         self.name = name
         self._store = dist.PrefixStore(f"shotcast/{name}", _job_store())
         self.steps = 0
+        self.gone: Collection[int] = ()
 
     def store(self, name: str) -> dist.Store:
         """Return a part of the job's store that is reserved for ``name``."""
@@ -104,9 +110,10 @@ class StoreGroup:
         keys = [f"{step}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
         deadline = time.monotonic() + timeout_s
-        missing = [rank for rank, key in enumerate(keys) if not _arrives(self._store, key, deadline)]
+        missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, rank, deadline)]
         if missing:
-            raise CollectiveTimeout(self.rank, missing, what, step, timeout_s)
+            dead = [rank for rank in missing if rank in self.gone]
+            raise CollectiveTimeout(self.rank, dead or missing, what, step, timeout_s, "dead" if dead else "late")
         values = [pickle.loads(value) for value in self._store.multi_get(keys)]
         self.steps += 1
         readers = f"{step}/readers"
@@ -115,20 +122,22 @@ class StoreGroup:
                 self._store.delete_key(key)
         return values
 
+    def _arrives(self, key: str, rank: int, deadline: float) -> bool:
+        """Return whether the value of ``rank`` arrives before the deadline and the end of its process."""
+        gone = False
+        while not gone and (left := deadline - time.monotonic()) > 0:
+            gone = rank in self.gone  # it may have sent its value before its end
+            try:
+                wait_s = 0.001 if gone else min(max(left, 0.001), _GLANCE_S)  # 0 would wait without end
+                self._store.wait([key], timedelta(seconds=wait_s))
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # most stores raise DistStoreError; FileStore raises this
+                pass
+            else:
+                return True
+        return self._store.check([key])  # a rank that arrived in time is not missing, however late the store says so
+
     def barrier(self, timeout_s: float | None = None, what: str = "barrier") -> None:
         """Wait until every rank has called. Raises CollectiveTimeout naming the ranks that did not arrive."""
         self.all_gather(None, timeout_s, what)
-
-
-def _arrives(store: dist.Store, key: str, deadline: float) -> bool:
-    left = deadline - time.monotonic()
-    if left > 0:
-        try:
-            store.wait([key], timedelta(seconds=max(left, 0.001)))  # 0 would wait without end
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # most stores raise DistStoreError; FileStore raises this
-            pass
-        else:
-            return True
-    return store.check([key])  # a rank that arrived in time is not missing, however late the store says so

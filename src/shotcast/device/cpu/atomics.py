@@ -148,3 +148,26 @@ def sleep_ns(_context: Any, duration: Any) -> Any:
         return target.get_dummy_value()
 
     return signature(types.void, types.int64), generate
+
+
+@intrinsic
+def interrupted(_context: Any) -> Any:
+    """Run the handlers of signals that have come, on the main thread; return whether one of them raised.
+
+    Its exception then waits in the interpreter until the compiled code returns. Takes the interpreter lock, which the
+    caller does not hold.
+    """
+
+    def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        number = ir.IntType(32)
+
+        def call(name: str, result: Any, *arguments: Any) -> Any:
+            kind = ir.FunctionType(result, [argument.type for argument in arguments])
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+        state = call("PyGILState_Ensure", number)
+        raised = builder.icmp_signed("!=", call("PyErr_CheckSignals", number), ir.Constant(number, 0))
+        call("PyGILState_Release", ir.VoidType(), state)
+        return raised
+
+    return signature(types.boolean), generate

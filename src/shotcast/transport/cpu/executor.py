@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from shotcast.memory.symmetric import HostGroup
 from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
-from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, TIMED_OUT
+from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,13 @@ _SPINS = 20
 own, and costs where they share them, which a scheduler may decide even with cores to spare."""
 _GATHER_CHUNK = 256 << 10
 _GRACE_S = 0.2
+_KINDS = {
+    TIMED_OUT: wire.TIMEOUT,
+    MISMATCHED: wire.MISMATCH,
+    PEER_GONE: wire.DEAD,
+    INTERRUPTED: wire.INTERRUPTED,
+}
+"""The kind of fault that a status of a schedule means."""
 
 
 class Algorithms(Protocol):
@@ -86,7 +94,11 @@ class BoundCall:
             executor.place(plan, norm)
         source = 0 if x is None else x.data_ptr()
         target = source if out is None else out.data_ptr()
-        status = self._function(executor.context_address, self._record_address, source, target)
+        interruption: BaseException | None = None
+        try:
+            status = self._function(executor.context_address, self._record_address, source, target)
+        except BaseException as error:  # a signal handler raised while the compiled code waited, or just afterwards
+            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
         if status != DONE:
             executor.fail(status, plan, self.header)
             if norm is None:
@@ -97,6 +109,8 @@ class BoundCall:
                 written = [norm.new_residual, norm.normed, norm.quantized, norm.scale if by_row else None]
             for tensor in written:
                 _fill_with_nan(tensor)
+        if interruption is not None:
+            raise interruption
 
     def one_launch(self, aligned: bool) -> None:
         """Return None: calls are not kernels on a stream."""
@@ -161,6 +175,7 @@ class CpuExecutor:
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
         self._abort_word = self._abort_words[self._rank]
         self._message_headers: tuple[int, list[HeaderWords | None]] | None = None
+        self._marking = threading.Lock()
         self.closed = False
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -270,16 +285,20 @@ class CpuExecutor:
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
         """Tell all ranks why a call of this one failed."""
         if status != ABORTED:
-            if plan.op in _SEND_RECV:
+            if status == INTERRUPTED:
+                guilty = [self._rank]
+            elif plan.op in _SEND_RECV:
                 guilty = [plan.root]
                 if status == MISMATCHED:
                     self._keep_message_headers(plan, header)
+            elif status == PEER_GONE:
+                gone = [rank for rank in range(self._world_size) if self._context[layout.GONE // 8] >> rank & 1]
+                guilty = [rank for rank in gone if rank in self._absent()] or gone
             elif status == TIMED_OUT:
                 guilty = self._absent()
             else:
                 guilty = self._differing()
-            kind = wire.TIMEOUT if status == TIMED_OUT else wire.MISMATCH
-            word = wire.encode_fault(kind, int(plan.op), guilty, self.epoch)
+            word = wire.encode_fault(_KINDS[status], int(plan.op), guilty, self.epoch)
             for abort_word in self._abort_words:
                 # The first fault stays: it is the cause of those that follow.
                 if abort_word.value == 0:
@@ -339,6 +358,11 @@ class CpuExecutor:
             raise ConfigError(f"a timeout is more than 0 seconds: {seconds}")
         self._timeout_s = min(seconds, 1e9)
         self._set(layout.TIMEOUT, int(self._timeout_s * 1e9))
+
+    def mark_gone(self, rank: int) -> None:
+        """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it."""
+        with self._marking:
+            self._set(layout.GONE, self._context[layout.GONE // 8] | 1 << rank)
 
     def drain(self) -> None:
         """Return when no call runs any more: at once, since calls block."""

@@ -40,6 +40,7 @@ SPINS = 48
 GENERATION = 56
 OUTBOX_CHUNK = 64
 HEADER_WORD = 72  # the first word of the header of the current call, with its epoch
+GONE = 80  # a bit for each rank whose process has ended; another thread sets it
 REGIONS = 128
 SOURCES = 256
 ROW = 320

@@ -50,7 +50,7 @@ def send(context: int, plan: int, x: int, out: int) -> int:
     received = region(context, peer) + RECEIVED + LINE * rank
     done = 0
     while True:
-        status = wait(context, received, sent - OUTBOX_SLOTS + 1)
+        status = wait(context, peer, False, received, sent - OUTBOX_SLOTS + 1)
         if status != DONE:
             return status
         size = min(chunk, nbytes - done)
@@ -80,7 +80,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
     received = load(own + RECEIVED + LINE * peer)
     done = 0
     while True:
-        status = wait(context, sent, received + 1)
+        status = wait(context, peer, False, sent, received + 1)
         if status != DONE:
             return status
         size = min(chunk, nbytes - done)

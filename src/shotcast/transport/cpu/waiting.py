@@ -13,11 +13,21 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import load, load_acquire, monotonic_ns, pause, sleep_ns, store, store_release
+from shotcast.device.cpu.atomics import (
+    interrupted,
+    load,
+    load_acquire,
+    monotonic_ns,
+    pause,
+    sleep_ns,
+    store,
+    store_release,
+)
 from shotcast.transport.cpu.layout import (
     ABORT,
     DEADLINE,
     EPOCH,
+    GONE,
     HEADER,
     HEADER_WORD,
     HEADERS,
@@ -30,10 +40,12 @@ from shotcast.transport.cpu.layout import (
     WORLD,
 )
 
-DONE, TIMED_OUT, MISMATCHED, ABORTED = 0, 1, 2, 3
+DONE, TIMED_OUT, MISMATCHED, ABORTED, PEER_GONE, INTERRUPTED = 0, 1, 2, 3, 4, 5
 """The statuses that a schedule returns."""
 
 _YIELD_NS = 1_000_000
+_INTERRUPT_NS = 20_000_000
+"""Time between two looks for Ctrl-C, each of which takes the interpreter lock."""
 
 
 @njit(error_model="numpy")
@@ -42,8 +54,28 @@ def region(context: int, rank: int) -> int:
     return load(context + REGIONS + 8 * rank)
 
 
+@njit(error_model="numpy")
+def _hopeless(context: int, peer: int, collective: bool) -> bool:
+    """Return whether a rank whose process has ended keeps this call from completing.
+
+    That is so if it is ``peer``, whose word this rank waits for, or if it has not begun this collective.
+    """
+    gone = load_acquire(context + GONE)
+    if gone == 0:
+        return False
+    if gone >> peer & 1:
+        return True
+    epoch = load(context + EPOCH)
+    if collective:
+        for rank in range(load(context + WORLD)):
+            header = load_acquire(region(context, rank) + HEADERS + 16 * (epoch & 1))
+            if gone >> rank & 1 and (header == 0 or (header ^ epoch << 48) >> 48 != 0):
+                return True
+    return False
+
+
 @njit(error_model="numpy", inline="never")
-def _wait_long(context: int, address: int, target: int) -> int:
+def _wait_long(context: int, peer: int, collective: bool, address: int, target: int) -> int:
     # The deadline starts with the first long wait, so calls without one never read the clock.
     """Wait like :func:`wait`, with a deadline, and let other threads run meanwhile."""
     begun = monotonic_ns()
@@ -51,27 +83,38 @@ def _wait_long(context: int, address: int, target: int) -> int:
         store(context + DEADLINE, begun + load(context + TIMEOUT))
     deadline = load(context + DEADLINE)
     abort = region(context, load(context + RANK)) + ABORT
+    looked = begun
     while True:
+        hopeless = _hopeless(context, peer, collective)  # before the word, which the rank may have written at its end
         if load_acquire(address) - target >= 0:
             return DONE
         if load_acquire(abort) != 0:
             return ABORTED
+        if hopeless:
+            return PEER_GONE
         now = monotonic_ns()
         if now > deadline:
             return TIMED_OUT
+        if now - looked > _INTERRUPT_NS:
+            looked = now
+            if interrupted():
+                return INTERRUPTED
         waited = now - begun
         # Let other threads run. After a while sleep for about 3% of the time waited so far.
         sleep_ns(0 if waited < _YIELD_NS else min(waited >> 5, 1_000_000))
 
 
 @njit(error_model="numpy")
-def wait(context: int, address: int, target: int) -> int:
-    """Return DONE once the word at ``address`` is not below ``target``, else TIMED_OUT or ABORTED."""
+def wait(context: int, peer: int, collective: bool, address: int, target: int) -> int:
+    """Return DONE once the word of ``peer`` at ``address`` is not below ``target``, else why it will not be.
+
+    ``collective`` says that the call needs all ranks.
+    """
     for _ in range(load(context + SPINS)):
         if load_acquire(address) - target >= 0:
             return DONE
         pause()
-    return _wait_long(context, address, target)
+    return _wait_long(context, peer, collective, address, target)
 
 
 @njit(error_model="numpy")
@@ -105,7 +148,7 @@ def publish(context: int, step: int) -> int:
 def await_peer(context: int, peer: int, step: int, word: int) -> int:
     """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED if it makes another call."""
     control = region(context, peer)
-    status = wait(context, control + PROGRESS, step)
+    status = wait(context, peer, True, control + PROGRESS, step)
     if status == DONE:
         header = control + HEADERS + 16 * (load(context + EPOCH) & 1)
         if load_acquire(header) != load(context + HEADER_WORD) or load_acquire(header + 8) != word:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import threading
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from shotcast.device.triton.intrinsics import INTERPRETED, has_float8_conversion
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
+from shotcast.memory import driver
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
@@ -21,6 +23,10 @@ from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import TENSORS, KernelContext, KernelLaunch
 from shotcast.transport.triton.layout import Layout
 from shotcast.wire import CallPlan, Fault, HeaderWords
+
+_SETTLE_S = 0.3
+"""Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
+rank sent it, and ended, looks again by then."""
 
 
 class Form(Protocol):
@@ -170,6 +176,7 @@ class TritonExecutor:
             header_of=algorithms.header,
         )
         self._timeout_s = timeout_s
+        self._marking, self._gone, self._closed = threading.Lock(), 0, False
         self.clear(0)
         group.barrier()
 
@@ -264,6 +271,27 @@ class TritonExecutor:
         self._timeout_s = timeout_s
         self._control[layout.TIMEOUT] = int(timeout_s * 1e9)
 
+    def mark_gone(self, rank: int) -> None:
+        """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it.
+
+        It takes effect a moment later: a program that has just found a word missing may look for the mark now, though
+        the rank sent the word at its end.
+        """
+        timer = threading.Timer(_SETTLE_S, self._mark_gone, (rank,))
+        timer.daemon = True
+        timer.start()
+
+    def _mark_gone(self, rank: int) -> None:
+        with self._marking:
+            self._gone |= 1 << rank
+            if self._closed:
+                return
+            address = self.own_address + 8 * layout.GONE
+            if self.device.type == "cuda":
+                driver.write_word(self.device, address, self._gone)
+            else:
+                ctypes.c_int64.from_address(address).value = self._gone
+
     def drain(self) -> None:
         """Wait for this rank's kernels."""
         if self.device.type == "cuda":
@@ -278,6 +306,7 @@ class TritonExecutor:
         words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
         words[where.slots_at * 4 :].fill_(-1)
         self._control[layout.STATUS] = self._status.data_ptr()
+        self._control[layout.GONE] = self._gone
         self.set_epoch(epoch)
         self.set_timeout(self._timeout_s)
         self._status_word.value = 0
@@ -285,5 +314,7 @@ class TritonExecutor:
 
     def close(self) -> None:
         """Let go of the memory; every rank must have drained."""
+        with self._marking:
+            self._closed = True
         self._control = self._peers = torch.empty(0, dtype=torch.int64)
         self._buffer.close()

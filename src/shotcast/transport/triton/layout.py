@@ -21,6 +21,7 @@ EXTENT = 3  # [3 generations] quads of slots that the latest call of each has us
 TIMEOUT = 6  # deadline of a call, in ns
 STATUS = 7  # address of the host's copy of the abort word (pinned)
 CLOCK = 8  # latest time that any waiting program has read
+GONE = 9  # a bit for each rank whose process has ended; the host sets it
 ABORT = 16  # 0, or the fault that stopped the communicator (wire.Fault)
 HEADERS = 32  # [2 parities of the epoch][8 ranks][HEADER_WORDS]
 SENT = 64  # [8 peers][CHANNELS] chunks sent to each peer

@@ -56,6 +56,7 @@ EXTENT = tl.constexpr(layout.EXTENT)
 TIMEOUT = tl.constexpr(layout.TIMEOUT)
 STATUS = tl.constexpr(layout.STATUS)
 CLOCK = tl.constexpr(layout.CLOCK)
+GONE = tl.constexpr(layout.GONE)
 ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
@@ -63,6 +64,7 @@ OP_AT = tl.constexpr(wire.OP_AT)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
 FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
 FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
+FAULT_DEAD = tl.constexpr(wire.DEAD)
 FAULT_MASK_AT = tl.constexpr(wire.FAULT_MASK_AT)
 FAULT_OP_AT = tl.constexpr(wire.FAULT_OP_AT)
 FAULT_KIND_AT = tl.constexpr(wire.FAULT_KIND_AT)
@@ -445,7 +447,8 @@ def check_deadline(
 
     The deadline counts from the program's first check, over all waits of the call. When it passes, this rank stops the
     call on every rank. The fault names the ranks whose header is missing. If all headers came, or without BY_HEADERS,
-    it names the ranks in the bit mask ``late_ranks``, whose data is missing.
+    it names the ranks in the bit mask ``late_ranks``, whose data is missing. A rank whose process has ended, which the
+    host marks, is not waited for: the fault names it at once.
 
     With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
     data of others: a peer that lacks those data then expires first, and names the rank that did not send them.
@@ -456,13 +459,16 @@ def check_deadline(
     if EXTENDED_DEADLINE:
         timeout += timeout // 4
     fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
+    gone = tl.atomic_add(call.own + GONE, 0, sem="relaxed", scope="sys").to(tl.int32)
     live = (fault == 0).to(tl.int32)
     if started == 0:
         started = now
+    expired = now - started > timeout
     if fault != 0:
         report_fault(call.own, fault)
-    elif now - started > timeout:
+    elif expired | (gone != 0):
         named = late_ranks
+        dead = gone & late_ranks
         if BY_HEADERS:
             lanes = tl.arange(0, MAX_WORLD)
             cells = call.own + header_row(call) + lanes * HEADER_WORDS
@@ -473,8 +479,13 @@ def check_deadline(
             late = late & (lanes < WORLD) & (lanes != call.rank)
             missing_headers = tl.sum(late.to(tl.int32) << lanes, axis=0)
             named = tl.where(missing_headers == 0, late_ranks, missing_headers)
-        stop(call, FAULT_TIMEOUT, named, WORLD)
-        live = live * 0
+            dead = dead | (gone & missing_headers)  # the same in all warps, as the dead send nothing
+        if dead != 0:
+            stop(call, FAULT_DEAD, dead, WORLD)
+            live = live * 0
+        elif expired:
+            stop(call, FAULT_TIMEOUT, named, WORLD)
+            live = live * 0
     return started, live
 
 

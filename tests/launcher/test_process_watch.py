@@ -1,0 +1,121 @@
+"""The watch of processes: the end of each is told once, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shotcast.launcher.process_watch import ProcessId, ProcessWatch, _start_time
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def id_of(process: subprocess.Popen[bytes]) -> ProcessId:
+    return ProcessId(ProcessId.own().space, process.pid, _start_time(process.pid))
+
+
+def threads() -> int:
+    return sum(thread.name == "shotcast process watch" for thread in threading.enumerate())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def eventually(condition: object) -> bool:
+    until = time.monotonic() + 5
+    while not condition() and time.monotonic() < until:  # type: ignore[operator]
+        time.sleep(0.005)
+    return bool(condition())  # type: ignore[operator]
+
+
+def test_the_end_of_a_process_is_told_soon_and_once(sleeper: subprocess.Popen[bytes]) -> None:
+    watch, told, seen = ProcessWatch(), [], threading.Event()
+    assert watch.add(id_of(sleeper), lambda: (told.append(time.monotonic()), seen.set())) is not None
+    time.sleep(0.05)
+    assert not told
+    killed = time.monotonic()
+    sleeper.send_signal(signal.SIGKILL)
+    assert seen.wait(5)
+    assert told[0] - killed < 1
+    sleeper.wait()
+    assert len(told) == 1
+
+
+def test_a_stopped_process_has_not_ended(sleeper: subprocess.Popen[bytes]) -> None:
+    watch, seen = ProcessWatch(), threading.Event()
+    end = watch.add(id_of(sleeper), seen.set)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert not seen.wait(0.3)
+    assert end is not None
+    end()
+
+
+def test_a_process_that_ended_before(sleeper: subprocess.Popen[bytes]) -> None:
+    process = id_of(sleeper)
+    sleeper.kill()
+    sleeper.wait()
+    seen = threading.Event()
+    assert ProcessWatch().add(process, seen.set) is not None
+    assert seen.wait(5)
+
+
+def test_another_process_with_the_same_number(sleeper: subprocess.Popen[bytes]) -> None:
+    """The system gives numbers anew: the process that was meant has ended."""
+    seen = threading.Event()
+    assert ProcessWatch().add(dataclasses.replace(id_of(sleeper), started=1), seen.set) is not None
+    assert seen.wait(5)
+
+
+def test_a_process_of_another_machine_cannot_be_watched(sleeper: subprocess.Popen[bytes]) -> None:
+    other = dataclasses.replace(id_of(sleeper), space="another machine")
+    assert ProcessWatch().add(other, lambda: None) is None
+    assert ProcessWatch().add(dataclasses.replace(other, space=""), lambda: None) is None
+
+
+def test_several_callbacks_and_nothing_left(sleeper: subprocess.Popen[bytes]) -> None:
+    watch, before = ProcessWatch(), (descriptors(), threads())
+    told: list[int] = []
+    for _ in range(50):
+        ends = [watch.add(id_of(sleeper), lambda number=number: told.append(number)) for number in range(3)]
+        assert (descriptors(), threads()) == (before[0] + 3, before[1] + 1), "one descriptor a process, one thread"
+        for end in ends:
+            assert end is not None
+            end()
+            end()
+        assert eventually(lambda: (descriptors(), threads()) == before)
+    watch.add(id_of(sleeper), lambda: told.append(7))
+    watch.add(id_of(sleeper), lambda: told.append(8))
+    sleeper.kill()
+    assert eventually(lambda: sorted(told) == [7, 8])
+    assert eventually(lambda: (descriptors(), threads()) == before)
+
+
+def test_a_forked_child_watches_nothing_and_can_begin_anew(sleeper: subprocess.Popen[bytes]) -> None:
+    from shotcast.launcher.process_watch import WATCH
+
+    seen = threading.Event()
+    WATCH.add(id_of(sleeper), seen.set)
+    child = os.fork()
+    if child == 0:
+        told = threading.Event()
+        fresh = not WATCH._descriptors
+        WATCH.add(id_of(sleeper), told.set)
+        os.kill(sleeper.pid, signal.SIGKILL)
+        os._exit(0 if told.wait(5) and fresh else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert seen.wait(5), "the parent's watch goes on"
