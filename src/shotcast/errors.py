@@ -35,9 +35,7 @@ class CollectiveTimeout(ShotcastError):
             that of Ctrl-C, ended the call on them.
     """
 
-    def __init__(
-        self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float, reason: str = "late"
-    ):
+    def __init__(self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float, reason: str = "late"):
         self.rank = rank
         self.missing = tuple(missing)
         self.op = op

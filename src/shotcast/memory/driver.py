@@ -15,20 +15,34 @@ def library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+class SideStream:
+    """A stream of a GPU that waits for no other, not even for the default stream; for any thread.
+
+    Made on a thread that uses the GPU. It lasts as long as the process.
+    """
+
+    def __init__(self, device: torch.device):
+        self._context, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().query()  # the runtime makes its context current on this thread
+            check(library().cuCtxGetCurrent(ctypes.byref(self._context)), "asking for the context")
+            non_blocking = 1
+            check(library().cuStreamCreate(ctypes.byref(self._stream), non_blocking), "creating a stream")
+
+    def write_word(self, address: int, word: int) -> None:
+        """Store 64 bits in memory of the GPU, beside kernels that may be running."""
+        check(library().cuCtxPushCurrent_v2(self._context), "making a context current")
+        try:
+            error = library().cuStreamWriteValue64_v2(self._stream, ctypes.c_uint64(address), ctypes.c_uint64(word), 0)
+            check(error, "writing a word")
+        finally:
+            library().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
 @functools.cache
-def _side_stream(device_index: int) -> ctypes.c_void_p:
-    """Return a stream that waits for no other, not even for the default stream."""
-    stream = ctypes.c_void_p()
-    check(library().cuStreamCreate(ctypes.byref(stream), 1), "creating a stream")  # CU_STREAM_NON_BLOCKING
-    return stream
-
-
-def write_word(device: torch.device, address: int, word: int) -> None:
-    """Store 64 bits in the memory of a GPU, beside kernels that may be running. Any thread may call it."""
-    with torch.cuda.device(device):
-        stream = _side_stream(torch.cuda.current_device())
-        error = library().cuStreamWriteValue64_v2(stream, ctypes.c_uint64(address), ctypes.c_uint64(word), 0)
-        check(error, "writing a word to a GPU")
+def side_stream(device_index: int) -> SideStream:
+    """Return the side stream of a GPU."""
+    return SideStream(torch.device("cuda", device_index))
 
 
 def check(error: int, what: str) -> None:

@@ -175,6 +175,8 @@ class TritonExecutor:
             clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
             header_of=algorithms.header,
         )
+        if on_gpu:
+            driver.side_stream(device.index)  # made here, as the thread of the mark has no context
         self._timeout_s = timeout_s
         self._marking, self._gone, self._closed = threading.Lock(), 0, False
         self.clear(0)
@@ -288,7 +290,7 @@ class TritonExecutor:
                 return
             address = self.own_address + 8 * layout.GONE
             if self.device.type == "cuda":
-                driver.write_word(self.device, address, self._gone)
+                driver.side_stream(self.device.index).write_word(address, self._gone)
             else:
                 ctypes.c_int64.from_address(address).value = self._gone
 
