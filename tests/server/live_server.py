@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -15,6 +16,9 @@ from scripted_engine import ScriptedEngine
 
 from shotcast.server.config import ServerConfig
 from shotcast.server.main import serve
+
+MAX_LAG_S = 0.05
+"""The longest time for which a request may hold the event loop."""
 
 
 @dataclass
@@ -84,3 +88,29 @@ def live(engine: ScriptedEngine | None = None, **config: object) -> Iterator[Liv
             server.call(server.stop.set)
         server.join()
         assert server.engine.closed
+
+
+class LoopLag:
+    """The longest time for which the event loop of a server was held."""
+
+    def __init__(self) -> None:
+        self.max_s = 0.0
+
+    async def watch(self) -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            self.max_s = max(self.max_s, now - last - 0.001)
+            last = now
+
+
+@contextmanager
+def loop_lag(server: Live) -> Iterator[LoopLag]:
+    lag = LoopLag()
+    assert server.loop is not None
+    watch: Future[None] = asyncio.run_coroutine_threadsafe(lag.watch(), server.loop)
+    try:
+        yield lag
+    finally:
+        watch.cancel()

@@ -91,10 +91,11 @@ def bind(config: ServerConfig) -> socket.socket:
         ConfigError: the address cannot be bound.
     """
     try:
-        family, kind, *_, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind)
+        # asyncio sends small writes at once (TCP_NODELAY) only where the socket names its protocol.
+        bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
