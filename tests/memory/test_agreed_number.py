@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,7 +38,7 @@ class Mortal:
         return counted
 
 
-def together(calls: Sequence[Callable[[], int]]) -> list[int | BaseException]:
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Return what each call returned or raised; they run at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
@@ -48,12 +49,33 @@ def attempt(store: Any, rank: int, timeout_s: float = 20.0) -> Callable[[], int]
     return lambda: agreed_number(store, rank, RANKS, timeout_s)
 
 
-def test_numbers_ascend_and_leave_one_key() -> None:
+KEPT = {"numbers", *(f"here/{rank}" for rank in range(RANKS))}
+
+
+def test_numbers_ascend_and_leave_no_keys() -> None:
     store = dist.HashStore()
     for number in range(20):
         assert together([attempt(store, rank) for rank in range(RANKS)]) == [number] * RANKS
-        assert store.list_keys() == ["numbers"]
+        assert set(store.list_keys()) == KEPT
     assert agreed_number(dist.HashStore(), 0, 1, 1.0) == 0
+
+
+@pytest.mark.parametrize("slow", range(RANKS))
+def test_attempts_that_follow_at_once_do_not_mix(slow: int) -> None:
+    store = dist.HashStore()
+
+    def rank_of(rank: int) -> Callable[[], list[int]]:
+        def attempts() -> list[int]:
+            numbers = []
+            for _ in range(50):
+                numbers.append(attempt(store, rank)())
+                if rank == slow:
+                    time.sleep(0.003)
+            return numbers
+
+        return attempts
+
+    assert together([rank_of(rank) for rank in range(RANKS)]) == [list(range(50))] * RANKS
 
 
 @pytest.mark.parametrize("absent", range(RANKS))

@@ -8,10 +8,11 @@ confirm it:
 2. Rank 0 writes the number to ``invited/TOKEN`` of each rank, again whenever a rank comes with another token.
 3. Each rank writes ``accepted/NUMBER/RANK``, again whenever it is invited with another number.
 4. Once all have accepted, rank 0 writes to ``invited/TOKEN`` that the number holds.
+5. Each rank clears ``here/RANK``. Once all have, rank 0 is done: its next attempt finds nobody of this one.
 
-A token that a killed process left is invited in vain, until its successor writes another. Each key has one reader in
-the end, which deletes it. Only the counter stays, and what ranks leave that die or give up: tokens and numbers are
-never used again, so nobody takes that for something else.
+A token that a killed process left is invited in vain, until its successor writes another. The counter and ``here/RANK``
+stay in the store; of the other keys, only what ranks leave that die or give up. Tokens and numbers are never used
+again, so nobody takes that for something else. No rank reads a key that another may delete, as that would block.
 """
 
 from __future__ import annotations
@@ -50,16 +51,21 @@ def agreed_number(store: dist.Store, rank: int, world_size: int, timeout_s: floa
         if rank:
             store.delete_key(f"invited/{token}")
         raise CollectiveTimeout(rank, _missing(store, number, world_size), what, 0, timeout_s)
-    store.delete_key(f"here/{rank}")
     return number
 
 
 def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
     """Return the ranks that did not come, or else those that did not accept ``number``; -1 for no invitation."""
     others = range(1, world_size)
-    absent = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+    absent = [rank for rank in range(world_size) if not _token(store, rank)]
     silent = [rank for rank in others if number >= 0 and not store.check([f"accepted/{number}/{rank}"])]
     return absent or silent or [0]
+
+
+def _token(store: dist.Store, rank: int) -> str:
+    """Return the token of the attempt that ``rank`` makes; empty for none."""
+    key = f"here/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> bool:
@@ -68,23 +74,35 @@ def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> b
     here, accepted = [f"here/{rank}" for rank in others], [f"accepted/{number}/{rank}" for rank in others]
     invited: list[str] = []
 
+    def tokens() -> list[str]:
+        return [token.decode() for token in store.multi_get(here)]
+
     def all_accept() -> bool:
         nonlocal invited
         if not store.check(here):
             return False
-        tokens = [token.decode() for token in store.multi_get(here)]
-        if tokens != invited:
-            invited = tokens
-            for token in tokens:
+        found = tokens()
+        if "" in found:
+            return False
+        if found != invited:
+            invited = found
+            for token in found:
                 store.set(f"invited/{token}", str(number))
         return store.check(accepted)
 
-    if others and not _poll(all_accept, deadline):
-        return False
-    for key in accepted:
-        store.delete_key(key)
-    for token in invited:
-        store.set(f"invited/{token}", f"{_HOLDS}{number}")
+    def none_is_here() -> bool:
+        return not set(tokens()) & set(invited)
+
+    if others:
+        if not _poll(all_accept, deadline):
+            return False
+        for token in invited:
+            store.set(f"invited/{token}", f"{_HOLDS}{number}")
+        if not _poll(none_is_here, deadline):
+            return False
+        for key in accepted:
+            store.delete_key(key)
+    store.set("here/0", "")
     return True
 
 
@@ -105,6 +123,7 @@ def _follow(store: dist.Store, rank: int, token: str, deadline: float) -> tuple[
 
     if not _poll(holds, deadline):
         return number, False
+    store.set(f"here/{rank}", "")
     store.delete_key(key)
     return number, True
 
