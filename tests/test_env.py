@@ -30,7 +30,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (from_environment, "SHOTCAST_ALGORITHM", "auto", "two_shot", "two_shot"),
         (from_environment, "SHOTCAST_ALGORITHM", "auto", "multimem", "multimem"),
         (env.algorithm_modules, "SHOTCAST_ALGORITHMS", (), "own, /a/b.py", ("own", "/a/b.py")),
-        (env.table_path, "SHOTCAST_TABLE", "", "/a/b.json", "/a/b.json"),
+        (env.table_paths, "SHOTCAST_TABLE", (), "/a/b.json::/c.json", ("/a/b.json", "/c.json")),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
         (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),
         (env.multicast, "SHOTCAST_MULTICAST", True, "False", False),

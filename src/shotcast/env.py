@@ -48,9 +48,9 @@ def algorithm_modules() -> tuple[str, ...]:
     return tuple(name.strip() for name in names if name.strip())
 
 
-def table_path() -> str:
-    """SHOTCAST_TABLE: a tuned table (JSON) that takes precedence over the packaged ones; empty for none."""
-    return os.environ.get("SHOTCAST_TABLE", "")
+def table_paths() -> tuple[str, ...]:
+    """SHOTCAST_TABLE: tuned tables (JSON) that take precedence over the packaged ones; separated as in PATH."""
+    return tuple(path for path in os.environ.get("SHOTCAST_TABLE", "").split(os.pathsep) if path)
 
 
 def cpu_kernels() -> str:

@@ -185,3 +185,15 @@ def independent() -> None:
     parent.close()
     assert child.all_reduce(torch.ones(1)).tolist() == [child.world_size]
     child.close()
+
+
+def reasons_of_each_size() -> list[str]:
+    """Return what ``explain`` says of one call: of all three ranks, of a part of two or one, and of one alone."""
+    x = torch.ones(8)
+    reasons = []
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for one in (comm, comm.split(0 if comm.rank < 2 else 1), comm.split(comm.rank)):
+            assert one.all_reduce(x).tolist() == [one.world_size] * 8
+            said = one.explain(x)
+            reasons.append(f"{said.source}: {said.reason}")
+    return reasons

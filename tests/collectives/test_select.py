@@ -502,7 +502,7 @@ class TestLaunch:
         form = Form(work=lambda nbytes, world_size, itemsize: Work(1, 1, 1), triton="a:b", launch=lambda _: shape)
         own = Algorithm(name="own", label="own", summary="", forms={Op.ALL_REDUCE: form})
         topology = dataclasses.replace(make_topology("triton"), algorithms=Algorithms((*registered().members, own)))
-        resolver = Resolver(topology, "auto", (), "", None, True)
+        resolver = Resolver(topology, "auto", (), (), None, True)
         case = problem(topology=topology)
         for algorithm, launch in (("two_shot", shape), ("own", None)):
             if why:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import split_targets as targets
 
 import shotcast
+from shotcast.collectives.choice.table import Row, render
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -33,6 +37,22 @@ def test_independent_of_each_other() -> None:
 
 def test_ranks_may_have_split_before_without_the_others() -> None:
     shotcast.spawn(targets.after_different_splits, 4, 2, timeout_s=50)
+
+
+def test_each_size_takes_the_tables_made_for_it(tmp_path: Path) -> None:
+    paths = {}
+    for world_size, algorithm in ((3, "ring"), (2, "two_shot"), (8, "vendor")):
+        paths[world_size] = path = tmp_path / f"x{world_size}.json"
+        row = Row(64, algorithm, None, "eager")
+        path.write_text(render("cpu", world_size, {("eager", "all_reduce", "float32"): [row]}, {}, []))
+    env = {"SHOTCAST_TABLE": os.pathsep.join(map(str, paths.values()))}
+    first, _, last = shotcast.spawn(targets.reasons_of_each_size, 3, env=env, timeout_s=50)
+    assert first[0] == last[0] == f"user table: {paths[3]}: ring for up to 64 B"
+    assert first[1] == f"user table: {paths[2]}: two_shot for up to 64 B"
+    for alone in (first[2], last[1], last[2]):
+        assert alone.startswith("cost model: ")
+        for world_size, path in paths.items():
+            assert f"; {path} is for {world_size} x cpu, and this is 1 x " in alone
 
 
 def test_closing_releases_files_and_threads() -> None:

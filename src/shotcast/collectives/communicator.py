@@ -167,7 +167,7 @@ class Communicator:
         )
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
-        self._resolver = Resolver(topology, environment, found.tables, found.stale, others, graphs)
+        self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
         self._fast_path: FastPath | None = None
         if others is not None and self._chain is not None and not self._nvtx:
             self._fast_path = FastPath(self._calls, others, self._chain, self._lock, self.device)

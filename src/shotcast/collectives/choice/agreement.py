@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shotcast import env
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.choice.resolver import Tables
-from shotcast.collectives.choice.table import fit_for, load, packaged
+from shotcast.collectives.choice.table import PassedOver, fit_for, load, packaged
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
@@ -23,13 +23,13 @@ class Found(NamedTuple):
 
     Attributes:
         tables: in the order in which they are looked up.
-        trouble: why the user's table cannot be used; empty if it can, or there is none.
-        stale: why the packaged table is not used, if there is one.
+        trouble: what is wrong with the user's tables; empty if nothing is, or there are none.
+        passed: why other tables are not used: the user's for other ranks, and a packaged one that is out of date.
     """
 
     tables: Tables
     trouble: str
-    stale: str
+    passed: tuple[str, ...]
 
     @property
     def digest(self) -> str:
@@ -38,28 +38,31 @@ class Found(NamedTuple):
 
 
 def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms) -> Found:
-    """Return the user's table (SHOTCAST_TABLE) and the packaged one for this part and world size.
+    """Return the user's tables (SHOTCAST_TABLE) and the packaged one that are for this part and world size.
 
     Args:
         part: the name of the GPU; ``cpu`` for CPU ranks.
         device: ``cuda`` or ``cpu``.
     """
-    tables, trouble, stale = [], "", ""
+    tables, troubles, passed = [], [], []
     kernels = env.cpu_kernels() if device == "cpu" else "triton"
-    if path := env.table_path():
+    for path in env.table_paths():
         try:
             table = load(path, cpu_model() if device == "cpu" else part, world_size, algorithms, device)
-            tables.append(("user table", fit_for(table, kernels, algorithms)))
+            if isinstance(table, PassedOver):
+                passed.append(table.reason)
+            else:
+                tables.append(("user table", fit_for(table, kernels, algorithms)))
         except ConfigError as error:
-            trouble = str(error)
+            troubles.append(str(error))
     try:
         if found := packaged(part, world_size, algorithms):
             tables.append(("packaged table", fit_for(found, kernels, algorithms)))
     except ConfigError as error:
         # nobody asked for it by name, and without it calls are right and may be slower
-        stale = str(error)
+        passed.append(str(error))
         logger.warning("%s", error)
-    return Found(tuple(tables), trouble, stale)
+    return Found(tuple(tables), "; ".join(troubles), tuple(passed))
 
 
 def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:

@@ -66,7 +66,7 @@ class Resolver:
 
     Args:
         environment: the algorithm that SHOTCAST_ALGORITHM names.
-        stale: why the packaged table is not among ``tables``, if there is one.
+        passed: why tables that exist are not among ``tables``.
         executor: binds plans to kernels; None where there are no own kernels, or only one rank.
         graphs: whether calls can be captured.
     """
@@ -74,7 +74,7 @@ class Resolver:
     topology: Topology
     environment: str
     tables: Tables
-    stale: str
+    passed: tuple[str, ...]
     executor: Executor | None
     graphs: bool
 
@@ -141,8 +141,8 @@ class Resolver:
             raise ConfigError(f"mode is {known}, not {mode!r}")
         choice = choose(problem, algorithm, self.environment, self.tables, mode)
         candidate, reason = choice.candidate, choice.reason
-        if self.stale and choice.source == "cost model":
-            reason += f"; {self.stale}"
+        if choice.source in ("packaged table", "cost model"):
+            reason = "; ".join((reason, *self.passed))
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
         by_library = self.topology.algorithms[candidate.algorithm].library

@@ -79,6 +79,13 @@ class Table:
         return rows[index] if index < len(rows) else None
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A user's table that is for other ranks, and why in words."""
+
+    reason: str
+
+
 def parse(text: str, name: str, algorithms: Algorithms) -> Table:
     """Read a table. Raises ConfigError saying what is wrong with it, and where, or that it is out of date."""
     try:
@@ -183,10 +190,10 @@ def packaged(part: str, world_size: int, algorithms: Algorithms) -> Table | None
     return parse(file.read_text(), name, algorithms) if file.is_file() else None
 
 
-def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: str = "cuda") -> Table:
-    """Return the user's table.
+def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: str = "cuda") -> Table | PassedOver:
+    """Return a table of the user's, unless it was made for other hardware or another number of ranks.
 
-    Raises ConfigError if it cannot be read, is out of date, or was made for other hardware.
+    Raises ConfigError if it cannot be read, is malformed or is out of date, whoever it was made for.
     """
     try:
         text = Path(path).read_text()
@@ -195,10 +202,7 @@ def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: 
     table = parse(text, path, algorithms)
     parts = (part, ANY_CPU) if device == "cpu" else (part,)
     if table.part not in parts or table.world_size != world_size:
-        raise ConfigError(
-            f"SHOTCAST_TABLE: {path} was made for {table.world_size} x {table.part}; this is {world_size} x {part}: "
-            f"{_AGAIN} here, or unset SHOTCAST_TABLE"
-        )
+        return PassedOver(f"{path} is for {table.world_size} x {table.part}, and this is {world_size} x {part}")
     if device == "cpu" and any(mode == "graph" for mode, _, _ in table.rows):
         raise ConfigError(f"SHOTCAST_TABLE: {path} has entries for graph, and CPU ranks have eager calls only")
     return table
