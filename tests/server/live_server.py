@@ -91,18 +91,22 @@ def live(engine: ScriptedEngine | None = None, **config: object) -> Iterator[Liv
 
 
 class LoopLag:
-    """The longest time for which the event loop of a server was held."""
+    """The longest time for which this process held the event loop of a server.
+
+    Time in which other processes had the processors does not count: it is the wall time of a turn, but at most the
+    processor time that all threads of this process took in it.
+    """
 
     def __init__(self) -> None:
         self.max_s = 0.0
 
     async def watch(self) -> None:
-        last = time.perf_counter()
+        last, last_used = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            self.max_s = max(self.max_s, now - last - 0.001)
-            last = now
+            now, used = time.perf_counter(), time.process_time()
+            self.max_s = max(self.max_s, min(now - last - 0.001, used - last_used))
+            last, last_used = now, used
 
 
 @contextmanager

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from live_server import MAX_LAG_S, Live, live, loop_lag
 from scripted_engine import NOTHING, ScriptedEngine
 
+from shotcast.server.config import ServerConfig
 from shotcast.server.request_body import UNSUPPORTED, ChatBody, CompletionBody
 
 pytestmark = pytest.mark.timing
 
 PATHS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+
+MAX_BODY_BYTES = ServerConfig().max_body_bytes
 
 VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
@@ -109,7 +112,7 @@ def mutated(chance: random.Random, body: dict[str, Any], names: list[str]) -> by
             )
         else:
             raw[place : place + 1] = chance.randbytes(1)
-    return bytes(raw)
+    return bytes(raw[:MAX_BODY_BYTES])  # the server closes the connection of a larger one without reading it
 
 
 JSON_VALUES = st.recursive(
@@ -143,9 +146,13 @@ class Fuzzed:
         self.lag_s = 0.0
 
     def post(self, path: str, raw: bytes) -> tuple[http.client.HTTPResponse, bytes]:
-        self.connection.request("POST", path, raw, {"Content-Type": "application/json"})
-        response = self.connection.getresponse()
-        return response, response.read()
+        try:
+            self.connection.request("POST", path, raw, {"Content-Type": "application/json"})
+            response = self.connection.getresponse()
+            return response, response.read()
+        except Exception:
+            self.connection.close()  # the next request opens it again
+            raise
 
     def check(self, path: str, raw: bytes) -> None:
         """Post a body; require a well-formed result or error, and an event loop that goes on."""
