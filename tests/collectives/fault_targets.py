@@ -16,6 +16,7 @@ from workers import FLOATS, failing_call, warm
 import shotcast
 from shotcast import CollectiveMismatch, CollectiveTimeout, ShotcastError, wire
 from shotcast.memory.host_group import StoreGroup
+from shotcast.transport.cpu.executor import BoundCall
 
 
 def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any]:
@@ -83,6 +84,48 @@ def one_dead_one_late() -> CollectiveTimeout:
     error, _, _ = failing_call(comm, "one_shot")
     comm.close()
     return error
+
+
+def compile_late(late_s: float, compile_s: float, kill: bool) -> Any:
+    """Have rank 1 come ``late_s`` later to a first call, and take ``compile_s`` to compile what it needs.
+
+    With ``kill``, it is killed while it compiles. Return the sum, or the error and its delay after the kill.
+    """
+    comm = shotcast.Communicator(device="cpu", timeout_s=1.5)
+    x = torch.full([777], comm.rank + 1.0)
+    killed_at = comm._host.all_gather(time.monotonic() + late_s + 0.3)[0]
+    if comm.rank == 1:
+        load = BoundCall.load
+
+        def slow_load(self: BoundCall) -> None:
+            if kill:
+                time.sleep(max(0.0, killed_at - time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(compile_s)
+            load(self)
+
+        BoundCall.load = slow_load  # type: ignore[method-assign]  # in this process alone
+        time.sleep(late_s)
+    try:
+        total = comm.all_reduce(x, algorithm="two_shot")
+    except CollectiveTimeout as error:
+        return error, time.monotonic() - killed_at
+    comm.close()
+    return float(total[0])
+
+
+def absent_from_a_first_call() -> tuple[CollectiveTimeout, float, float] | None:
+    """Have rank 1 stay away from a first call. Return the error, its delay, and a sum after a reset."""
+    comm = shotcast.Communicator(device="cpu", timeout_s=0.8)
+    began = time.monotonic()
+    error = None
+    if comm.rank != 1:
+        error, _, _ = failing_call(comm, "two_shot")
+    took = time.monotonic() - began
+    comm.reset()
+    total = comm.all_reduce(torch.ones(4096), algorithm="two_shot")
+    comm.close()
+    return error, took, float(total[0])
 
 
 def leave_one_by_one() -> float:

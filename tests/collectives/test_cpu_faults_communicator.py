@@ -148,6 +148,27 @@ class TestDeadIsNotLate:
             assert took < 1.5
 
 
+class TestFirstUse:
+    """Compilation is outside any deadline, and the deadline holds for ranks that do not come to compile."""
+
+    def test_a_rank_that_comes_late_and_compiles_long(self) -> None:
+        assert shotcast.spawn(targets.compile_late, 3, 1.0, 2.5, False, timeout_s=30) == [6.0] * 3
+
+    def test_a_rank_killed_while_it_compiles(self) -> None:
+        results = shotcast.spawn(targets.compile_late, 3, 0.2, 0.0, True, timeout_s=30, return_exceptions=True)
+        assert isinstance(results.pop(1), RankFailed)
+        for error, delay in results:
+            assert (error.missing, error.reason) == ((1,), "dead")
+            assert delay < 1
+
+    def test_a_rank_that_stays_away(self) -> None:
+        for rank, (error, took, total) in enumerate(shotcast.spawn(targets.absent_from_a_first_call, 3, timeout_s=30)):
+            assert total == 3.0
+            if rank != 1:
+                assert (error.missing, error.reason, error.op) == ((1,), "late", "all_reduce")
+                assert 0.7 < took < 1.8
+
+
 class TestInterrupted:
     def test_ctrl_c_ends_a_call_at_once(self) -> None:
         results = shotcast.spawn(targets.interrupted, 2, timeout_s=30)

@@ -130,7 +130,6 @@ class Communicator:
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
         self._vendor = Vendor(self._group, order)
-        self._first_use = FirstUse(self._host.store("first-use"), self.rank, self.world_size)
         registry.import_named()
         self._algorithms = registry.registered()
         environment = registry.from_environment()
@@ -152,7 +151,9 @@ class Communicator:
         self._executor, kernels, obstacle, multicast = build_executor(
             self._group, self._host, self.device, self.max_bytes, self._timeout_s, self._algorithms
         )
+        self._first_use: FirstUse | None = None
         if self._executor is not None:
+            self._first_use = FirstUse(self._host, self._executor)
             self._peers.tell(self._executor.mark_gone)
         topology = Topology(
             self.world_size,
@@ -574,10 +575,11 @@ class Communicator:
     def _compile(self, call: Call, capturing: bool) -> None:
         """Compile everything that a call needs, on all ranks. Raises ConfigError in a graph capture."""
         for form, bound in call.needs:
+            assert self._first_use is not None
             if form not in self._first_use.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
-                self._first_use(form, bound.load, min(0.5, self._timeout_s / 2))
+                self._first_use(form, bound.load, call.plan.op.label, self._timeout_s)
         call.needs = ()
 
     def _execute(

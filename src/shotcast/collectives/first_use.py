@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-COMPILE_LIMIT_S = 300.0
+from shotcast.collectives.interface import Executor
+from shotcast.errors import CollectiveTimeout
+from shotcast.memory.host_group import StoreGroup
+
+_COMPILE_LIMIT_S = 300.0
+"""How long a rank that compiles, and lives, is waited for: far longer than any compilation takes."""
+_MESSAGE_PATIENCE_S = 5.0
+"""How long, at most, the first message of its kind waits for a partner that does not compile."""
+_HEADERS_AFTER_S = 0.5
+"""Time after which a rank looks whether others have begun another call; the look waits for work on a GPU."""
 
 
 class Form(NamedTuple):
@@ -25,33 +34,82 @@ class Form(NamedTuple):
 class FirstUse:
     """Make ranks meet after each has compiled what a call needs: all ranks, or the two ends of a message.
 
-    A rank reports through the job's store that it compiles, and later that it is ready. Ranks that are ready wait for
-    those that compile. A rank that reports nothing for ``patience_s`` is busy with something else, or late: then the
-    call begins, and its own header exchange finds out which.
+    A rank reports through the job's store what it compiles, and later that it is ready. A rank that compiles is waited
+    for, whatever the deadline, unless its process ends. A rank that has not come is waited for until the deadline,
+    which counts while no rank compiles. A rank that makes another call will not come: then this call begins, and its
+    header exchange names the mismatch.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
-        self._store, self._rank, self._world_size = store, rank, world_size
+    def __init__(self, host: StoreGroup, executor: Executor):
+        self._host, self._executor = host, executor
+        self._store: dist.Store = host.store("first-use")
         self.known: set[Form] = set()
 
-    def __call__(self, form: Form, compile_it: Callable[[], object], patience_s: float) -> None:
-        """Run ``compile_it`` once for each ``form``, then wait as described above."""
+    def __call__(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
+        """Run ``compile_it`` once for each ``form``, then wait as described above.
+
+        Args:
+            what: the name of the operation, for errors.
+            timeout_s: the deadline of the call.
+
+        Raises:
+            CollectiveTimeout: a rank is dead, or did not come within ``timeout_s``.
+        """
         if form in self.known:
             return
         self.known.add(form)
-        self._store.set(f"begun/{form.name}/{self._rank}", "")
-        compile_it()
-        self._store.set(f"ready/{form.name}/{self._rank}", "")
-        awaited = [(form.name, rank) for rank in range(self._world_size)]
-        if form.partner >= 0:
+        own = self._host.rank
+        self._store.set(f"begun/{form.name}/{own}", "")
+        self._store.set(f"now/{own}", f"{form.partner}/{form.name}")
+        try:
+            compile_it()
+            self._store.set(f"ready/{form.name}/{own}", "")
+            self._meet(form, what, timeout_s)
+        finally:
+            self._store.set(f"now/{own}", "")
+
+    def _meet(self, form: Form, what: str, timeout_s: float) -> None:
+        """Wait until every rank that the call needs is ready, or makes another call."""
+        message = form.partner >= 0
+        awaited = [(form.name, rank) for rank in range(self._host.world_size)]
+        if message:
             awaited = [(form.partner_name, form.partner)]
-        started = time.monotonic()
-        for name, rank in awaited:
-            pause = 0.0005
-            while not self._store.check([f"ready/{name}/{rank}"]):
-                waited = time.monotonic() - started
-                begun = self._store.check([f"begun/{name}/{rank}"])
-                if waited > (COMPILE_LIMIT_S if begun else patience_s):
-                    break
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+        patience_s = min(timeout_s / 2, _MESSAGE_PATIENCE_S) if message else timeout_s
+        waited = compiled = 0.0
+        pause, looked = 0.0005, time.monotonic()
+        while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
+            if dead := [rank for rank in late if rank in self._host.gone]:
+                raise self._timeout(dead, what, timeout_s, "dead")
+            if any(self._elsewhere(rank) for rank in late):
+                return
+            if waited > _HEADERS_AFTER_S and not message and self._in_a_call(late):
+                return
+            if waited > patience_s or compiled > _COMPILE_LIMIT_S:
+                if message:
+                    return
+                raise self._timeout(late, what, timeout_s, "late")
+            time.sleep(pause)
+            pause, before, looked = min(2 * pause, 0.02), looked, time.monotonic()
+            if any(self._store.check([f"begun/{name}/{rank}"]) for name, rank in awaited if rank in late):
+                compiled += looked - before
+            else:
+                waited += looked - before
+
+    def _elsewhere(self, rank: int) -> bool:
+        """Return whether ``rank`` waits for this one before another call, which this one does not make first."""
+        key = f"now/{rank}"
+        if not self._store.check([key]):
+            return False
+        partner, _, name = self._store.get(key).decode().partition("/")
+        ours = name and int(partner) in (-1, self._host.rank)
+        known = any(name in (form.name, form.partner_name) for form in self.known)
+        return bool(ours) and not known and self._store.check([f"ready/{name}/{rank}"])
+
+    def _in_a_call(self, ranks: list[int]) -> bool:
+        """Return whether one of ``ranks`` has begun this call, as another one with kernels that it knows."""
+        headers = self._executor.headers(self._executor.epoch + 1)
+        return any(headers[rank] is not None for rank in ranks)
+
+    def _timeout(self, ranks: list[int], what: str, timeout_s: float, reason: str) -> CollectiveTimeout:
+        epoch = self._executor.epoch + 1
+        return CollectiveTimeout(self._host.rank, ranks, what, epoch, timeout_s, reason)
