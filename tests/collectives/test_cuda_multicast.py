@@ -70,7 +70,7 @@ def test_killed_rank(world_size: int) -> None:
         pytest.skip("no multicast address here")
     victim = world_size - 1
     results = shotcast.spawn(
-        killed, world_size, "cuda", "multimem", victim, SIGNALS["killed"], 2.0, timeout_s=25, return_exceptions=True
+        killed, world_size, "cuda", "multimem", victim, SIGNALS["killed"], 600.0, timeout_s=25, return_exceptions=True
     )
     for outcome in results[:victim]:
         assert isinstance(outcome, dict), outcome

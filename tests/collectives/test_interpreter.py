@@ -306,5 +306,7 @@ def test_mismatch(world_size: int, kinds: list[str]) -> None:
             assert error.differing == (odd,)
             assert error.fields == (what.split()[0],)
             if what == "nbytes of two calls":
-                assert [call.split(", ")[1] for _, call in sorted(error.calls.items())] == ["512 KiB"] * 2 + ["256 KiB"]
+                sizes = {rank: call.split(", ")[1] for rank, call in error.calls.items()}
+                assert len(sizes) >= 2, "a rank that begins after the fault sends no header"
+                assert all(size == ("256 KiB" if rank == odd else "512 KiB") for rank, size in sizes.items())
             assert outcome["took"] < 10
