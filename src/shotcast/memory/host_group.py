@@ -15,8 +15,8 @@ from shotcast.errors import CollectiveTimeout
 from shotcast.memory.agreed_number import agreed_number
 
 _NAMING = threading.Lock()
-_GLANCE_S = 0.2
-"""Time between two looks for ranks whose processes have ended."""
+_LONGEST_PAUSE_S = 0.02
+"""Time between two looks for a value, and for the end of the process that is to send it, at most."""
 
 
 def _job_store() -> dist.Store:
@@ -123,20 +123,19 @@ class StoreGroup:
         return values
 
     def _arrives(self, key: str, rank: int, deadline: float) -> bool:
-        """Return whether the value of ``rank`` arrives before the deadline and the end of its process."""
-        gone = False
-        while not gone and (left := deadline - time.monotonic()) > 0:
-            gone = rank in self.gone  # it may have sent its value before its end
-            try:
-                wait_s = 0.001 if gone else min(max(left, 0.001), _GLANCE_S)  # 0 would wait without end
-                self._store.wait([key], timedelta(seconds=wait_s))
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # most stores raise DistStoreError; FileStore raises this
-                pass
-            else:
+        """Return whether the value of ``rank`` arrives before the deadline and the end of its process.
+
+        It asks again and again, as a wait that the store limits writes a warning each time.
+        """
+        pause = 0.0002
+        while True:
+            last = rank in self.gone or time.monotonic() > deadline  # it may have sent its value before its end
+            if self._store.check([key]):
                 return True
-        return self._store.check([key])  # a rank that arrived in time is not missing, however late the store says so
+            if last:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
     def barrier(self, timeout_s: float | None = None, what: str = "barrier") -> None:
         """Wait until every rank has called. Raises CollectiveTimeout naming the ranks that did not arrive."""
