@@ -459,3 +459,37 @@ def rendezvous_at_a_file(path: str) -> None:
             assert caught.value.missing == (1,)
         comm._host.barrier()
         assert group.all_gather(comm.rank, 20.0) == [0, 1]
+
+
+def messages_by_gloo(times: int) -> list[float]:
+    """Send messages around a ring by the vendor's library, each between two ranks alone; the last rank stays away."""
+    got = []
+    with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
+        assert comm.explain(torch.ones(3), "send").by_library
+        for i in range(times):
+            if comm.rank == 0:
+                comm.send(torch.full([1000], float(i)), 1)
+                x = torch.zeros(3, dtype=torch.int16)
+                got.append(float(comm.recv(x, 1)[2]))
+            elif comm.rank == 1:
+                x = torch.zeros(1000)
+                comm.recv(x, 0)
+                comm.send(x[:3].to(torch.int16) * 2, 0)
+        comm.barrier()
+    return got
+
+
+def different_messages_by_gloo() -> Any:
+    """Have rank 0 send floats where rank 1 receives integers. Return each rank's error."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        error = None
+        try:
+            if comm.rank == 0:
+                comm.send(torch.ones(4), 1)
+            elif comm.rank == 1:
+                comm.recv(torch.ones(4).int(), 0)
+        except shotcast.CollectiveMismatch as caught:
+            error = caught
+        comm.reset()
+        assert float(comm.all_reduce(torch.ones(3), algorithm="one_shot")[0]) == comm.world_size
+        return error

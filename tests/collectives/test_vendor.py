@@ -32,3 +32,16 @@ def test_every_operation_by_name(world_size: int) -> None:
 def test_comparison_of_calls_can_be_switched_off(value: str, calls: int) -> None:
     env = {"SHOTCAST_CHECK_VENDOR": value}
     assert shotcast.spawn(targets.epochs_of_a_call_by_gloo, 2, env=env, timeout_s=50) == [calls] * 2
+
+
+def test_messages_need_their_two_ranks_alone() -> None:
+    env = {"SHOTCAST_ALGORITHM": "vendor"}
+    assert shotcast.spawn(targets.messages_by_gloo, 3, 4, env=env, timeout_s=50) == [[0.0, 2.0, 4.0, 6.0], [], []]
+
+
+def test_messages_that_differ() -> None:
+    env = {"SHOTCAST_ALGORITHM": "vendor"}
+    sender, receiver, other = shotcast.spawn(targets.different_messages_by_gloo, 3, env=env, timeout_s=50)
+    assert isinstance(sender, shotcast.CollectiveMismatch)
+    assert receiver.fields == ("dtype",)
+    assert other is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from shotcast.collectives.algorithm import LIBRARY, Algorithm, CollectiveProblem, Form
 from shotcast.cost.collective import Work
 from shotcast.wire import LaunchShape, Op
@@ -16,6 +18,13 @@ def _no_launch(problem: CollectiveProblem) -> LaunchShape:
     return LaunchShape(programs=0, block_words=0, num_warps=0)
 
 
+_headers_of_all = Form(
+    work=_unknown,
+    launch=_no_launch,
+    triton="shotcast.transport.triton.barrier:bind",
+    cpu="shotcast.transport.cpu.copies:BARRIER",
+)
+
 ALGORITHM = Algorithm(
     name=LIBRARY,
     label="vendor",
@@ -23,13 +32,13 @@ ALGORITHM = Algorithm(
     library=True,
     in_contract=lambda world_size: False,
     color="#c49c94",
-    forms={
-        op: Form(
-            work=_unknown,
-            launch=_no_launch,
-            triton="shotcast.transport.triton.barrier:bind",
-            cpu="shotcast.transport.cpu.copies:BARRIER",
+    forms=dict.fromkeys(Op, _headers_of_all)
+    | {
+        op: dataclasses.replace(
+            _headers_of_all,
+            triton="shotcast.transport.triton.send_recv:bind_header",
+            cpu=f"shotcast.transport.cpu.send_recv:{op.name}_HEADER",
         )
-        for op in Op
+        for op in (Op.SEND, Op.RECV)
     },
 )

@@ -15,6 +15,7 @@ from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
+from shotcast.collectives.handshake import Handshake
 from shotcast.collectives.interface import BoundCall, Enqueue, Executor
 from shotcast.collectives.vendor import REDUCTIONS
 from shotcast.errors import ConfigError, UnsupportedError
@@ -120,10 +121,13 @@ class Resolver:
         if self.executor is None:
             return Call(plan, problem.reduction, by_library, None, (), label)
         form = Form(self.executor.form(plan))
+        bound: BoundCall = self.executor.bind(plan)
         if op in (Op.SEND, Op.RECV):
             other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
             form = Form(self.executor.form(plan), problem.root, self.executor.form(other))
-        bound = self.executor.bind(plan)
+            if by_library:
+                bound, name = Handshake(bound, self.executor.bind(other)), f"handshake/{plan.dtype}"
+                form = Form(name, problem.root, name)
         needs = {form: Needed(form, bound)}
         if self.graphs and not capturing and launch is None:
             needs |= {needed.form: needed for needed in self.resolve(problem, algorithm, True).needs}

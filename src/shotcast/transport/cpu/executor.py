@@ -214,7 +214,7 @@ class CpuExecutor:
 
         put(layout.HEADER, header.size)
         put(layout.HEADER + 8, header.call)
-        put(layout.NBYTES, plan.nbytes)
+        put(layout.NBYTES, 0 if call.header_only else plan.nbytes)
         put(layout.CHUNK, self._chunk_bytes(plan, call))
         put(layout.ROOT, plan.root)
         put(layout.ITEMSIZE, itemsize)

@@ -67,6 +67,7 @@ class HostCall:
         arithmetic: ``arithmetic(plan)``, the functions that the schedule calls, by word of the plan record.
         norms: rows are normed after the sum, so that calls bring the tensors of the norm.
         alone: the call that serves one rank, where the schedule needs two.
+        header_only: no data is moved, only the header.
     """
 
     schedule: Schedule
@@ -74,3 +75,4 @@ class HostCall:
     arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = no_arithmetic
     norms: bool = False
     alone: HostCall | None = None
+    header_only: bool = False

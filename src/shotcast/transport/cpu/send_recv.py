@@ -7,6 +7,8 @@ touched, so other ranks and collectives are not affected. A send returns once it
 
 from __future__ import annotations
 
+import dataclasses
+
 from numba import njit
 
 from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
@@ -97,3 +99,5 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
 
 SEND = HostCall(schedule=Schedule(send))
 RECV = HostCall(schedule=Schedule(recv))
+SEND_HEADER = dataclasses.replace(SEND, header_only=True)
+RECV_HEADER = dataclasses.replace(RECV, header_only=True)

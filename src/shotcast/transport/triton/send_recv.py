@@ -221,7 +221,16 @@ def send_recv(
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of a send or a recv; ``plan.root`` is the peer."""
-    chunks = max(1, math.ceil(plan.nbytes / (4 * layout.CHUNK_WORDS)))
+    return _bind(plan, context, plan.nbytes)
+
+
+def bind_header(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch that sends or receives the header of a message, and none of its data."""
+    return _bind(plan, context, 0)
+
+
+def _bind(plan: CallPlan, context: KernelContext, nbytes: int) -> KernelLaunch:
+    chunks = max(1, math.ceil(nbytes / (4 * layout.CHUNK_WORDS)))
     sending = plan.op is Op.SEND
     return context.launch(
         send_recv,
@@ -230,5 +239,6 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         num_warps=4,
         tensors="x" if sending else "out",
         peer=plan.root,
+        nbytes=nbytes,
         SENDING=sending,
     )
