@@ -38,7 +38,7 @@ def test_pickle_round_trip(error: errors.ShotcastError, protocol: int) -> None:
 def test_timeout_names_the_missing() -> None:
     error = errors.CollectiveTimeout(0, [3, 5], "all_reduce", 7, 2.5)
     assert error.missing == (3, 5)
-    assert "all_reduce (call 7) did not complete within 2.5 s; missing ranks: 3, 5" in str(error)
+    assert "all_reduce (call 7) did not complete within 2.5 s (timeout_s); missing ranks: 3, 5" in str(error)
 
 
 def test_mismatch_lists_calls_by_rank() -> None:

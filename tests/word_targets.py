@@ -92,7 +92,8 @@ def look_kernel(control, table, started, live, EXTENDED_DEADLINE: tl.constexpr):
     own = control.to(tl.int64).to(tl.pointer_type(tl.int64))
     peers = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     zero = tl.program_id(0) * 0
-    call = Call(own, peers, zero, tl.load(started) * 0, tl.load(started) * 0 + 5, zero, zero + 1, tl.load(started))
+    none = tl.load(started) * 0
+    call = Call(own, peers, zero, none, none, none + 5, zero, zero + 1, tl.load(started))
     _, still = check_deadline(call, tl.load(started), zero + 1, False, 1, EXTENDED_DEADLINE)
     tl.store(live, still)
 
@@ -291,7 +292,7 @@ def patience(waited: float, patient: bool) -> tuple[bool, bool]:
 @triton.jit
 def enter_kernel(own, peers, x, out, SIZE: tl.constexpr):
     """Use addresses that are numbers, as a collective does: of its own memory, of its peers', and of a tensor."""
-    call = enter(own, peers, 0, 0, 1, False)
+    call = enter(own, peers, 0, 0, 0, 1, False)
     tl.store(call.peers + 1, call.epoch)
     store_words(out, 0, tl.arange(0, SIZE), load_words(x, 0, tl.arange(0, SIZE), SIZE * 4, 4), SIZE * 4, 4)
 

@@ -1,4 +1,4 @@
-"""What a model's files say beside its weights: the end tokens of its tokenizer."""
+"""Facts that a model's files hold beside its weights: the end tokens of its tokenizer."""
 
 from __future__ import annotations
 

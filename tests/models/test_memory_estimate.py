@@ -76,6 +76,11 @@ def test_nine_heads_on_any_number_of_ranks(ranks: int, heads: int, kv_heads: int
     assert weight_bytes(config, 1, ranks) == expected
 
 
+def test_the_widest_part_may_be_the_last() -> None:
+    narrow, five = (replace(TINY, intermediate=columns, mlp_bias=False) for columns in (4, 5))
+    assert weight_bytes(five, 1, 2) - weight_bytes(narrow, 1, 2) == TINY.layers * 3 * TINY.hidden
+
+
 @given(st.integers(1, 9), st.integers(1, 4), st.sampled_from([TINY, replace(TINY, tied=True)]))
 def test_more_ranks_hold_no_more_each_and_no_less_together(ranks: int, stages: int, config: ModelConfig) -> None:
     most = weight_bytes(config, 2, ranks, stages)

@@ -13,9 +13,9 @@ from shotcast.errors import CollectiveTimeout
 from shotcast.memory.host_group import StoreGroup
 
 _COMPILE_LIMIT_S = 300.0
-"""How long a rank that compiles, and lives, is waited for: far longer than any compilation takes."""
+"""The limit for a rank that compiles, and lives: far longer than any compilation takes."""
 _MESSAGE_PATIENCE_S = 5.0
-"""How long, at most, the first message of its kind waits for a partner that does not compile."""
+"""The limit for the partner of the first message of a kind, while it does not compile."""
 _HEADERS_AFTER_S = 0.5
 """Time after which a rank looks whether others have begun another call; the look waits for work on a GPU."""
 

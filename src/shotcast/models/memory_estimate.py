@@ -29,8 +29,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of weights on the rank that has most.
 
-    Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided as evenly as
-    possible, with the larger parts on the first ranks. Norms are on every rank, and a key-value head is on every rank
+    Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided by
+    :func:`shotcast.layers.partition.partition`. Norms are on every rank, and a key-value head is on every rank
     that has one of its queries. A tied head shares the memory of the embeddings, except with several stages, of which
     the last has its own copy.
 
@@ -43,7 +43,8 @@ def weight_bytes(
     require_division(config, tensor_parallel, pipeline_parallel)
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
-    columns = len(shard(config.intermediate, 0, tensor_parallel, FFN_UNIT).part)
+    shards = [shard(config.intermediate, rank, tensor_parallel, FFN_UNIT) for rank in range(tensor_parallel)]
+    columns = max(len(each.part) for each in shards)
     words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     matrices = config.hidden * (2 * queries + 2 * keys + 3 * columns)
