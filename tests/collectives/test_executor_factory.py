@@ -18,9 +18,10 @@ GPU = torch.device("cuda", 1)
 class TwoRanks:
     """A host group of two ranks. The other rank reports what this one does, except for its GPU and its multicast."""
 
-    rank, world_size, order = 1, 2, (0, 1)
+    world_size, order, name = 2, (0, 1), "two"
 
-    def __init__(self, others_obstacle: str = "", others_multicast: bool = True):
+    def __init__(self, others_obstacle: str = "", others_multicast: bool = True, rank: int = 1):
+        self.rank = rank
         self.others_obstacle = others_obstacle
         self.others_multicast = others_multicast
 
@@ -89,3 +90,16 @@ def test_an_obstacle_of_another_rank_counts_for_all(built: dict[str, tuple[Any, 
     built_executor = build_executor("group", TwoRanks("Triton is not installed"), GPU, 1 << 20, 3.0, registered())
     assert built_executor == (None, "", "rank 0: Triton is not installed", False)
     assert not built
+
+
+def test_an_obstacle_is_said_once_by_rank_0(
+    built: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shotcast.collectives.executor_factory._said", set())
+    for rank in (1, 0, 0):
+        for obstacle in ("no peer access", "too old"):
+            build_executor("group", TwoRanks(obstacle, rank=rank), GPU, 1 << 20, 3.0, registered())
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {obstacle}")
+        for obstacle in ("no peer access", "too old")
+    ]

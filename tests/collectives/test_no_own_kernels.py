@@ -32,7 +32,7 @@ def test_two_ranks_on_one_gpu() -> None:
 
 
 def nine() -> tuple[list[float], str]:
-    with shotcast.Communicator(device="cpu") as comm:
+    with shotcast.Communicator(device="cpu") as comm, shotcast.Communicator(device="cpu"):
         x = torch.full([3], float(comm.rank))
         comm.barrier()
         total = comm.all_reduce(x)
@@ -41,7 +41,11 @@ def nine() -> tuple[list[float], str]:
         return total.tolist(), comm.explain(x).reason
 
 
-def test_more_ranks_than_own_kernels_serve() -> None:
+def test_more_ranks_than_own_kernels_serve(capfd: pytest.CaptureFixture[str]) -> None:
     for total, reason in shotcast.spawn(nine, 9, timeout_s=60):
         assert total == [36.0] * 3
         assert "up to 8 ranks, not 9" in reason
+    said = [line for line in capfd.readouterr().err.splitlines() if "own kernels serve" in line]
+    assert said == [  # by one rank, of the first of two communicators
+        "the vendor library serves all calls of communicator 0/0: own kernels serve up to 8 ranks, not 9"
+    ]

@@ -44,12 +44,11 @@ def build_executor(
 ) -> BuiltExecutor:
     """Allocate the workspace and build the executor of a communicator. Collective; all ranks get the same kind."""
     if host.world_size > wire.MAX_WORLD_SIZE:
-        too_many = f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}"
-        return BuiltExecutor(None, "", too_many, False)
+        return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
     machine = (os.uname().nodename, boot_id())
     locations = host.all_gather((machine, device.index), what="construction")
     if any(location[0] != machine for location in locations):
-        return BuiltExecutor(None, "", "the ranks are on several hosts, and own kernels share memory of one", False)
+        return _by_library(host, "the ranks are on several hosts, and own kernels share memory of one")
     if device.type == "cpu":
         if env.cpu_kernels() == "compiled":
             from shotcast.transport.cpu.executor import CpuExecutor
@@ -70,8 +69,7 @@ def build_executor(
     obstacle = peer_obstacle(device, indices)
     for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
         if text:
-            logger.warning("rank %d: %s; the vendor library serves all calls", rank, text)
-            return BuiltExecutor(None, "", f"rank {rank}: {text}", False)
+            return _by_library(host, f"rank {rank}: {text}")
     from shotcast.memory.cuda import CudaBuffer
     from shotcast.transport.triton.executor import TritonExecutor
     from shotcast.transport.triton.layout import Layout
@@ -82,6 +80,17 @@ def build_executor(
     multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
     executor = TritonExecutor(buffer, host, max_bytes, timeout_s, device, algorithms)
     return BuiltExecutor(executor, "triton", "", multicast)
+
+
+_said: set[str] = set()
+
+
+def _by_library(host: StoreGroup, obstacle: str) -> BuiltExecutor:
+    """Return that there is no executor; rank 0 says so in the log, once for each reason."""
+    if host.rank == 0 and obstacle not in _said:
+        _said.add(obstacle)
+        logger.warning("the vendor library serves all calls of communicator %s: %s", host.name, obstacle)
+    return BuiltExecutor(None, "", obstacle, False)
 
 
 def boot_id() -> str:
