@@ -113,8 +113,8 @@ class Form:
     """The way in which an algorithm serves one operation.
 
     Attributes:
-        work: ``work(nbytes, world_size, itemsize)``: steps, bytes sent and bytes taken in by a rank; what the cost
-            model asks.
+        work: ``work(nbytes, world_size, itemsize)``: steps, bytes sent and taken in, and values converted to or from
+            FP8 by a rank; what the cost model asks.
         triton: ``bind(plan, context)``, the kernel with its arguments: a function that returns a
             :class:`shotcast.transport.triton.binding.KernelLaunch`. It stands beside the kernel.
         cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks have no compiled form.
