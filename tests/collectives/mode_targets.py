@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_streams import FakeStreams
 from workers import check, inputs
 
 import shotcast
@@ -14,25 +15,44 @@ from shotcast.collectives import reference
 from shotcast.collectives.choice import agreement
 from shotcast.collectives.choice.table import Row, parse, render
 from shotcast.collectives.registry import registered
+from shotcast.collectives.stream_order import StreamChain
 from shotcast.errors import ConfigError
 from shotcast.wire import CallPlan, LaunchShape, Op
 
 
-class Chain:
-    """A replacement for StreamChain, whose streams need a GPU."""
+class Modes:
+    """Streams that are captured or not, and what a communicator with such streams did.
+
+    Attributes:
+        entered: the number of calls that were ordered.
+        bound: the number of plans that were bound.
+        loaded: the algorithms that were compiled.
+    """
 
     def __init__(self) -> None:
-        self.graph = False
+        self.streams = FakeStreams(2)
         self.entered = 0
         self.bound = 0
         self.loaded: list[str] = []
+        self.chain = StreamChain(self.streams)
+        enter = self.chain.enter
 
-    def capturing(self) -> bool:
-        return self.graph
+        def counted(device: torch.device) -> bool:
+            self.entered += 1
+            return enter(device)
 
-    def enter(self, device: torch.device) -> bool:
-        self.entered += 1
-        return self.graph
+        self.chain.enter = counted  # type: ignore[method-assign]
+
+    @property
+    def graph(self) -> bool:
+        """Whether the current stream is captured."""
+        return self.streams.capturing()
+
+    @graph.setter
+    def graph(self, captured: bool) -> None:
+        stream = self.streams.current = self.streams.all[captured]
+        if captured:
+            self.streams.begin(stream)
 
 
 class Recorded:
@@ -54,34 +74,34 @@ def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[Row]]:
     return {(mode, "all_reduce", "float32"): [Row(float("inf"), algorithm, LaunchShape(0, 0, 0, 4096), mode)]}
 
 
-def with_modes(comm: shotcast.Communicator) -> tuple[Chain, list[CallPlan]]:
-    """Give ``comm`` a table with one-shot for captured calls and two-shot for eager ones.
+def with_modes(comm: shotcast.Communicator) -> tuple[Modes, list[CallPlan]]:
+    """Give ``comm`` streams, and a table with one-shot for captured calls and two-shot for eager ones.
 
-    Return its chain and plans.
+    Return its modes and plans.
     """
-    chain, plans = Chain(), []
-    comm._chain, comm._resolver.graphs = chain, True
+    modes, plans = Modes(), []
+    comm._chain, comm._resolver.graphs = modes.chain, True
     text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
     comm._resolver.tables = (("user table", parse(text, "t.json", registered())),)
     bind = comm._executor.bind
 
     def recorded(plan: CallPlan) -> Recorded:
-        chain.bound += 1
-        return Recorded(bind(plan), plan, plans, chain.loaded)
+        modes.bound += 1
+        return Recorded(bind(plan), plan, plans, modes.loaded)
 
     comm._executor.bind = recorded
-    return chain, plans
+    return modes, plans
 
 
 def each_mode_has_its_own_choice() -> list[str]:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        chain, plans = with_modes(comm)
+        modes, plans = with_modes(comm)
         xs = inputs(5000, torch.float32, comm.world_size, 1, "cpu")
         for graph in (False, True, False, True):
-            chain.graph = graph
+            modes.graph = graph
             got = comm.all_reduce(xs[comm.rank])
             check(got, reference.all_reduce(xs, "one_shot"), graph)
-        assert chain.entered == 4
+        assert modes.entered == 4
         assert len(comm._calls) == 2
         assert {plan.launch.chunk_bytes for plan in plans} == {4096}
         return [plan.algorithm for plan in plans]
@@ -90,22 +110,22 @@ def each_mode_has_its_own_choice() -> list[str]:
 def eager_call_compiles_the_captured_one() -> tuple[list[str], list[str]]:
     """Return what was compiled before a capture, and what was compiled after it."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        chain, _ = with_modes(comm)
-        loaded = chain.loaded
+        modes, _ = with_modes(comm)
+        loaded = modes.loaded
         x = torch.ones(8)
         comm.all_reduce(x)
         before = list(loaded)
-        chain.graph = True
+        modes.graph = True
         assert comm.all_reduce(x).tolist() == [comm.world_size] * 8
-        chain.graph = False
+        modes.graph = False
         comm.all_reduce(torch.ones(16), algorithm="ring")
         return before, loaded[len(before) :]
 
 
 def capture_without_a_call_before() -> str:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        chain, _ = with_modes(comm)
-        chain.graph = True
+        modes, _ = with_modes(comm)
+        modes.graph = True
         with pytest.raises(ConfigError) as caught:
             comm.all_reduce(torch.ones(8))
         return str(caught.value)
@@ -113,12 +133,12 @@ def capture_without_a_call_before() -> str:
 
 def explained() -> list[tuple[str, str, str]]:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        chain, _ = with_modes(comm)
+        modes, _ = with_modes(comm)
         x = torch.ones(8)
         explanations = [comm.explain(x), comm.explain(x, mode="graph"), comm.explain(x, mode="eager")]
-        chain.graph = True
+        modes.graph = True
         explanations += [comm.explain(x), comm.explain(x, mode="eager")]
-        assert chain.entered == 0, "explain orders nothing"
+        assert modes.entered == 0, "explain orders nothing"
         with pytest.raises(ConfigError, match="mode is graph or eager, not 'captured'"):
             comm.explain(x, mode="captured")
         assert "float32, captured: one_shot" in str(comm.explain(x))
@@ -135,7 +155,7 @@ def modes_of_cpu_ranks() -> None:
 
 def explicit_launches() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        chain, plans = with_modes(comm)
+        modes, plans = with_modes(comm)
         xs = inputs(5000, torch.bfloat16, comm.world_size, 2, "cpu")
         out = torch.empty_like(xs[0])
         bound = []
@@ -143,7 +163,7 @@ def explicit_launches() -> None:
             launch = LaunchShape(0, 64, 0, chunk)
             call = comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="two_shot", launch=launch)
             assert call.needs == (), "all is compiled"
-            bound.append(chain.bound)
+            bound.append(modes.bound)
             check(out, reference.all_reduce(xs, "two_shot"), chunk)
         assert bound == [1, 2, 2], "what is measured has no twin, and is bound once"
         comm.all_reduce(xs[comm.rank], out=out, algorithm="two_shot")
@@ -153,9 +173,9 @@ def explicit_launches() -> None:
 
 def single_rank_orders_nothing() -> int:
     with shotcast.Communicator(device="cpu") as comm:
-        chain, _ = with_modes(comm)
+        modes, _ = with_modes(comm)
         comm.all_reduce(torch.ones(3))
-        return chain.entered
+        return modes.entered
 
 
 def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:

@@ -151,6 +151,42 @@ def test_two_streams(world_size: int) -> None:
     shotcast.spawn(two_streams, world_size, 300, timeout_s=200)
 
 
+def eager_around_a_capture(device: str) -> None:
+    """Make an eager call late on one stream, capture on a second, and make an eager call on a third."""
+    with shotcast.Communicator(device=device, timeout_s=60) as comm:
+        streams = [torch.cuda.Stream(comm.device) for _ in range(3)]
+        x, small = torch.ones(1 << 20, device=comm.device), torch.ones(2048, device=comm.device)
+        comm.all_reduce(x)
+        comm.all_reduce(small)
+        captured = torch.zeros_like(small)
+        for _ in range(10):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(50_000_000)
+                first = comm.all_reduce(x)
+                done = torch.cuda.Event()
+                done.record()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(streams[1]):
+                graph.capture_begin(capture_error_mode="thread_local")
+                comm.all_reduce(small, out=captured)
+                graph.capture_end()
+            with torch.cuda.stream(streams[2]):
+                second = comm.all_reduce(small)
+                torch.cuda.current_stream().synchronize()
+                assert done.query(), "the third call did not wait for the first"
+            graph.replay()
+            torch.cuda.synchronize()
+            for got in (first, second, captured):
+                assert bool((got == comm.world_size).all())
+        comm.check()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_eager_calls_around_a_capture(world_size: int) -> None:
+    shotcast.spawn(eager_around_a_capture, world_size, "cuda", timeout_s=200)
+
+
 def repeated(calls: int) -> int:
     """Repeat the same calls, as eager decoding makes them. Return how many took the fast path."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_streams import FakeStreams
 
 from shotcast.collectives import fast_path
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.fast_path import FastPath
+from shotcast.collectives.stream_order import StreamChain
 
 STREAM = 0x5EED
 
@@ -31,24 +33,14 @@ class Executor:
         return self.stopped
 
 
-class Chain:
-    captured = False
-
-    def enter(self, device: torch.device) -> bool:
-        return self.captured
-
-    def capturing(self) -> bool:
-        return self.captured
-
-
 class Parts:
     """A fast path that knows one call: from x, a vector of 64 numbers, into out."""
 
     def __init__(self) -> None:
-        self.executor, self.chain, self.lock = Executor(), Chain(), threading.Lock()
+        self.executor, self.streams, self.lock = Executor(), FakeStreams(2), threading.Lock()
         self.x, self.out = torch.ones(64), torch.ones(64)
         self.calls: dict[Any, Any] = {}
-        parts: Any = self.calls, self.executor, self.chain, self.lock, torch.device("cpu")
+        parts: Any = self.calls, self.executor, StreamChain(self.streams), self.lock, torch.device("cpu")
         self.fast_path = FastPath(*parts)
         self.keep(self.x, self.out)
 
@@ -82,6 +74,13 @@ def test_a_repeated_call_takes_the_fast_path(parts: Parts) -> None:
 def test_in_place_calls_of_another_shape_take_the_fast_path(parts: Parts) -> None:
     x = torch.zeros(8, 8)
     assert parts.make(x, x)
+
+
+def test_a_call_on_another_stream_waits_for_the_one_before(parts: Parts) -> None:
+    assert parts.make(parts.x, parts.out)
+    parts.streams.current = parts.streams.all[1]
+    assert parts.make(parts.x, parts.out)
+    assert parts.streams.waits == [(1, 0)]
 
 
 def test_other_algorithms_and_reductions_are_other_calls(parts: Parts) -> None:
@@ -123,9 +122,9 @@ def test_slow_path_while_another_gpu_is_current(parts: Parts, monkeypatch: pytes
 
 
 def test_slow_path_in_a_capture_after_a_fault_and_after_close(parts: Parts) -> None:
-    parts.chain.captured = True
-    assert not parts.make(parts.x, parts.out)
-    parts.chain.captured, parts.executor.stopped = False, True
+    with parts.streams.captured(parts.streams.all[1]):
+        assert not parts.make(parts.x, parts.out)
+    parts.executor.stopped = True
     assert not parts.make(parts.x, parts.out)
     parts.executor.stopped = False
     parts.fast_path.close()
@@ -142,9 +141,9 @@ def test_calls_of_several_kernels_captures_and_empty_calls_are_not_kept(parts: P
     x = torch.ones(128)
     parts.executor.several = True
     parts.keep(x, x)
-    parts.executor.several, parts.chain.captured = False, True
-    parts.keep(x, x)
-    parts.chain.captured = False
+    parts.executor.several = False
+    with parts.streams.captured(parts.streams.all[1]):
+        parts.keep(x, x)
     assert not parts.make(x, x)
     empty = torch.ones(0)
     parts.keep(empty, empty)

@@ -2,52 +2,78 @@
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any, Protocol
 
 import torch
 
-from shotcast.memory import driver
-from shotcast.memory.streams import capturing, raw_stream
+from shotcast.errors import ConfigError
+from shotcast.memory import streams as cuda_streams
 
 
-def _capture_id(stream: torch.cuda.Stream) -> int:
-    """Return the number of the graph capture of ``stream``, 0 for none. PyTorch has no public function for it."""
-    status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
-    none = ctypes.c_void_p(None)
-    error = driver.library().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), none, none, none
-    )
-    driver.check(error, "asking for the capture of a stream")
-    return number.value if status.value == 1 else 0
+class Streams(Protocol):
+    """The functions of CUDA that order calls: :mod:`shotcast.memory.streams`. A stream has ``wait_stream``."""
+
+    def capturing(self) -> bool: ...
+    def raw_stream(self, device_index: int, /) -> int: ...
+    def current_stream(self, device: torch.device, /) -> Any: ...
+    def capture_id(self, stream: Any, /) -> int: ...
 
 
 class StreamChain:
     """Make the stream of each call wait for the call before it, if that was on another stream.
 
-    Eager calls are chained to eager calls. Calls inside a graph capture are chained only to those of the same capture,
-    as a capture cannot depend on work outside it. Whoever launches replays orders them.
+    Eager calls are chained to eager calls, whatever was captured between them. Calls inside a graph capture are chained
+    to those of the same capture alone, as a capture cannot depend on work outside it. Whoever launches replays orders
+    them.
+
+    Args:
+        streams: what the chain asks of CUDA.
     """
 
-    def __init__(self) -> None:
-        self._last: torch.cuda.Stream | None = None
-        self._handle = 0
-        self._capture = 0
+    def __init__(self, streams: Streams = cuda_streams) -> None:
+        self._capturing, self._raw_stream = streams.capturing, streams.raw_stream
+        self._current_stream, self._capture_id = streams.current_stream, streams.capture_id
+        self._eager: Any = None
+        self._eager_handle = -1
+        self._captured: dict[int, Any] = {}
 
-    @staticmethod
-    def capturing() -> bool:
+    def capturing(self) -> bool:
         """Return whether a call on the current stream would now be captured in a graph."""
-        return capturing()
+        return self._capturing()
 
     def enter(self, device: torch.device) -> bool:
-        """Order a call that is about to be made on the current stream; return whether that stream is being captured."""
-        captured = capturing()
-        handle = raw_stream(device.index)
-        if self._last is not None and handle == self._handle and not captured and not self._capture:
-            return False
-        self._handle = handle
-        stream = torch.cuda.current_stream(device)
-        capture = _capture_id(stream) if captured else 0
-        if self._last is not None and stream != self._last and capture == self._capture:
-            stream.wait_stream(self._last)
-        self._last, self._capture = stream, capture
-        return captured
+        """Order a call that is about to be made on the current stream; return whether that stream is being captured.
+
+        Raises:
+            ConfigError: the call is eager, and the stream of the eager call before it is being captured now. A stream
+                that waited for that one would join the capture.
+        """
+        if self._capturing():
+            self._follow_captured(self._current_stream(device))
+            return True
+        handle = self._raw_stream(device.index)
+        if handle != self._eager_handle:
+            self._follow_eager(self._current_stream(device), handle)
+        return False
+
+    def _follow_eager(self, stream: Any, handle: int) -> None:
+        if self._eager is not None:
+            if self._capture_id(self._eager):
+                raise ConfigError(
+                    "the eager call before this one was made on a stream that is being captured now, and cannot be "
+                    "waited for; capture on a stream without eager calls of this communicator, or make this call later"
+                )
+            stream.wait_stream(self._eager)
+        self._eager, self._eager_handle = stream, handle
+
+    def _follow_captured(self, stream: Any) -> None:
+        capture = self._capture_id(stream)
+        last = self._captured.get(capture)
+        if last is None:  # its first call: what ended before it began is over
+            self._captured = {number: other for number, other in self._captured.items() if self._is_in(other, number)}
+        elif last != stream:
+            stream.wait_stream(last)
+        self._captured[capture] = stream
+
+    def _is_in(self, stream: Any, capture: int) -> bool:
+        return self._capture_id(stream) == capture

@@ -1,0 +1,137 @@
+"""Calls wait for the call before them, on whatever streams they are made, eager or captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_streams import FakeStream, FakeStreams
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.collectives.stream_order import StreamChain
+from shotcast.errors import ConfigError
+
+GPU = torch.device("cuda", 0)
+
+
+class Calls:
+    """A chain, and calls on its streams: a call knows which calls it waits for."""
+
+    def __init__(self, count: int):
+        self.streams = FakeStreams(count)
+        self.chain = StreamChain(self.streams)
+        self.made = 0
+
+    def call(self, stream: FakeStream) -> int:
+        """Make a call on a stream; return its number."""
+        self.streams.current = stream
+        captured = self.chain.enter(GPU)
+        assert captured == bool(stream.capture), "the call joined or left a capture"
+        self.made += 1
+        self.waited_for = set(stream.after)
+        stream.after.add(self.made)
+        return self.made
+
+
+def test_one_stream_is_asked_nothing() -> None:
+    calls = Calls(1)
+    calls.call(calls.streams.all[0])
+    asked = calls.streams.asked
+    for _ in range(5):
+        calls.call(calls.streams.all[0])
+    assert calls.streams.asked == asked
+    assert calls.streams.waits == []
+
+
+def test_eager_calls_wait_across_a_capture() -> None:
+    calls = Calls(3)
+    first, second, third = calls.streams.all
+    before = calls.call(first)
+    capture = calls.streams.begin(second)
+    calls.call(second)
+    calls.streams.end(capture)
+    calls.call(third)
+    assert before in calls.waited_for
+    assert calls.streams.waits == [(2, 0)]
+
+
+def test_an_eager_call_during_a_capture_waits_for_the_eager_one() -> None:
+    calls = Calls(3)
+    first, second, third = calls.streams.all
+    before = calls.call(first)
+    calls.streams.begin(second)
+    captured = calls.call(second)
+    calls.call(third)
+    assert calls.waited_for == {before}
+    calls.call(second)
+    assert calls.waited_for == {captured}
+
+
+def test_captures_at_once_are_chained_each_by_itself() -> None:
+    calls = Calls(4)
+    one, one_more, other, other_more = calls.streams.all
+    calls.streams.begin(one)
+    calls.streams.begin(other)
+    one_more.wait_stream(one)
+    other_more.wait_stream(other)
+    first, second = calls.call(one), calls.call(other)
+    calls.call(one_more)
+    assert calls.waited_for == {first}
+    calls.call(other_more)
+    assert calls.waited_for == {second}
+
+
+def test_what_ended_captures_left_is_dropped() -> None:
+    calls = Calls(3)
+    last = calls.streams.all[2]
+    going_on = calls.streams.begin(last)
+    calls.call(last)
+    for number in range(20):
+        with calls.streams.captured(calls.streams.all[number % 2]):
+            calls.call(calls.streams.current)
+        assert len(calls.chain._captured) <= 2
+        assert going_on in calls.chain._captured
+
+
+def test_an_eager_call_cannot_wait_for_a_stream_that_is_captured_now() -> None:
+    calls = Calls(2)
+    first, second = calls.streams.all
+    calls.call(first)
+    capture = calls.streams.begin(first)
+    calls.call(first)
+    with pytest.raises(ConfigError, match="capture on a stream without eager calls"):
+        calls.call(second)
+    assert second.capture == 0
+    calls.streams.end(capture)
+    calls.call(second)
+    assert calls.streams.waits == [(1, 0)]
+
+
+ACTIONS = st.lists(st.tuples(st.sampled_from(["call", "call", "begin", "end", "join"]), st.integers(0, 4)), max_size=60)
+
+
+@given(ACTIONS)
+def test_each_call_waits_for_the_one_before_it(actions: list[tuple[str, int]]) -> None:
+    """Any program that CUDA allows: each call waits for the last one of its capture, or for the last eager one."""
+    calls = Calls(5)
+    last: dict[int, int] = {}
+    for action, number in actions:
+        stream = calls.streams.all[number]
+        if action == "begin" and not stream.capture:
+            calls.streams.begin(stream)
+        elif action == "end" and stream.capture:
+            calls.streams.end(stream.capture)
+        elif action == "join":
+            captured = [other for other in calls.streams.all if other.capture]
+            if captured and not stream.capture:
+                stream.wait_stream(captured[0])
+        elif action == "call":
+            eager = calls.chain._eager
+            blocked = not stream.capture and eager is not None and eager is not stream and eager.capture
+            if blocked:
+                with pytest.raises(ConfigError):
+                    calls.call(stream)
+                continue
+            before = last.get(stream.capture)
+            last[stream.capture] = calls.call(stream)
+            assert before is None or before in calls.waited_for
