@@ -79,6 +79,7 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 def mutated(chance: random.Random, body: dict[str, Any], names: list[str]) -> bytes:
     """Return a valid body with changed values, keys or bytes."""
     body = copy.deepcopy(body)
+    factor = chance.choice((1, 10, 1000, 10_000))  # for one value: a body of several would be too large to send
     for _ in range(chance.choice((0, 1, 1, 1, 2, 3))):
         body.setdefault("model", "letters")
         *parents, key = chance.choice(list(paths_in(body)))
@@ -91,9 +92,11 @@ def mutated(chance: random.Random, body: dict[str, Any], names: list[str]) -> by
         elif action == 1:
             body[chance.choice(names)] = copy.deepcopy(chance.choice(ODD))
         elif action == 2 and isinstance(target, list):
-            target.extend(copy.deepcopy(target) * chance.choice((1, 10, 1000)))
+            target.extend(copy.deepcopy(target) * factor)
+            factor = 1
         elif action == 3 and isinstance(target[key], str):
-            target[key] *= chance.choice((2, 100, 10_000))
+            target[key] *= 1 + factor
+            factor = 1
         else:
             target[key] = copy.deepcopy(chance.choice(ODD))
     raw = bytearray(json.dumps(body, ensure_ascii=chance.random() < 0.5).encode())
