@@ -37,7 +37,7 @@ def create_app(service: Service) -> ASGIApp:
     """Create the application that serves ``service``."""
     config = service.config
 
-    def check_key(http: Request) -> None:
+    async def check_key(http: Request) -> None:  # FastAPI calls functions that are not async on a pool of threads
         if config.api_key is None:
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
