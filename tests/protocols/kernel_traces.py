@@ -20,6 +20,7 @@ import torch
 
 import shotcast
 from executor_calls import run_call
+from shotcast.memory.operands import NormTensors
 from shotcast.wire import CallPlan, Op
 
 PACKAGE = "shotcast.transport.triton"
@@ -213,6 +214,15 @@ def tensors_of(plan: CallPlan, rank: int, world_size: int) -> tuple[torch.Tensor
     return x, torch.empty(count, dtype=dtype)
 
 
+def norm_tensors(plan: CallPlan) -> NormTensors:
+    assert plan.norm is not None
+    dtype = getattr(torch, plan.dtype)
+    residual = torch.ones(plan.nbytes // dtype.itemsize // plan.norm.hidden, plan.norm.hidden, dtype=dtype)
+    return NormTensors(
+        residual, residual[0].clone(), 1e-5, torch.empty_like(residual), normed=torch.empty_like(residual)
+    )
+
+
 def traced(plans: list[list[CallPlan | None]], change: Change | None = None) -> list[Event]:
     """Make the calls of this rank, ``plans[rank]`` (None: it takes no part), and return their trace.
 
@@ -240,7 +250,8 @@ def traced(plans: list[list[CallPlan | None]], change: Change | None = None) -> 
                     else CallPlan(Op.SEND, plan.algorithm, plan.dtype, plan.nbytes, root=comm.rank, launch=plan.launch)
                 )
                 recorder.call, recorder.header = number, tuple(executor.context.header_of(header))
-                run_call(executor, plan, *tensors_of(plan, comm.rank, comm.world_size))
+                x, out = tensors_of(plan, comm.rank, comm.world_size)
+                run_call(executor, plan, x, None if plan.norm else out, norm_tensors(plan) if plan.norm else None)
         finally:
             recorder.remove()
         comm._host.barrier()

@@ -121,8 +121,11 @@ def ring(state: RankState, number: int, call: Call, chunks: int) -> Steps:
                 yield Read({state.staging(state.left, state.step - 1): Sum(terms, number, (chunk, slice_index))})
             if hop < 2 * state.ranks - 2:
                 terms, slice_index = min(hop + 1, state.ranks), (state.rank - 1 - hop) % state.ranks
-                yield Store(state.staging(state.rank, state.step), Sum(terms, number, (chunk, slice_index)))
+                passed = state.staging(state.rank, state.step), Sum(terms, number, (chunk, slice_index))
+                yield Store(*passed)
                 yield from state.publish()
+                if hop >= state.ranks:
+                    yield Read(dict([passed]))  # into the result, which need not lie where others read
     if state.rules.ring_end:
         yield from state.await_peers(state.right)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.wire import CallPlan, LaunchShape, Op
+from shotcast.wire import CallPlan, LaunchShape, Norm, Op
 
 from . import test_epoch_advance as epoch_advance
 from . import test_flag_cells as flag_cells
@@ -254,6 +254,15 @@ def test_flag_cells(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, plans = plans_of(op, 2, "int32")
     calls = [Call(call.op, call.sizes[:1], call.root) for call in calls]
     replay_collectives(2, calls, run(2, plans), True, monkeypatch)
+
+
+def test_fused_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums with a norm of one row of one tile use slots as plain sums do, with which they take turns."""
+    plain = [CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 16 * size, launch=LAUNCH) for size in SIZES[:3]]
+    fused = CallPlan(Op.ALL_REDUCE_RMS_NORM, "one_shot", "float32", 512, launch=LAUNCH, norm=Norm(128))
+    plans: list[CallPlan | None] = [fused, plain[0], fused, plain[1], plain[2], fused]
+    calls = [Call("one_shot", (plan.nbytes // 16,)) for plan in plans if plan is not None]
+    replay_collectives(2, calls, run(2, [plans, plans]), False, monkeypatch)
 
 
 MESSAGES = [(0, 1, 3), (1, 0, 1), (0, 1, 1), (1, 0, 4)]
