@@ -374,6 +374,18 @@ def test_one_header_cell_compares_the_fingerprints_of_different_calls(refute) ->
     refute(model(2, calls_of("one_shot", 2), Rules(headers=HeaderRules(cells=1, or_later=True))), Kind.WRONG_VALUE)
 
 
+@pytest.mark.parametrize("op", ["one_shot", "broadcast"])
+def test_words_of_a_header_need_no_order(op: str, verify) -> None:
+    """Each carries the epoch, so each says for itself whether it has come."""
+    verify(model(2, calls_of(op, 2), Rules(headers=HeaderRules(words=2))))
+
+
+def test_every_word_of_a_header_must_carry_the_epoch(refute) -> None:
+    """One without it may be that of two calls ago: a false mismatch, or a mismatch that nobody finds."""
+    rules = HeaderRules(words=2, all_tagged=False)
+    refute(model(2, calls_of("one_shot", 2), Rules(headers=rules)), Kind.WRONG_VALUE)
+
+
 def test_the_parity_of_the_epoch_is_not_enough(refute) -> None:
     """One bit in the header cannot tell this call from the one two calls ago, whose header is in the same cell."""
     rules = Rules(headers=HeaderRules(epoch_values=2))

@@ -29,12 +29,14 @@ SENTINEL = "sentinel"
 
 
 class Header(NamedTuple):
-    """A header word: the low bits of the epoch, and the call's fingerprint (op, dtype, algorithm, root, nbytes)."""
+    """A word of a header: the low bits of the epoch, and the call's fingerprint (op, dtype, root, nbytes, ...)."""
 
     epoch: int
     fingerprint: str
 
 
+UNTAGGED = -1
+"""The epoch of a word that does not carry it."""
 ZERO = Header(0, "")
 """A header cell as memory is initially, and after a reset. No call's fingerprint is empty: operations count from 1."""
 
@@ -64,6 +66,8 @@ class HeaderRules:
     """The guards of the header exchange. Each of them can be removed."""
 
     exchanged: bool = True
+    words: int = 1  # of a header, each stored for itself; kernels have two
+    all_tagged: bool = True  # False: only the first word carries the epoch
     cells: int = 2  # by epoch parity
     by_epoch: bool = True  # False: any header will do
     or_later: bool = False  # a header of this epoch *or a later one* will do
@@ -78,7 +82,7 @@ class HeaderRules:
         """Return whether ``word`` is a peer's header of the call of ``own_header``, equal to it or not."""
         if word == ZERO and (self.zero_ignored or not self.by_epoch):
             return False
-        if not self.by_epoch:
+        if not self.by_epoch or word.epoch == UNTAGGED:
             return True
         return word.epoch >= own_header.epoch if self.or_later else word.epoch == own_header.epoch
 
@@ -90,10 +94,18 @@ def header_program(rank: int, ranks: int, calls: Sequence[Call], rules: HeaderRu
         epoch = rules.first_epoch + number
         own_header = rules.word(epoch, call)
         yield Start(number)
+        later = own_header if rules.all_tagged else own_header._replace(epoch=UNTAGGED)
+        words = [own_header] + [later] * (rules.words - 1)
+
+        def cells(owner: int, sender: int, epoch: int = epoch, words: Sequence[Header] = words) -> dict[Any, Header]:
+            cell = owner, "header", sender, epoch % rules.cells
+            return {(*cell, *(() if i == 0 else (i,))): word for i, word in enumerate(words)}
+
         for peer in peers:
-            yield Store((peer, "header", rank, epoch % rules.cells), own_header)
+            for cell, word in cells(peer, rank).items():
+                yield Store(cell, word)
         yield Await(
-            {(rank, "header", peer, epoch % rules.cells): own_header for peer in peers},
+            {cell: word for peer in peers for cell, word in cells(rank, peer).items()},
             lambda word, own_header=own_header: rules.came(word, own_header),
         )
         yield KernelBoundary(number)
