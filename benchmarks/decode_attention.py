@@ -23,6 +23,7 @@ from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
+from shotcast.bench import kernels
 from shotcast.device.triton.intrinsics import num_sms
 from shotcast.kernels.triton.paged_attention import PagedDecoding
 
@@ -116,7 +117,7 @@ def main() -> None:
     screen.print(view)
     screen.print(f"copy {copied:.0f} GB/s")
     if options.json:
-        write(options.json, rows, copy_gbps=copied)
+        write(options.json, rows, kernels.of_modules("kernels.triton.paged_attention"), copy_gbps=copied)
 
 
 if __name__ == "__main__":

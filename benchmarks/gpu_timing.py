@@ -48,9 +48,13 @@ def copy_gbps() -> float:
     return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2, 24) / 1e9
 
 
-def write(path: Path, rows: list[dict[str, Any]], **measured: float) -> None:
-    """Write ``rows`` as JSON with the date, the command and the machine; ``measured`` adds figures of the machine."""
+def write(path: Path, rows: list[dict[str, Any]], made_by: dict[str, str], **measured: float) -> None:
+    """Write ``rows`` as JSON with the date, the command, the machine and the fingerprints of the kernels.
+
+    ``measured`` adds figures of the machine.
+    """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"date": now, "command": " ".join(sys.argv), "environment": detect().as_json() | measured, "rows": rows}
+    environment = detect().as_json() | measured
+    result = {"date": now, "command": " ".join(sys.argv), "environment": environment, "kernels": made_by, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -27,6 +27,7 @@ from gpu_timing import copy_gbps, seconds_each, write
 from rich.console import Console
 from rich.table import Table
 
+from shotcast.bench import kernels
 from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
 from shotcast.kernels.triton.gemv import GemvConfig
@@ -216,7 +217,8 @@ def main() -> None:
                 view.add_row(model, name, str(number), *times, str(best.get("contender", "-")))
     screen.print(view)
     if options.json is not None:
-        write(options.json, rows, copy_gbps=copied)
+        made_by = kernels.of_modules("kernels.triton.gemv", "kernels.triton.skinny_gemm")
+        write(options.json, rows, made_by, copy_gbps=copied)
 
 
 if __name__ == "__main__":

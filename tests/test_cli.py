@@ -179,6 +179,8 @@ class TestKeptResults:
             "|---|---|---|---|",
             "| 8 KB | 4.1 | 8.4 | 3.63x |",
             "| 1 MB | 6.9 | 16.5 | 2.40x |",
+            "",
+            "*Made by earlier kernels.*",
         ]
 
     def test_world_sizes_of_several_files(self) -> None:
@@ -319,7 +321,7 @@ class TestTune:
         monkeypatch.setattr(tune, "run", lambda config, world_size: pytest.fail("measured"))
         path = tmp_path / "t.json"
         path.write_text('{"format": 1}')
-        assert "has format 1; this version reads format 2" in refused("tune", *self.QUICK, "--merge", "-o", str(path))
+        assert "has format 1; this version reads format 3" in refused("tune", *self.QUICK, "--merge", "-o", str(path))
 
 
 class TestErrors:

@@ -51,23 +51,43 @@ def test_pictures_are_drawn_by_the_commands_beside_them(tmp_path: Path, monkeypa
         assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_picture_says_whether_earlier_kernels_made_it() -> None:
+    """Wherever a document shows a picture of results, a generated note on the same results is below it."""
+    made_of = {command[2]: {arg for arg in command if arg.endswith(".json")} for command in pictures()}
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for match in re.finditer(r"^!\[[^\]]*\]\(([^)]*\.png)\)", text, flags=re.M):
+            name = str((path.parent / match[1]).resolve().relative_to(ROOT))
+            following = text[match.end() :].partition("<!-- end of kernels -->")[0]
+            note = following.partition("<!-- shotcast bench kernels")[2].partition("-->")[0]
+            assert set(note.replace("--json", "").split()) == made_of[name], (path, name)
+
+
 def test_fill_makes_tables_and_nothing_else_anew() -> None:
     seen = []
 
-    def make(arguments: list[str]) -> str:
-        seen.append(arguments)
-        return "\nnew\n"
+    def make(command: str, arguments: list[str]) -> str:
+        seen.append((command, arguments))
+        return "\nnew\n" if command == "table" else ""
 
-    new = fill(TEXT, make)
-    assert seen == [["--json", "a.json", "--kind", "x y"]]
-    assert new == TEXT.replace("old\n", "\nnew\n\n")
+    note = "![picture](a.png)\n<!-- shotcast bench kernels --json a.json -->\nold note\n<!-- end of kernels -->\n"
+    new = fill(TEXT + note, make)
+    assert seen == [("table", ["--json", "a.json", "--kind", "x y"]), ("kernels", ["--json", "a.json"])]
+    assert new == TEXT.replace("old\n", "\nnew\n\n") + note.replace("old note\n", "")
     assert fill(new, make) == new, "a second time changes nothing"
 
 
-@pytest.mark.parametrize("text", [TEXT.replace("<!-- end of table -->", ""), TEXT + "<!-- end of table -->"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEXT.replace("<!-- end of table -->", ""),
+        TEXT + "<!-- end of table -->",
+        TEXT.replace("<!-- end of table -->", "<!-- end of kernels -->"),
+    ],
+)
 def test_a_table_without_an_end_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="no such end"):
-        fill(text, lambda arguments: "")
+        fill(text, lambda command, arguments: "")
 
 
 class TestCommand:

@@ -89,11 +89,13 @@ def test_table_shows_what_was_not_compared_or_timed() -> None:
 def test_json_round_trip(tmp_path: Path) -> None:
     rows = [row(), row("gloo", errors=None)]
     path = tmp_path / "new" / "result.json"
-    result = report.Result.now(rows, environment={"cores": 2}, command="shotcast bench all-reduce")
+    result = report.Result.now(
+        rows, environment={"cores": 2}, command="shotcast bench all-reduce", kernels={"a/b": "1"}
+    )
     report.write(path, result)
     assert report.read(path) == result
     document = json.loads(path.read_text())
-    assert list(document) == ["environment", "command", "date", "rows"]
+    assert list(document) == ["environment", "command", "date", "kernels", "rows"]
     assert list(document["rows"][0]) == [
         "op", "device", "world_size", "dtype", "algorithm", "nbytes", "time_us", "p99_us", "skew_us", "algbw_gbps",
         "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations",
@@ -102,12 +104,14 @@ def test_json_round_trip(tmp_path: Path) -> None:
 
 def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    report.write(path, report.Result.now([row(hidden=64)], environment={}, command=""))
+    report.write(path, report.Result.now([row(hidden=64)], environment={}, command="", kernels={}))
     document = json.loads(path.read_text())
     for name in ("measure", "hidden", "work", "work_us", "allocations"):
         del document["rows"][0][name]
+    del document["kernels"]
     path.write_text(json.dumps(document))
     assert report.read(path).rows == (row(),)
+    assert report.read(path).kernels is None
 
 
 OTHERS = ("engine_", "linear", "decode_attention", "prompt_attention", "frontend")
@@ -217,7 +221,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 def test_unknown_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    report.write(path, report.Result.now([row()], environment={}, command=""))
+    report.write(path, report.Result.now([row()], environment={}, command="", kernels={}))
     path.write_text(path.read_text().replace('"skew_us"', '"skew_ms"'))
     with pytest.raises(ConfigError, match="skew_ms, skew_us"):
         report.read(path)

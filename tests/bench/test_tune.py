@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import shotcast
 from shotcast.bench import tune, tune_table
 from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, eligible_candidates, search, settled
+from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
 from shotcast.collectives.choice.choice import Candidate
-from shotcast.collectives.choice.table import KERNELS, parse
+from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
@@ -245,7 +246,9 @@ class TestDocument:
 
     def text(self, *points: Point, part: str = "H") -> str:
         environment = {"cpu_model": "c", "versions": {"torch": "2"}, "driver": "580"}
-        return tune_table.document(part, 4, points, environment=environment, command="shotcast tune", seconds=0.5)
+        return tune_table.document(
+            part, 4, points, device="cuda", environment=environment, command="shotcast tune", seconds=0.5
+        )
 
     def test_is_a_table_with_provenance_and_measurements(self) -> None:
         text = self.text(*self.POINTS)
@@ -278,6 +281,31 @@ class TestDocument:
         assert [run["command"] for run in document["provenance"].values()] == ["old", "shotcast tune"]
         assert [(m["mode"], m["nbytes"]) for m in document["measurements"]] == [("eager", 64), ("graph", 128)]
 
+    def test_each_entry_has_the_fingerprints_of_the_kernels_that_were_measured(self) -> None:
+        now = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "triton")
+        table = parse(self.text(*self.POINTS), "t", registered())
+        assert table.kernels == {
+            ("graph", "all_reduce", "bfloat16"): {name: now[name] for name in ("one_shot", "two_shot")},
+            ("eager", "all_reduce", "bfloat16"): {"ring": now["ring"]},
+        }
+        assert fingerprints.of_table(table, ("eager", "all_reduce", "bfloat16"), registered(), "triton") == ""
+
+    def test_merging_keeps_the_fingerprints_of_the_entries_that_stay(self) -> None:
+        old = json.loads(self.text(*self.POINTS))
+        for kernels in old["kernels"].values():
+            kernels.update(dict.fromkeys(kernels, "older"))
+        old["earlier_kernels"] = "measured in spring"
+        new = self.text(point(128, ("one_shot", 1.0)))
+        table = parse(tune_table.merged(json.dumps(old), new, "t"), "t", registered())
+        eager, graph = ("eager", "all_reduce", "bfloat16"), ("graph", "all_reduce", "bfloat16")
+        assert table.kernels[eager] == {"ring": "older"}
+        assert table.kernels[graph] == parse(new, "t", registered()).kernels[graph]
+        made_by = fingerprints.of_table(table, eager, registered(), "triton")
+        assert made_by == "made by earlier kernels (ring); measured in spring"
+        assert fingerprints.of_table(table, graph, registered(), "triton") == ""
+        whole = self.text(*self.POINTS)
+        assert parse(tune_table.merged(json.dumps(old), whole, "t"), "t", registered()).earlier_kernels == ""
+
     def test_what_is_replaced_as_a_whole_leaves_no_provenance(self) -> None:
         old = self.text(point(64, ("ring", 1.0))).replace("20", "19", 1)
         document = json.loads(tune_table.merged(old, self.text(point(64, ("one_shot", 1.0))), "t"))
@@ -289,7 +317,7 @@ class TestDocument:
         [
             (('"part": "H"', '"part": "G"'), "t.json is a table for 4 x G; this machine has 4 x H"),
             (('"world_size": 4', '"world_size": 2'), "t.json is a table for 2 x H; this machine has 4 x H"),
-            ((f'"kernels": {KERNELS}', '"kernels": 0'), "was made for revision 0 of the kernels"),
+            (('"format": 3', '"format": 2'), "has format 2; this version reads format 3"),
         ],
     )
     def test_what_cannot_be_merged_is_refused(self, tmp_path: Path, change: tuple[str, str], said: str) -> None:
@@ -367,7 +395,7 @@ class TestRanks:
 
     @staticmethod
     def table(points: list[Point]) -> str:
-        return tune_table.document("cpu", 2, points, environment={}, command="", seconds=0.0)
+        return tune_table.document("cpu", 2, points, device="cpu", environment={}, command="", seconds=0.0)
 
     def test_tuned_then_used(self, tmp_path: Path) -> None:
         config = dataclasses.replace(CONFIG, ops=("all_reduce", "all_gather"), sizes=(1024, 65536), seconds=0.02)
@@ -377,7 +405,7 @@ class TestRanks:
         for p in points:
             assert p.nbytes % (12 if p.op == "all_gather" else 4) == 0, "whole elements, equally many a rank"
         path = tmp_path / "t.json"
-        path.write_text(tune_table.document(part, 3, points, environment={}, command="", seconds=0.0))
+        path.write_text(tune_table.document(part, 3, points, device="cpu", environment={}, command="", seconds=0.0))
         counts = [100, 256, 300, 16384, 16400]
         for op in config.ops:
             settings = {"SHOTCAST_TABLE": str(path)}

@@ -38,7 +38,7 @@ def test_both_modes() -> None:
     for point in points:
         times = [one.time_us for one in (point.choice.best, *point.choice.others)]
         assert all(0.5 < time_us < 5000 for time_us in times), point
-    text = tune_table.document(part, 2, points, environment={}, command="", seconds=0.2)
+    text = tune_table.document(part, 2, points, device="cuda", environment={}, command="", seconds=0.2)
     assert parse(text, "t", registered()).rows.keys() == {point.key for point in points}
 
 

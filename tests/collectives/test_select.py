@@ -24,7 +24,7 @@ from shotcast.collectives.choice.candidates import (
 from shotcast.collectives.choice.choice import Candidate, Explanation
 from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
-from shotcast.collectives.choice.table import KERNELS, MODES, Table, parse
+from shotcast.collectives.choice.table import MODES, Table, parse
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, Work
 from shotcast.errors import ConfigError
@@ -69,7 +69,7 @@ def table(
     part: str = "cpu",
 ) -> Table:
     entries = {mode: {op: {dtype: list(rows)}}}
-    whole = {"format": 2, "kernels": KERNELS, "part": part, "world_size": 4, "entries": entries}
+    whole = {"format": 3, "part": part, "world_size": 4, "entries": entries}
     return parse(json.dumps(whole), name, registered())
 
 

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast import wire
+from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice import table as tables
 from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, obstacle
 from shotcast.collectives.choice.table import (
-    KERNELS,
     MODES,
     PassedOver,
     Row,
     Table,
+    all_packaged,
     file_name,
     fit_for,
     load,
@@ -37,8 +38,8 @@ ALGORITHMS = tuple(registered())
 
 def table_text(**changes: Any) -> str:
     whole = {
-        "format": 2,
-        "kernels": KERNELS,
+        "format": 3,
+        "kernels": {"graph/all_reduce/bfloat16": {"one_shot": "0123"}},
         "part": "NVIDIA H200",
         "world_size": 4,
         "provenance": {"2026-01-01": {}},
@@ -144,18 +145,15 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"format": 1}, r"has format 1; this version reads format 2: run `shotcast tune` again"),
-            ({"format": 3}, "has format 3; this version reads format 2"),
+            ({"format": 1}, r"has format 1; this version reads format 3: run `shotcast tune` again"),
+            ({"format": 4}, "has format 4; this version reads format 3"),
             ({"format": "absent"}, "has format None"),
             ({"format": True}, "has format True"),
-            (
-                {"kernels": KERNELS - 1},
-                rf"revision {KERNELS - 1} of the kernels; these are revision {KERNELS}, .* again",
-            ),
-            ({"kernels": KERNELS + 1}, rf"revision {KERNELS + 1} of the kernels; these are revision {KERNELS}"),
-            ({"kernels": "new"}, "revision 'new' of the kernels"),
-            ({"kernels": True}, "revision True of the kernels"),
-            ({"kernels": "absent"}, "lacks kernels"),
+            ({"kernels": 5}, "table my.json, kernels: an object is meant, not 5"),
+            ({"kernels": {"graph/all_reduce/int8": 5}}, "kernels of graph/all_reduce/int8: an object is meant, not 5"),
+            ({"kernels": {"all_reduce": {}}}, "kernels: mode/operation/dtype has a fingerprint by algorithm"),
+            ({"kernels": {"graph/all_reduce/int8": {"ring": 5}}}, "kernels: mode/operation/dtype has a fingerprint"),
+            ({"earlier_kernels": True}, "earlier_kernels: words are meant, not True"),
             ({"part_name": "x"}, "unknown keys: part_name"),
             ({"part": "absent", "world_size": "absent"}, "lacks part, world_size"),
             ({"part": 3}, "part is the name of a GPU or processor, not 3"),
@@ -364,6 +362,14 @@ class TestFiles:
             assert fit_for(table, kernels, registered()) is table
 
 
+def unsaid(table: Table) -> str:
+    """Return what a packaged table does not say of the kernels that made it; empty if it tells the truth."""
+    notes = [fingerprints.of_table(table, key, registered(), "triton") for key in table.rows]
+    if table.earlier_kernels:
+        return "" if any(notes) else f"{table.name} speaks of earlier kernels, and no kernel has changed"
+    return next((f"{table.name}: {note}" for note in notes if note), "")
+
+
 PACKAGED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
 
 
@@ -401,10 +407,26 @@ class TestPackaged:
         for run in json.loads(file.read_text())["provenance"].values():
             assert {"versions", "driver"} <= run.keys()
 
-    def test_for_other_kernels_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tables, "KERNELS", KERNELS + 1)
-        with pytest.raises(ConfigError, match=f"nvidia_h200_x4.json was made for revision {KERNELS} of the kernels"):
-            packaged("NVIDIA H200", 4, registered())
+    @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
+    def test_made_by_other_kernels_says_so(self, file: Path) -> None:
+        """After an edit of a kernel, either measure the table again or say in earlier_kernels why it still serves."""
+        assert unsaid(parse(file.read_text(), file.name, registered())) == ""
+
+    def test_what_is_not_said_is_found(self) -> None:
+        table = parse(PACKAGED[0].read_text(), PACKAGED[0].name, registered())
+        now = {key: fingerprints.of_operation(registered(), Op[key[1].upper()], "triton") for key in table.rows}
+        current = dataclasses.replace(table, kernels=now, earlier_kernels="")
+        key = next(iter(table.rows))
+        assert unsaid(current) == ""
+        other = dataclasses.replace(current, kernels=now | {key: {"one_shot": "0123"}})
+        assert "made by earlier kernels (one_shot)" in unsaid(other)
+        absent = dataclasses.replace(current, kernels={})
+        assert "were not recorded" in unsaid(absent)
+        assert unsaid(dataclasses.replace(other, earlier_kernels="older")) == ""
+        assert "no kernel has changed" in unsaid(dataclasses.replace(current, earlier_kernels="older"))
+
+    def test_all_are_found_without_their_names(self) -> None:
+        assert [table.name for table in all_packaged(registered())] == [file.name for file in PACKAGED]
 
     def test_no_table_for_an_unknown_part(self) -> None:
         assert packaged("no such part", 3, registered()) is None

@@ -95,11 +95,11 @@ def markdown(rows: Sequence[EngineRow]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str) -> str:
-    """Return the rows as JSON, with where and how they were measured."""
+def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str, kernels: dict[str, str]) -> str:
+    """Return the rows as JSON, with where, how and by which kernels they were measured."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"date": now, "command": command, "environment": environment, "rows": [asdict(row) for row in rows]}
-    return json.dumps(result, indent=1) + "\n"
+    result = {"date": now, "command": command, "environment": environment, "kernels": kernels}
+    return json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
 
 
 def read(path: Path) -> tuple[EngineRow, ...]:

@@ -122,17 +122,22 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A file of measurements: its rows, and where, how and when they were made."""
+    """A file of measurements: its rows, and where, how, when and by which kernels they were made.
+
+    ``kernels`` has fingerprints by the names of :mod:`shotcast.bench.kernels`; None where they were not recorded.
+    """
 
     environment: dict[str, Any]
     command: str
     date: str
     rows: tuple[Row, ...]
+    kernels: dict[str, str] | None = None
 
     @classmethod
-    def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str) -> Result:
+    def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str, kernels: dict[str, str]) -> Result:
         """Build a result of rows that were measured just now."""
-        return cls(environment, command, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), tuple(rows))
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(environment, command, date, tuple(rows), kernels)
 
     @property
     def machine(self) -> str:
@@ -225,6 +230,7 @@ def write(path: Path, result: Result) -> None:
         "environment": result.environment,
         "command": result.command,
         "date": result.date,
+        **({} if result.kernels is None else {"kernels": result.kernels}),
         "rows": [asdict(row) for row in result.rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -246,6 +252,7 @@ def read(path: Path) -> Result:
             document.get("command", ""),
             document.get("date", ""),
             tuple(Row(**row) for row in rows),
+            document.get("kernels"),
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error

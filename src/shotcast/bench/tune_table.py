@@ -12,10 +12,12 @@ from rich.table import Table as View
 
 from shotcast.bench import implementations
 from shotcast.bench.tune import Point, Timed
+from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.choice import table
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
+from shotcast.wire import Op
 
 
 def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
@@ -38,9 +40,16 @@ def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
 
 
 def document(
-    part: str, world_size: int, points: Sequence[Point], *, environment: Mapping[str, Any], command: str, seconds: float
+    part: str,
+    world_size: int,
+    points: Sequence[Point],
+    *,
+    device: str,
+    environment: Mapping[str, Any],
+    command: str,
+    seconds: float,
 ) -> str:
-    """Return the text of a table, with its provenance."""
+    """Return the text of a table, with its provenance and the fingerprints of the kernels that were measured."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     provenance = {
         date: {
@@ -56,7 +65,19 @@ def document(
             },
         }
     }
-    return table.render(part, world_size, rows(points), provenance, [_measurement(point) for point in points])
+    measurements = [_measurement(point) for point in points]
+    return table.render(part, world_size, rows(points), provenance, measurements, _kernels(points, device))
+
+
+def _kernels(points: Sequence[Point], device: str) -> dict[table.Key, dict[str, str]]:
+    """Return the fingerprints of the kernels between which each entry chooses."""
+    algorithms, found = implementations.algorithms(), {}
+    for key in dict.fromkeys(point.key for point in points):
+        timed = [one for point in points if point.key == key for one in (point.choice.best, *point.choice.others)]
+        names = {one.algorithm for one in timed}
+        now = fingerprints.of_operation(algorithms, Op[key[1].upper()], "compiled" if device == "cpu" else "triton")
+        found[key] = {name: digest for name, digest in now.items() if name in names}
+    return found
 
 
 def _measurement(point: Point) -> dict[str, Any]:
@@ -124,6 +145,8 @@ def merged(old: str, new: str, name: str) -> str:
         {key: before.rows[key] for key in before.rows if key in kept_keys} | after.rows,
         provenance | new_document["provenance"],
         measurements + new_document["measurements"],
+        {key: before.kernels[key] for key in before.kernels if key in kept_keys} | after.kernels,
+        before.earlier_kernels if kept_keys else "",
     )
 
 

@@ -183,7 +183,7 @@ class _Outputs:
 
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
-    from shotcast.bench import harness, implementations, markdown, report
+    from shotcast.bench import harness, implementations, kernels, markdown, report
     from shotcast.bench.plot import KINDS, check_format, plot
 
     # checked before minutes of measuring
@@ -215,7 +215,8 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
         from shotcast.hardware.detect import detect
 
         command = shlex.join(["shotcast", *sys.argv[1:]])
-        result = report.Result.now(rows, environment=detect().as_json(), command=command)
+        made_by = kernels.of_rows(rows)
+        result = report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by)
     if outputs.json_file is not None and result is not None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
@@ -256,7 +257,7 @@ def _engine_command(
     plot_file: PlotFile = None,
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
-    from shotcast.bench import engine_bench, engine_report
+    from shotcast.bench import engine_bench, engine_report, kernels
     from shotcast.bench.plot import check_format
     from shotcast.hardware.detect import detect
 
@@ -283,7 +284,7 @@ def _engine_command(
         for row in engine_bench.measure(config, status.update):
             rows.append(row)
             if json_file is not None:  # after each row: a row may take minutes, and the next may fail
-                json_file.write_text(engine_report.document(rows, environment, command))
+                json_file.write_text(engine_report.document(rows, environment, command, kernels.of_engine(rows)))
     screen.print(engine_report.table(rows))
     if json_file is not None:
         screen.print(f"wrote {json_file}")
@@ -309,7 +310,7 @@ def _table_command(
     columns: Annotated[str, typer.Option("--columns", help="Only these implementations.")] = "",
 ) -> None:
     """Print stored results, or the registered algorithms, as a Markdown table; measures nothing."""
-    from shotcast.bench import algorithm_table, engine_report, markdown
+    from shotcast.bench import algorithm_table, engine_report, kernels, markdown
 
     if kind == "algorithms":
         if json_files or measure or world_size or sizes or columns:
@@ -321,11 +322,20 @@ def _table_command(
     if kind == "engine":
         if measure or world_size or sizes or columns:
             raise ConfigError("a table of the engine takes no --measure, --world-size, --sizes or --columns")
-        typer.echo(engine_report.markdown([row for path in json_files for row in engine_report.read(path)]))
+        engine_rows = [row for path in json_files for row in engine_report.read(path)]
+        typer.echo(kernels.with_note(engine_report.markdown(engine_rows), json_files))
         return
     rows = _stored_rows(json_files, world_size)[0]
     wanted = [parse_size(size) for size in names_in(sizes)]
-    typer.echo(markdown.markdown_table(rows, kind, wanted, names_in(columns), measure))
+    typer.echo(kernels.with_note(markdown.markdown_table(rows, kind, wanted, names_in(columns), measure), json_files))
+
+
+@app.command("kernels")
+def _kernels_command(json_files: Raw) -> None:
+    """Say which of these stored results were made by earlier kernels; print nothing if none was."""
+    from shotcast.bench import kernels
+
+    typer.echo(kernels.note(json_files))
 
 
 @app.command("plot")
@@ -356,8 +366,9 @@ def _fill_command(
 ) -> None:
     """Generate the tables in documents again, each with the command in the comment before it.
 
-    A table is between <!-- shotcast bench table ... --> and <!-- end of table -->. Paths in the commands are relative
-    to the current directory.
+    A table is between <!-- shotcast bench table ... --> and <!-- end of table -->, and the note under a picture between
+    <!-- shotcast bench kernels ... --> and <!-- end of kernels -->. Both say so where earlier kernels made the figures.
+    Paths in the commands are relative to the current directory.
     """
     from shotcast.bench.doc_tables import fill
 
@@ -377,11 +388,11 @@ def _fill_command(
         raise ConfigError(f"tables are out of date in {', '.join(stale)}; run shotcast bench fill {' '.join(stale)}")
 
 
-def _printed(arguments: list[str]) -> str:
-    """Return what ``shotcast bench table`` prints with these arguments."""
+def _printed(command: str, arguments: list[str]) -> str:
+    """Return what ``shotcast bench table``, or another command, prints with these arguments."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        _command_of(app, "table").main(arguments, "shotcast bench table", standalone_mode=False)
+        _command_of(app, command).main(arguments, f"shotcast bench {command}", standalone_mode=False)
     return text.getvalue()
 
 

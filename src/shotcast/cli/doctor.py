@@ -28,7 +28,24 @@ def doctor() -> None:
     advice.add_column()
     for finding in findings(facts):
         advice.add_row(marks[finding.level], finding.text)
+    for text in _packaged_tables(facts):
+        advice.add_row(marks[Level.NOTE], text)
     console.print(advice)
+
+
+def _packaged_tables(facts: Any) -> list[str]:
+    """Return a line for each packaged table for the GPUs of this host that other kernels than these made."""
+    from shotcast.collectives import fingerprints, registry
+    from shotcast.collectives.choice.table import all_packaged
+
+    algorithms = registry.registered()
+    lines = []
+    for table in all_packaged(algorithms):
+        if table.part in {gpu.name for gpu in facts.gpus}:
+            notes = (fingerprints.of_table(table, key, algorithms, "triton") for key in table.rows)
+            if made_by := next((note for note in notes if note), ""):
+                lines.append(f"packaged table {table.name}: {made_by}; `shotcast tune` makes one for SHOTCAST_TABLE")
+    return lines
 
 
 def _doctor_rows(facts: Any) -> list[tuple[str, str]]:

@@ -107,7 +107,7 @@ def tune(
     command = shlex.join(["shotcast", *sys.argv[1:]])
     facts_of_run = facts.as_json() | {"driver": nvidia_driver()}
     text = tune_table.document(
-        measured, world_sizes[0], points, environment=facts_of_run, command=command, seconds=seconds
+        measured, world_sizes[0], points, device=where, environment=facts_of_run, command=command, seconds=seconds
     )
     if merging:
         text = tune_table.merged(file.read_text(), text, str(file))

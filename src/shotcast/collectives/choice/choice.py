@@ -17,11 +17,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen candidate, the source of the decision, and the reason in words."""
+    """The chosen candidate, the source of the decision, and the reason in words.
+
+    Attributes:
+        entry: the name of the table that decided, and the key of its rows; None where none did.
+    """
 
     candidate: Candidate
     source: str
     reason: str
+    entry: tuple[str, tuple[str, str, str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

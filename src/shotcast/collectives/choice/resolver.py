@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shotcast import wire
+from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle
@@ -147,6 +148,10 @@ class Resolver:
         candidate, reason = choice.candidate, choice.reason
         if choice.source in ("packaged table", "cost model"):
             reason = "; ".join((reason, *self.passed))
+        if choice.entry is not None:
+            table = next(table for _, table in self.tables if table.name == choice.entry[0])
+            made_by = fingerprints.of_table(table, choice.entry[1], self.topology.algorithms, self.topology.kernels)
+            reason += f"; {made_by}" if made_by else ""
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
         by_library = self.topology.algorithms[candidate.algorithm].library

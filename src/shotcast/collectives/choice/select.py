@@ -56,11 +56,13 @@ def choose(
     if environment != "auto":
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
     for source, table in tables:
-        row = table.lookup(problem.op.label, problem.dtype, problem.nbytes, mode)
+        op = problem.op
+        row = table.lookup(op.label, problem.dtype, problem.nbytes, mode)
         tuned = row.launch if row else None
         if row is None and problem.op in FUSED:
             # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
-            row = table.lookup(FUSED[problem.op].label, problem.dtype, problem.nbytes, mode)
+            op = FUSED[op]
+            row = table.lookup(op.label, problem.dtype, problem.nbytes, mode)
         if row is None:
             continue
         if row.algorithm not in legal:
@@ -74,7 +76,8 @@ def choose(
             candidate = Candidate(row.algorithm, fitted(problem, row.algorithm, tuned))
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
         other_mode = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
-        return Choice(candidate, source, "; ".join((f"{table.name}: {row.algorithm} for {limit}{other_mode}", *passed)))
+        reason = "; ".join((f"{table.name}: {row.algorithm} for {limit}{other_mode}", *passed))
+        return Choice(candidate, source, reason, (table.name, (row.mode, op.label, problem.dtype)))
     choice = _by_model(problem, legal)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 

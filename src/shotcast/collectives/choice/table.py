@@ -2,7 +2,8 @@
 
 A table is JSON::
 
-    {"format": 2, "kernels": 1, "part": "NVIDIA H200", "world_size": 4, "provenance": {...}, "measurements": [...],
+    {"format": 3, "part": "NVIDIA H200", "world_size": 4, "provenance": {...}, "measurements": [...],
+     "kernels": {"graph/all_reduce/bfloat16": {"one_shot": "0aa73a9f8c9f", "two_shot": "824a9b5195d6"}},
      "entries": {"graph": {"all_reduce": {"bfloat16": [[65536, "one_shot", {"programs": 64, ...}],
                                                        [null, "vendor", null]]}},
                  "eager": {...}}}
@@ -10,6 +11,10 @@ A table is JSON::
 Each row serves messages up to its first number of bytes (null: any size); rows ascend. A row without a launch takes
 the algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; where one of them has
 no rows for an operation and dtype, the other's serve. Provenance and measurements are for people.
+
+``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the kernels that were measured for each entry.
+A table goes on serving when kernels change, and whoever asks for an explanation is told. A table that comes with the
+package must say so itself, in ``earlier_kernels``.
 """
 
 from __future__ import annotations
@@ -30,9 +35,7 @@ from shotcast.collectives.choice.candidates import launch_obstacle
 from shotcast.errors import ConfigError
 from shotcast.wire import LaunchShape
 
-FORMAT = 2
-KERNELS = 5
-"""The revision of the kernels. It rises when their speed or what they serve changes; older tables are refused."""
+FORMAT = 3
 
 MODES = ("graph", "eager")
 """The modes of a call: captured in a CUDA graph, or not. On CPU ranks every call is ``eager``."""
@@ -44,7 +47,8 @@ Key = tuple[str, str, str]
 """Mode, operation, dtype."""
 
 _AGAIN = "run `shotcast tune` again"
-_KEYS = {"format", "kernels", "part", "world_size", "provenance", "measurements", "entries"}
+_KEYS = {"format", "kernels", "part", "world_size", "provenance", "measurements", "entries", "earlier_kernels"}
+_OPTIONAL_KEYS = {"provenance", "measurements", "kernels", "earlier_kernels"}
 _OPS = tuple(op.label for op in wire.Op)
 _LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
 
@@ -61,12 +65,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as read. ``name`` is the name of its file, ``text`` its content, which ranks compare."""
+    """A table as read.
+
+    Attributes:
+        name: of its file.
+        kernels: by entry, the fingerprints of the kernels that were measured, by algorithm.
+        earlier_kernels: the words of a table of which it is known that other kernels made it; else empty.
+        text: the content, which ranks compare.
+    """
 
     name: str
     part: str
     world_size: int
     rows: dict[Key, tuple[Row, ...]]
+    kernels: dict[Key, dict[str, str]]
+    earlier_kernels: str
     text: str
 
     def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager") -> Row | None:
@@ -99,13 +112,8 @@ def parse(text: str, name: str, algorithms: Algorithms) -> Table:
         raise ConfigError(f"table {name} has format {found!r}; this version reads format {FORMAT}: {_AGAIN}")
     if unknown := data.keys() - _KEYS:
         raise ConfigError(f"table {name} has unknown keys: {', '.join(sorted(unknown))}")
-    if absent := _KEYS - {"provenance", "measurements"} - data.keys():
+    if absent := _KEYS - _OPTIONAL_KEYS - data.keys():
         raise ConfigError(f"table {name} lacks {', '.join(sorted(absent))}")
-    if not _whole(data["kernels"]) or data["kernels"] != KERNELS:
-        raise ConfigError(
-            f"table {name} was made for revision {data['kernels']!r} of the kernels; these are revision {KERNELS}, and "
-            f"its thresholds may mislead: {_AGAIN}"
-        )
     if not isinstance(data["part"], str) or not data["part"]:
         raise ConfigError(f"table {name}: part is the name of a GPU or processor, not {data['part']!r}")
     if not _whole(data["world_size"]) or data["world_size"] < 1:
@@ -132,7 +140,25 @@ def parse(text: str, name: str, algorithms: Algorithms) -> Table:
                 limits = [row.nbytes for row in parsed]
                 if limits != sorted(set(limits)):
                     raise ConfigError(f"{where}: sizes must ascend")
-    return Table(name, data["part"], data["world_size"], rows, text)
+    words = data.get("earlier_kernels", "")
+    if not isinstance(words, str):
+        raise ConfigError(f"table {name}, earlier_kernels: words are meant, not {words!r}")
+    return Table(
+        name, data["part"], data["world_size"], rows, _fingerprints(data.get("kernels", {}), name), words, text
+    )
+
+
+def _fingerprints(value: Any, name: str) -> dict[Key, dict[str, str]]:
+    found: dict[Key, dict[str, str]] = {}
+    for entry, kernels in _items(value, f"table {name}, kernels"):
+        listed = dict(_items(kernels, f"table {name}, kernels of {entry}"))
+        if entry.count("/") != 2 or not all(isinstance(digest, str) for digest in listed.values()):
+            raise ConfigError(
+                f"table {name}, kernels: mode/operation/dtype has a fingerprint by algorithm, not {value!r}"
+            )
+        mode, op, dtype = entry.split("/")
+        found[mode, op, dtype] = listed
+    return found
 
 
 def _items(value: Any, where: str) -> Iterable[tuple[str, Any]]:
@@ -181,13 +207,17 @@ def file_name(part: str, world_size: int) -> str:
 
 
 def packaged(part: str, world_size: int, algorithms: Algorithms) -> Table | None:
-    """Return the table that comes with the package for this part and world size, or None.
-
-    Raises ConfigError if it was made for another revision of the kernels.
-    """
+    """Return the table that comes with the package for this part and world size, or None."""
     name = file_name(part, world_size)
     file = resources.files("shotcast.collectives.choice") / "tables" / name
     return parse(file.read_text(), name, algorithms) if file.is_file() else None
+
+
+def all_packaged(algorithms: Algorithms) -> list[Table]:
+    """Return all tables that come with the package."""
+    folder = resources.files("shotcast.collectives.choice") / "tables"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    return [parse(file.read_text(), file.name, algorithms) for file in files]
 
 
 def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: str = "cuda") -> Table | PassedOver:
@@ -214,6 +244,8 @@ def render(
     rows: Mapping[Key, Sequence[Row]],
     provenance: Mapping[str, Any],
     measurements: Sequence[Mapping[str, Any]],
+    kernels: Mapping[Key, Mapping[str, str]] | None = None,
+    earlier_kernels: str = "",
 ) -> str:
     """Return the text of a table, a row a line; :func:`parse` reads it back."""
     entries: dict[str, dict[str, dict[str, list[Any]]]] = {}
@@ -228,11 +260,12 @@ def render(
         ]
     document = {
         "format": FORMAT,
-        "kernels": KERNELS,
         "part": part,
         "world_size": world_size,
+        **({"earlier_kernels": earlier_kernels} if earlier_kernels else {}),
         "provenance": provenance,
         "measurements": measurements,
+        "kernels": {"/".join(key): dict(digests) for key, digests in (kernels or {}).items()},
         "entries": entries,
     }
     return _pretty(document, "") + "\n"

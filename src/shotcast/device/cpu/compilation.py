@@ -23,6 +23,10 @@ from numba.core.sigutils import normalize_signature
 
 logger = logging.getLogger(__name__)
 
+SCHEDULE_OPTIONS = {"nogil": True, "error_model": "numpy"}
+ARITHMETIC_OPTIONS = {"nopython": True, "error_model": "numpy"}
+"""The options that all schedules, and all arithmetic, are compiled with."""
+
 _LOCK = threading.Lock()
 
 
@@ -63,7 +67,7 @@ class Schedule:
         """Return the machine code, compiled or loaded on first use; it runs without the interpreter lock."""
         with _LOCK:
             if self._compiled is None:
-                dispatcher = njit(nogil=True, error_model="numpy")(self._function)
+                dispatcher = njit(**SCHEDULE_OPTIONS)(self._function)
                 keep_on_disk(dispatcher)
                 dispatcher.compile(types.int64(types.int64, types.int64, types.int64, types.int64))
                 dispatcher.disable_compile()
@@ -91,7 +95,7 @@ class Arithmetic:
         with _LOCK:
             if self._compiled is None:
                 signature = normalize_signature(types.void(*(types.int64,) * 4))
-                function = CFunc(self._function, signature, {}, {"nopython": True, "error_model": "numpy"})
+                function = CFunc(self._function, signature, {}, ARITHMETIC_OPTIONS)
                 keep_on_disk(function)
                 function.compile()
                 self._compiled = function

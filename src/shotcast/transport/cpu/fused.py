@@ -13,7 +13,7 @@ from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu import one_shot as plain_one_shot
 from shotcast.transport.cpu import two_shot as plain_two_shot
-from shotcast.transport.cpu.host_call import HostCall, for_all_ranks, sums
+from shotcast.transport.cpu.host_call import HostCall, for_all_ranks, sums_and_norms
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -219,9 +219,13 @@ def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int
     return finish(context, step)
 
 
-ONE_SHOT = HostCall(schedule=Schedule(one_shot), chunk=plain_one_shot.chunk_limits, arithmetic=sums, norms=True)
-TWO_SHOT = HostCall(schedule=Schedule(two_shot), chunk=plain_two_shot.chunk_limits, arithmetic=sums, norms=True)
-REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=sums, norms=True)
+ONE_SHOT = HostCall(
+    schedule=Schedule(one_shot), chunk=plain_one_shot.chunk_limits, arithmetic=sums_and_norms, norms=True
+)
+TWO_SHOT = HostCall(
+    schedule=Schedule(two_shot), chunk=plain_two_shot.chunk_limits, arithmetic=sums_and_norms, norms=True
+)
+REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=sums_and_norms, norms=True)
 REDUCE_SCATTER_ALL_GATHER = HostCall(
-    schedule=Schedule(reduce_scatter_all_gather), chunk=for_all_ranks, arithmetic=sums, norms=True
+    schedule=Schedule(reduce_scatter_all_gather), chunk=for_all_ranks, arithmetic=sums_and_norms, norms=True
 )

@@ -46,15 +46,17 @@ def check_dtype(plan: CallPlan, served: Container[str]) -> None:
 
 
 def sums(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the addition of the plan's dtype, by word of the plan record, and what its norm takes.
+    """Return the addition of the plan's dtype, by word of the plan record.
 
     Raises UnsupportedError for a dtype that is not added up.
     """
     check_dtype(plan, SUMS)
-    found = {layout.ARITHMETIC: SUMS[plan.dtype]}
-    if plan.norm is not None:
-        found |= {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
-    return found
+    return {layout.ARITHMETIC: SUMS[plan.dtype]}
+
+
+def sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the addition of the plan's dtype, and the arithmetic of its norm, by word of the plan record."""
+    return sums(plan) | {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

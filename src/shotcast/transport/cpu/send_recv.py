@@ -7,8 +7,6 @@ touched, so other ranks and collectives are not affected. A send returns once it
 
 from __future__ import annotations
 
-import dataclasses
-
 from numba import njit
 
 from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
@@ -97,7 +95,10 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
             return DONE
 
 
-SEND = HostCall(schedule=Schedule(send))
-RECV = HostCall(schedule=Schedule(recv))
-SEND_HEADER = dataclasses.replace(SEND, header_only=True)
-RECV_HEADER = dataclasses.replace(RECV, header_only=True)
+_SENDING = Schedule(send)
+_RECEIVING = Schedule(recv)
+
+SEND = HostCall(schedule=_SENDING)
+RECV = HostCall(schedule=_RECEIVING)
+SEND_HEADER = HostCall(schedule=_SENDING, header_only=True)
+RECV_HEADER = HostCall(schedule=_RECEIVING, header_only=True)

@@ -29,6 +29,9 @@ TENSORS: dict[str, tuple[str, ...]] = {
 }
 """The tensors that a call has, with the arguments of the kernel that are their addresses."""
 
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
+"""The options that all kernels are compiled with; without it, sums in float32 could be rounded once less."""
+
 _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
 
 
@@ -143,7 +146,7 @@ class KernelContext:
         }
         taken = {name: value for name, value in usual.items() if name in kernel.arg_names}
         grid = 1 + plan.launch.programs if programs is None else programs
-        compiled = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": self.pdl} | (options or {})
+        compiled = {"num_warps": warps, "launch_pdl": self.pdl} | COMPILE_OPTIONS | (options or {})
         return KernelLaunch(kernel, grid, warps, taken | arguments, tensors, compiled)
 
     def clears(self, plan: CallPlan) -> bool:

@@ -1,0 +1,148 @@
+"""The kernels behind results: their fingerprints, which results carry, and what a document says when they have changed.
+
+A result names a kernel of a collective as ``all_reduce/one_shot``, by operation and algorithm, and the kernels of a
+module as ``kernels.triton.gemv``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from shotcast.bench import implementations
+from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
+from shotcast.bench.report import Row
+from shotcast.collectives import fingerprints
+from shotcast.collectives.algorithm import LIBRARY
+from shotcast.device import fingerprint
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+_ENGINE_OPS = tuple(op for op in Op if op is not Op.ALL_TO_ALL)
+_MODULES = {"cuda": "kernels/triton", "cpu": "kernels/cpu"}
+_NORM = {"cuda": "kernels.triton.norm", "cpu": "transport.cpu.norm_rows"}
+
+
+def of_rows(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the fingerprints of our kernels behind the rows of a collective."""
+    names = dict.fromkeys(name for row in rows for name in _behind(row))
+    return _now(names, rows[0].device) if rows else {}
+
+
+def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
+    """Return the fingerprints of our kernels behind the rows of an engine: those of models, and of its collectives."""
+    if not rows:
+        return {}
+    device = rows[0].device
+    names = dict.fromkeys(_modules(device))
+    for row in rows:
+        tensor, pipeline = (int(part) for part in row.layout.split("x"))
+        if tensor * pipeline == 1 or row.algorithm == TRANSFORMERS:
+            continue
+        for op in _ENGINE_OPS:
+            names |= dict.fromkeys(_collective(op, row.algorithm, tensor * pipeline))
+    return _now(names, device)
+
+
+def of_modules(*modules: str) -> dict[str, str]:
+    """Return the fingerprints of modules of kernels, such as ``kernels.triton.gemv``."""
+    return _now(modules, "cuda")
+
+
+def _behind(row: Row) -> tuple[str, ...]:
+    """Return the names of our kernels that made a row; none for a library alone."""
+    op, name = Op[row.op.upper()], row.algorithm
+    fused = row.op in implementations.FUSED_OPS
+    norm = (_NORM[row.device],) if fused and (name == "unfused" or implementations.is_library(name)) else ()
+    if name in implementations.PLAIN:
+        return _collective(Op.ALL_REDUCE, implementations.PLAIN[name], row.world_size)
+    if name == "unfused":
+        return (*_collective(Op.ALL_REDUCE, implementations.AUTO, row.world_size), *norm)
+    if name in implementations.FP8:
+        return _collective(op, implementations.AUTO, row.world_size)
+    return (*_collective(op, name, row.world_size), *norm) if implementations.is_own(name) else norm
+
+
+def _collective(op: Op, name: str, world_size: int) -> tuple[str, ...]:
+    """Return the kernels that an algorithm may run; for ``auto``, those between which it chooses.
+
+    An engine runs a named algorithm for the operations that it serves, and the choice of ``auto`` for others.
+    """
+    serving = {algorithm.name: algorithm for algorithm in implementations.algorithms().serving(op)}
+    name = LIBRARY if name == "nccl" else name
+    if name in serving:
+        return (f"{op.label}/{name}",)
+    chosen = [one.name for one in serving.values() if one.library or one.keeps_bits(op, world_size)]
+    return tuple(f"{op.label}/{one}" for one in chosen)
+
+
+@functools.cache
+def _modules(device: str) -> tuple[str, ...]:
+    folder = importlib.resources.files("shotcast").joinpath(*_MODULES[device].split("/"))
+    names = sorted(file.name.removesuffix(".py") for file in folder.iterdir() if file.name.endswith(".py"))
+    modules = tuple(f"{_MODULES[device].replace('/', '.')}.{name}" for name in names if name != "__init__")
+    return modules if device == "cuda" else (*modules, _NORM["cpu"])
+
+
+def _now(names: Iterable[str], device: str) -> dict[str, str]:
+    """Return the fingerprints of kernels as they are; a name that does not exist any more is absent."""
+    found = {name: _of(name, device) for name in names}
+    return {name: digest for name, digest in found.items() if digest}
+
+
+@functools.cache
+def _of(name: str, device: str) -> str:
+    op, _, algorithm = name.partition("/")
+    if not algorithm:
+        try:
+            return fingerprint.of_module(fingerprint.installed(), f"shotcast.{name}")
+        except ValueError:
+            return ""
+    if op.upper() not in Op.__members__:
+        return ""
+    kernels = "compiled" if device == "cpu" else "triton"
+    return fingerprints.of_operation(implementations.algorithms(), Op[op.upper()], kernels).get(algorithm, "")
+
+
+# --- what documents say -----------------------------------------------------------------------------------------------
+
+
+def note(paths: Sequence[Path]) -> str:
+    """Return a sentence that says which of these results other kernels made; empty if the kernels of today made all.
+
+    Raises:
+        ConfigError: a file is no result.
+    """
+    said: dict[str, list[str]] = {}
+    for path in paths:
+        if sentence := _note(path):
+            said.setdefault(sentence, []).append(f"`{path.name}`")
+    if len(said) == 1 and len(next(iter(said.values()))) == len(paths):
+        sentence = next(iter(said))
+        return f"*{sentence[0].upper()}{sentence[1:]}.*"
+    return "*" + " ".join(f"{', '.join(files)}: {sentence}." for sentence, files in said.items()) + "*" if said else ""
+
+
+def with_note(table: str, paths: Sequence[Path]) -> str:
+    """Return a table of these results, followed by the note where there is one."""
+    return "\n\n".join(part for part in (table.rstrip("\n"), note(paths)) if part)
+
+
+def _note(path: Path) -> str:
+    try:
+        document = json.loads(path.read_text())
+        recorded, rows = document.get("kernels"), document["rows"]
+        if recorded is None:
+            return "made by kernels whose fingerprints were not recorded"
+        other = fingerprints.changed(recorded, _now(recorded, rows[0].get("device", "cuda") if rows else "cuda"))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} is not a benchmark result: {error}") from error
+    if not other:
+        return ""
+    if len(other) > 3 or len(other) == len(recorded):  # a long list would be another one with every edit of a kernel
+        return "made by earlier kernels"
+    names = [name.removeprefix("kernels.triton.").removeprefix("kernels.cpu.") for name in other]
+    return f"made by earlier kernels ({', '.join(names)})"
