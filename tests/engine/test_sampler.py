@@ -16,6 +16,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from quick_interpreter import interpret
 from shotcast.engine import torch_sampling
@@ -58,6 +59,8 @@ def reference(row: torch.Tensor, p: SamplingParams, output: tuple[int, ...] = ()
     x = [float(value) for value in row]
     for token in range(len(x)):
         count = output.count(token)
+        if count:
+            x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
         x[token] -= p.frequency_penalty * count + (p.presence_penalty if count else 0)
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     if p.greedy:
@@ -121,6 +124,9 @@ SETTINGS = [
     params(frequency_penalty=-0.7),
     params(temperature=0.8, presence_penalty=-1.0, frequency_penalty=0.5, top_p=0.9),
     params(temperature=0, frequency_penalty=2.0),
+    params(repetition_penalty=1.7),
+    params(temperature=0.8, repetition_penalty=0.6, presence_penalty=0.4, top_k=9),
+    params(temperature=0, repetition_penalty=3.0),
 ]
 
 
@@ -411,6 +417,29 @@ def test_penalties_count_samples_and_a_new_request_starts_over() -> None:
     for _ in range(2):
         sampler.assign(0, params(temperature=0, frequency_penalty=1.0), "a", (0,))
         assert [int(tokens_of(sampler, x, [0])) for _ in range(5)] == [1, 2, 3, 0, 1]
+
+
+def test_repetition_penalty_covers_the_prompt_and_is_that_of_transformers() -> None:
+    row, prompt = logits(1)[0], (3, int(logits(1)[0].argmax()), 5, 3)
+    p = params(temperature=0, repetition_penalty=1.6)
+    sampler = Sampler(2, VOCAB, "cpu", salt=0)
+    sampler.assign(0, params(temperature=0, frequency_penalty=0.1), "other", ())
+    sampler.assign(1, p, "a", (), prompt)
+    context = list(prompt)
+    for _ in range(12):
+        wanted = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(torch.tensor([context]), row.clone()[None])
+        token = int(tokens_of(sampler, row.expand(2, -1), [0, 1])[1])
+        assert token == int(wanted.argmax())
+        context.append(token)
+    sampler.assign(1, params(temperature=0, frequency_penalty=1.0), "b", ())
+    assert int(tokens_of(sampler, row[None], [1])) == prompt[1], "a prompt's tokens outlast its request"
+
+
+def test_only_the_output_counts_for_the_other_penalties() -> None:
+    x = torch.tensor([[3.0, 2.9, 0.0]])
+    sampler = Sampler(1, 3, "cpu", salt=0)
+    sampler.assign(0, params(temperature=0, frequency_penalty=1.0, repetition_penalty=1.0001), "a", (), (0, 0))
+    assert [int(tokens_of(sampler, x, [0])) for _ in range(3)] == [0, 1, 0]
 
 
 def test_logits_are_not_modified() -> None:

@@ -52,6 +52,7 @@ def divide(vocab: int, tile: int, capacity: int, num_sms: int) -> None:
 class Row:
     params: SamplingParams
     output: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,11 @@ def rows(draw: st.DrawFn, vocab: int) -> Row:
         min_p=draw(st.sampled_from([0.0, 0.0, 0.1, 1.0, 1e-6])),
         presence_penalty=draw(st.sampled_from([0.0, 1.5, -0.7])) if penalised else 0.0,
         frequency_penalty=draw(st.sampled_from([0.3, 2.0, -1.1])) if penalised else 0.0,
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.7, 10.0])) if penalised else 1.0,
         seed=draw(st.none() | st.integers(0, 9)),
     )
-    return Row(params, tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=6))))
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=6)
+    return Row(params, tuple(draw(tokens)), tuple(draw(tokens)))
 
 
 @st.composite
@@ -123,7 +126,7 @@ def samplers(case: Case, nudge: float = 0.0) -> tuple[Sampler, Sampler]:
     for sampler in made:
         for place, row in enumerate(case.rows):
             top_p = min(1.0, row.params.top_p * (1 + nudge)) if row.params.top_p < 1 else 1.0
-            sampler.assign(slot_of(place), replace(row.params, top_p=top_p), f"{place}", row.output)
+            sampler.assign(slot_of(place), replace(row.params, top_p=top_p), f"{place}", row.output, row.prompt)
     return made[0], made[1]
 
 
@@ -140,7 +143,9 @@ def as_good(case: Case, row: Row, place: int, logits: torch.Tensor, tokens: tupl
     seed = sampler._seeds[slot_of(place)]
     counts = torch.tensor([row.output.count(token) for token in range(case.vocab)])
     penalty = (counts > 0) * torch.tensor(params.presence_penalty) + counts * torch.tensor(params.frequency_penalty)
-    x = logits - penalty
+    seen = torch.tensor([token in (*row.output, *row.prompt) for token in range(case.vocab)])
+    repetition = torch.where(seen, torch.tensor(params.repetition_penalty), 1.0)
+    x = torch.where(logits > 0, logits / repetition, logits * repetition) - penalty
     x = (x - x.max()) * inverse_temperature(params)
     key = torch.frombuffer(bytearray(noise_key(seed, len(row.output))), dtype=torch.int32)[None]
     noise = scramble(torch.arange(case.vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
@@ -163,7 +168,7 @@ def compare(case: Case) -> tuple[int, int]:
     for step in range(2):
         logits = case.logits(step)
         wanted, found = sample_tokens(plain, logits, slots), sample_tokens(kernels, logits, slots)
-        now = replace(case, rows=tuple(Row(row.params, out) for row, out in zip(case.rows, outputs, strict=True)))
+        now = replace(case, rows=tuple(replace(row, output=out) for row, out in zip(case.rows, outputs, strict=True)))
         total += len(slots)
         for place, pair in enumerate(zip(wanted, found, strict=True)):
             if pair[0] == pair[1]:
@@ -173,7 +178,7 @@ def compare(case: Case) -> tuple[int, int]:
             excused += 1
         outputs = [(*output, token) for output, token in zip(outputs, found, strict=True)]
         for place, output in enumerate(outputs):  # where they differ, the CPU continues from the kernels' token
-            plain.assign(slots[place], case.rows[place].params, f"{place}", output)
+            plain.assign(slots[place], case.rows[place].params, f"{place}", output, case.rows[place].prompt)
     return total, excused
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
 from shotcast.engine.requests import CheckedPrompt
@@ -57,6 +58,7 @@ class ScriptedEngine:
     """
 
     model_name = "letters"
+    sampling_defaults: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self.tokenizer = ScriptedTokenizer()

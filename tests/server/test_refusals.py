@@ -339,7 +339,7 @@ NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORT
 
 def refusal(kind: type[Body], raw: bytes) -> ApiError | None:
     try:
-        parse(kind, raw).sampling()
+        parse(kind, raw).sampling({})
     except ApiError as error:
         return error
     return None

@@ -42,6 +42,13 @@ GpuMemoryUtilization = Annotated[
         "--gpu-memory-utilization", help="CUDA: the part of a GPU's memory for weights, steps and KV cache together."
     ),
 ]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        help="Where sampling defaults come from: auto (generation_config.json of the model), a folder with one, none.",
+    ),
+]
 Algorithm = Annotated[str, typer.Option("--algorithm", help="The algorithm of the all-reduces: auto, or a name.")]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")

@@ -11,6 +11,7 @@ import typer
 from shotcast.cli.engine_options import (
     Algorithm,
     Dtype,
+    GenerationConfig,
     GpuMemoryUtilization,
     KvCache,
     MaxBatchTokens,
@@ -50,6 +51,7 @@ def serve(
     max_batch_tokens: MaxBatchTokens = 2048,
     kv_cache: KvCache = "0",
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    generation_config: GenerationConfig = "auto",
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
     rank_timeout: RankTimeout = 60.0,
@@ -90,6 +92,7 @@ def serve(
         max_batch_tokens=max_batch_tokens,
         kv_cache_bytes=parse_size(kv_cache),
         gpu_memory_utilization=gpu_memory_utilization,
+        generation_config=generation_config,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
         timeout_s=rank_timeout,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -39,6 +39,15 @@ class BaseLLM:
     def max_model_len(self) -> int:
         """Tokens that prompt and output may have together."""
         return self._client.info.max_model_len
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The sampling parameters, by name, of requests that do not give them, from ``generation_config.json``."""
+        return self._client.sampling_defaults
+
+    def default_params(self) -> SamplingParams:
+        """Return the sampling parameters of requests without any."""
+        return SamplingParams(**self.sampling_defaults)
 
     @property
     def pids(self) -> list[int]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shotcast import env
 from shotcast.engine import worker
@@ -39,6 +39,7 @@ from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.launcher.spawn import RankGroup
+from shotcast.models.generation_config import FILE, read_sampling_defaults
 from shotcast.models.memory_estimate import require_division
 from shotcast.models.source import RANDOM, open_checkpoint
 
@@ -72,6 +73,7 @@ class EngineClient:
     Attributes:
         config: the configuration, with the selected device.
         pids: process ids of the ranks.
+        sampling_defaults: the sampling parameters that the model's files set, by name.
 
     Raises:
         ConfigError: the configuration cannot be served, which is found before or while the model is loaded.
@@ -84,6 +86,7 @@ class EngineClient:
         self._tokenizer: Tokenizer | ConfigError | None = None
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
             require_division(checkpoint.config, config.tensor_parallel, config.pipeline_parallel)
+        self.sampling_defaults = _sampling_defaults(config)
         self._dead: EngineDead | None = None
         self._closing = False
         self._timeout_reason = ""
@@ -354,6 +357,19 @@ class EngineClient:
         read.join()
         for name, on_update in list(self._callbacks.items()):
             on_update([RequestUpdate(name, EngineDead("it was closed"), time.perf_counter())])
+
+
+def _sampling_defaults(config: EngineConfig) -> dict[str, Any]:
+    """Return the sampling parameters of the model's files. Raise ConfigError if they make no sense."""
+    defaults = read_sampling_defaults(config.model, config.generation_config)
+    try:
+        SamplingParams(**defaults)
+    except ConfigError as error:
+        raise ConfigError(f"{FILE} of the model: {error}; generation_config=none ignores it") from error
+    if defaults:
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        logger.info("requests that do not say otherwise have %s, by %s", shown, FILE)
+    return defaults
 
 
 def _reason(failure: RankFailed | None) -> str:

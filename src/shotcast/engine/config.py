@@ -52,6 +52,8 @@ class EngineConfig:
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
         seed: seed of the requests that have none of their own; None samples differently each time.
+        generation_config: where sampling parameters come from that a request does not give: ``auto`` for
+            ``generation_config.json`` of the model, a folder that has such a file, or ``none``.
         progress: show a progress bar while the model is read.
         stamp_every: on CUDA, measure the time and the communication time of one step in so many, if all its sequences
             decode; such a step takes slightly longer. 0 measures none, and then the statistics have no such times.
@@ -75,6 +77,7 @@ class EngineConfig:
     algorithm: str = "auto"
     timeout_s: float = 60.0
     seed: int | None = None
+    generation_config: str = "auto"
     progress: bool = False
     stamp_every: int = 0
 
@@ -97,7 +100,7 @@ class EngineConfig:
         for name in ("prefix_caching", "sequence_parallel", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        for name in ("device", "dtype", "quantization", "algorithm"):
+        for name in ("device", "dtype", "quantization", "algorithm", "generation_config"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a string, not {getattr(self, name)!r}")
         if self.ranks > MAX_RANKS:

@@ -55,7 +55,7 @@ class LLM(BaseLLM):
 
         Args:
             prompts: one or several prompts, each a string or token ids.
-            params: sampling parameters for all prompts, or one for each.
+            params: sampling parameters for all prompts, or one for each; :meth:`default_params` for None.
 
         Returns:
             One output for each prompt, in order.
@@ -77,7 +77,7 @@ class LLM(BaseLLM):
             for prompt, each in zip(prompt_list, params_list, strict=True):
                 request_id = self._client.new_id()
                 processors[request_id] = self._submit(
-                    prompt, each or SamplingParams(), request_id, updates.put, detokenize_at_end=True
+                    prompt, each or self.default_params(), request_id, updates.put, detokenize_at_end=True
                 )
             while len(outputs) < len(processors):
                 for update in updates.get():
@@ -99,7 +99,7 @@ class LLM(BaseLLM):
         """Complete a prompt, and yield the output each time it has grown."""
         updates: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
         request_id = self._client.new_id()
-        processor = self._submit(prompt, params or SamplingParams(), request_id, updates.put)
+        processor = self._submit(prompt, params or self.default_params(), request_id, updates.put)
         try:
             finished = False
             while not finished:

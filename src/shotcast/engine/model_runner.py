@@ -212,7 +212,8 @@ class ModelRunner:
         for sequence in plan.sequences:
             if sequence.is_new:
                 assert sequence.params is not None
-                self._sampler.assign(sequence.slot, sequence.params, sequence.request_id, sequence.output)
+                request = sequence.params, sequence.request_id, sequence.output, sequence.prompt
+                self._sampler.assign(sequence.slot, *request)
         if logits is None:
             return AsyncModelRunnerOutput(plan.number)
         sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)

@@ -19,7 +19,7 @@ import torch
 
 from shotcast.engine.outputs import TokenLogprob
 from shotcast.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from shotcast.engine.torch_sampling import apply_penalties, inverse_temperature, sample, token_noise
+from shotcast.engine.torch_sampling import PROMPT_TOKEN, apply_penalties, inverse_temperature, sample, token_noise
 from shotcast.engine.transfer import copy_to_device
 from shotcast.errors import ConfigError
 
@@ -90,14 +90,15 @@ class Sampler:
         self._requests: list[tuple[str, SamplingParams] | None] = [None] * max_slots
         self._seeds = [0] * max_slots
         self._positions = [0] * max_slots
-        self._counts: torch.Tensor | None = None  # int32 [max_slots, vocab], once a request has penalties
+        # int32 [max_slots, vocab] as in apply_penalties, once a request has penalties
+        self._counts: torch.Tensor | None = None
         self._kernels = kernels or self.device.type == "cuda"
         if self._kernels and vocab > MAX_VOCAB:
             raise ConfigError(f"on a GPU, a vocabulary may have {MAX_VOCAB} tokens; this one has {vocab}")
         if self._kernels:
             # for each slot, the fields of ``kernels.triton.sampling.SamplingMetadata``
             self._integers = np.zeros((max_slots, 4), np.int32)
-            self._reals = np.zeros((max_slots, 5), np.float32)
+            self._reals = np.zeros((max_slots, 6), np.float32)
             self._top_p = np.ones(max_slots)
         else:
             self._noise = token_noise(vocab)
@@ -114,8 +115,15 @@ class Sampler:
             logits = torch.zeros(len(slots), self.vocab, device=self.device)
             sampler.sample(logits, slots, best, best.new_zeros(len(slots)), False)
 
-    def assign(self, slot: int, params: SamplingParams, request_id: str, output: Sequence[int]) -> None:
-        """Assign a slot to a request whose output so far is ``output``."""
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        request_id: str,
+        output: Sequence[int],
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """Assign a slot to a request whose output so far is ``output``; a repetition penalty needs its prompt too."""
         self._requests[slot] = request_id, params
         self._seeds[slot] = derived_seed(request_id, self._salt) if params.seed is None else params.seed
         self._positions[slot] = len(output)
@@ -123,6 +131,7 @@ class Sampler:
             if self._counts is None:
                 self._counts = torch.zeros(len(self._requests), self.vocab, dtype=torch.int32, device=self.device)
             counts = np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
+            counts[np.array(prompt, np.int64)] |= PROMPT_TOKEN
             self._counts[slot] = copy_to_device([counts], self.device)[0]
         if self._kernels:
             top_k, top_p = (params.top_k, params.top_p) if params.has_top_k_or_top_p else (0, 1.0)
@@ -131,7 +140,8 @@ class Sampler:
             # All weights beyond this distance from the largest logit add up to less than 1 - top_p.
             distance = math.log(self.vocab / (1 - top_p)) + 1 if top_p < 1 else math.inf
             penalties = params.presence_penalty, params.frequency_penalty
-            self._reals[slot] = inverse_temperature(params), -params.min_p_logit, *penalties, distance
+            reals = inverse_temperature(params), -params.min_p_logit, *penalties, distance, params.repetition_penalty
+            self._reals[slot] = reals
 
     def sample(
         self,

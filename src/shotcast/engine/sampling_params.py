@@ -66,6 +66,8 @@ class SamplingParams:
         min_p: drop tokens whose probability is less than this times that of the likeliest, in [0, 1].
         presence_penalty: subtracted from the logit of each token that the output contains, in [-2, 2].
         frequency_penalty: the same, multiplied by how often the output contains the token.
+        repetition_penalty: divides the positive logits, and multiplies the others, of each token that the prompt or the
+            output contains, from 0.001 to 10; it applies before the other penalties.
         seed: makes sampling repeatable; None samples differently each time.
         max_tokens: the largest number of output tokens.
         stop: a string or several that end the output, which then ends before them; kept as a tuple.
@@ -81,6 +83,7 @@ class SamplingParams:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int = 256
     stop: Sequence[str] = ()
@@ -107,6 +110,7 @@ class SamplingParams:
         require_number("min_p", 0.0, 1.0, "a number from 0 to 1")
         require_number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
         require_number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
+        require_number("repetition_penalty", 1e-3, 10.0, "a number from 0.001 to 10")
         if self.seed is not None:
             require_int("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
         require_int("max_tokens", 1, math.inf, "a whole number of at least 1")
@@ -134,8 +138,8 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether a presence or frequency penalty applies."""
-        return bool(self.presence_penalty or self.frequency_penalty)
+        """Return whether a presence, frequency or repetition penalty applies."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def has_top_k_or_top_p(self) -> bool:

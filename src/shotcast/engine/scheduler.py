@@ -278,7 +278,9 @@ class Scheduler:
         do_sample = count == sequence.num_uncomputed
         if sequence.num_sent_blocks:
             return ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample)
-        request = sequence.params, sequence.request_id, sequence.output
+        penalised = sequence.params.repetition_penalty != 1
+        prompt = tuple(sequence.tokens[: sequence.prompt_length]) if penalised else ()
+        request = sequence.params, sequence.request_id, sequence.output, prompt
         return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request)
 
     def _publish(self, sequence: SequenceState) -> None:

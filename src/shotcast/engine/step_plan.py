@@ -24,6 +24,7 @@ class ScheduledSequence(NamedTuple):
         do_sample: the last of ``tokens`` is the sequence's last known token, so the step samples the next one.
         params, request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a
             preempted sequence returns with the tokens that it had sampled). Otherwise None, "" and ().
+        prompt: with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ().
     """
 
     slot: int
@@ -35,6 +36,7 @@ class ScheduledSequence(NamedTuple):
     params: SamplingParams | None = None
     request_id: str = ""
     output: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
 
 
 class StepPlan(NamedTuple):

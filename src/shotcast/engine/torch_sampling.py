@@ -17,6 +17,9 @@ FIRST_NUCLEUS = 1024
 MIN_TEMPERATURE = 1e-30
 """Lower temperatures, which float32 may not represent, sample as this one does."""
 
+PROMPT_TOKEN = 2**30
+"""Added to a token's count in an output if the prompt contains it, for the repetition penalty."""
+
 CACHED_LOGITS = 2**16
 """Logits that are processed together, no more than fit into a CPU's caches."""
 
@@ -110,14 +113,21 @@ def token_noise(vocab: int) -> torch.Tensor:
 def apply_penalties(
     logits: torch.Tensor, rows: list[int], params: list[SamplingParams], counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits after presence and frequency penalties, in a new tensor.
+    """Return the logits after repetition, presence and frequency penalties, in a new tensor.
 
     Args:
         logits: float32 [rows, vocab].
         rows: the rows that have penalties.
         params: the parameters of all rows.
-        counts: int32 [rows with penalties, vocab], how often their outputs contain each token.
+        counts: int32 [rows with penalties, vocab], how often their outputs contain each token, and PROMPT_TOKEN more
+            for tokens of the prompt.
     """
+    repetition = torch.tensor([params[row].repetition_penalty for row in rows])[:, None]
+    if (repetition != 1).any():
+        chosen = logits[rows]
+        scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+        logits = logits.index_copy(0, torch.tensor(rows), torch.where(counts != 0, scaled, chosen))
+    counts = counts & (PROMPT_TOKEN - 1)
     presence = torch.tensor([params[row].presence_penalty for row in rows])[:, None]
     frequency = torch.tensor([params[row].frequency_penalty for row in rows])[:, None]
     return logits.index_add(0, torch.tensor(rows), (counts > 0) * presence + counts * frequency, alpha=-1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from shotcast.engine.outputs import EngineStats, OutputCallback
 from shotcast.engine.requests import CheckedPrompt
@@ -50,6 +50,11 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The sampling parameters, by name, of requests that do not give them."""
         ...
 
     @property

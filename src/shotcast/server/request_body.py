@@ -109,6 +109,7 @@ class Body(_Strict):
     min_p: float | None = _optional("a number from 0 to 1")
     presence_penalty: float | None = _optional("a number from -2 to 2")
     frequency_penalty: float | None = _optional("a number from -2 to 2")
+    repetition_penalty: float | None = _optional("a number from 0.001 to 10")
     seed: int | None = _optional("a whole number of 64 bits")
     stop: str | list[str] | None = _optional(
         f"a string or a list of at most {MAX_STOP} strings, each of at most {MAX_STOP_CHARACTERS} characters"
@@ -186,8 +187,8 @@ class Body(_Strict):
     def alternatives(self) -> tuple[str, int | None]:
         """The parameter with the number of log-probabilities for each token, and its value."""
 
-    def sampling(self) -> SamplingParams:
-        """Return the sampling parameters of the request.
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters of the request, with ``defaults`` for those that it does not give.
 
         The caller fills in the largest number of tokens and the seed of each choice.
 
@@ -196,7 +197,7 @@ class Body(_Strict):
         """
         shared = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
         requested = {name: (name, getattr(self, name)) for name in shared - {"max_tokens", "logprobs"}}
-        requested["top_k"] = ("top_k", max(self.top_k or 0, 0))
+        requested["top_k"] = ("top_k", None if self.top_k is None else max(self.top_k, 0))
         requested["max_tokens"] = self.output_limit
         requested["logprobs"] = self.alternatives
         values = {name: value for name, (_, value) in requested.items() if value is not None}
@@ -206,7 +207,7 @@ class Body(_Strict):
             except ConfigError as error:
                 param = requested[name][0]
                 raise bad_request(param, str(error).replace(name, param, 1)) from error
-        return SamplingParams(**values)
+        return SamplingParams(**{**defaults, **values})
 
     @abstractmethod
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:

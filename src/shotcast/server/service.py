@@ -102,7 +102,7 @@ class Service:
         Raises:
             ApiError: the request cannot be served, or failed.
         """
-        params = body.sampling()
+        params = body.sampling(self.engine.sampling_defaults)
         with self._admit(body) as sequences:
             try:
                 jobs = await self.with_tokenizer(partial(self._jobs, body, params, prepare))
@@ -139,7 +139,8 @@ class Service:
         except ConfigError as error:
             raise bad_request(body.PROMPT, str(error), too_long if prompt_tokens else None) from error
         param, requested = body.output_limit
-        length = room if requested is None else requested
+        default = min(room, self.engine.sampling_defaults.get("max_tokens", room))
+        length = default if requested is None else requested
         if output_limit is not None:
             length = min(length, output_limit)
         if length > room:

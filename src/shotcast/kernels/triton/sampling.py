@@ -85,8 +85,8 @@ class SamplingMetadata(NamedTuple):
 
     Attributes:
         integers: int32 [rows, 4]: slot; top_k, 0 for all tokens; two words that key the noise.
-        reals: float32 [rows, 5]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence
-            and frequency penalty; the distance beyond which top_p keeps no token.
+        reals: float32 [rows, 6]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence
+            and frequency penalty; the distance beyond which top_p keeps no token; repetition penalty.
         top_p: float64 [rows].
         state: int64 [rows, 3], INITIAL_STATE in each row: the :func:`argmax_key` of the largest logit and of the best
             score so far, and the length of the list.
@@ -284,7 +284,8 @@ def sample(
         best: contiguous int64 [rows, 2]: the token of the largest logit of each row, and a second column that is copied
             to the result.
         metadata: the sampling parameters of the rows, on the device; no slot occurs twice.
-        counts: int32 [slots, vocab], occurrences of each token in each output; None if no row has penalties.
+        counts: int32 [slots, vocab], occurrences of each token in each output, and 2^30 more for tokens of prompts of
+            rows with a repetition penalty; None if no row has penalties.
         last_tokens: int64 [slots or more].
         truncates: whether any row has top_k or top_p.
 

@@ -17,7 +17,7 @@ BOUND_OFFSET = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
 """Constants of :func:`score_bound`; 0.01 exceeds all rounding errors together."""
 LOWEST_KEY = tl.constexpr(-(2**63) + 2**31 - 1)
 """A key below all other keys of :func:`argmax_key`; its token is 0."""
-INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(3)
+INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(6), tl.constexpr(3)
 """Numbers of columns of the tensors of :class:`shotcast.kernels.triton.sampling.SamplingMetadata`."""
 
 
@@ -102,7 +102,8 @@ def score_key(distance, token, bits):
 
 @triton.jit
 def load_row(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
-    """Return pointers to a row's logits and counts, its presence and frequency penalties, and 1 / its temperature."""
+    """Return pointers to a row's logits and counts, its presence and frequency penalties, 1 / its temperature, and its
+    repetition penalty."""
     slot = tl.load(integers + row * INTEGERS).to(tl.int64)
     row_reals = reals + row * REALS
     return (
@@ -111,22 +112,26 @@ def load_row(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
         tl.load(row_reals + 2),
         tl.load(row_reals + 3),
         tl.load(row_reals),
+        tl.load(row_reals + 5),
     )
 
 
 @triton.jit
 def has_penalties(row_data):
-    """Return whether a row has a presence or frequency penalty."""
-    return (row_data[2] != 0) | (row_data[3] != 0)
+    """Return whether a row has a presence, frequency or repetition penalty."""
+    return (row_data[2] != 0) | (row_data[3] != 0) | (row_data[5] != 1)
 
 
 @triton.jit
 def penalised_logits(row_data, token, inside):
     """Return logits after penalties; minus infinity where not ``inside``."""
-    logits, counts, presence, frequency, _ = row_data
+    logits, counts, presence, frequency, _, repetition = row_data
     value = tl.load(logits + token, mask=inside, other=float("-inf"))
     if has_penalties(row_data):
         count = tl.load(counts + token, mask=inside, other=0)
+        scaled = tl.where(value > 0, tl.div_rn(value, tl.where(inside, repetition, 1.0)), value * repetition)
+        value = tl.where(count != 0, scaled, value)
+        count = count & 0x3FFFFFFF  # the next bit says that the prompt has the token
         value = value - (tl.where(count > 0, presence, 0.0) + count.to(tl.float32) * frequency)
     return value
 

@@ -1,0 +1,46 @@
+"""Defaults of sampling that a model's ``generation_config.json`` gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shotcast.errors import ConfigError
+from shotcast.models.checkpoint import read_json
+from shotcast.models.source import RANDOM, find_model
+
+FILE = "generation_config.json"
+
+_OPTIONS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields that are read, with the sampling parameter that each one sets. As in vLLM, ``do_sample`` is not read."""
+
+
+def read_sampling_defaults(model: str, source: str) -> dict[str, Any]:
+    """Return the sampling parameters that a model's files set, by their names here; the values are not checked.
+
+    Args:
+        model: the model, as :func:`shotcast.models.source.open_checkpoint` takes it.
+        source: ``auto`` for the folder of the model, ``none`` for no file, or a folder.
+
+    Raises:
+        ConfigError: the folder has no such file, or it cannot be read.
+    """
+    if source == "none" or (source == "auto" and model.startswith(RANDOM)):
+        return {}
+    path = (find_model(model) if source == "auto" else Path(source).expanduser()) / FILE
+    if not path.is_file():
+        if source == "auto":
+            return {}
+        raise ConfigError(f"generation_config must be auto, none or a folder that has {FILE}, not {source!r}")
+    config = read_json(path)
+    found = {option: config[field] for field, option in _OPTIONS.items() if config.get(field) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    return found
