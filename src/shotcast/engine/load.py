@@ -230,6 +230,7 @@ def _measure(
     The graphs of this trial refer to its cache, so they are captured again on the real one.
     """
     largest = f"running the largest step ({config.max_batch_tokens} tokens, {config.max_sequences} sequences)"
+    budget.memory.release()  # what was needed only to read the weights
     with budget.explained(largest, "Lower max_batch_tokens or max_sequences, or use more ranks"):
         trial = new_runner(1)
         try:
