@@ -45,7 +45,7 @@ class Modes:
 
     @property
     def graph(self) -> bool:
-        """Whether the current stream is captured."""
+        """True while the current stream is captured."""
         return self.streams.capturing()
 
     @graph.setter

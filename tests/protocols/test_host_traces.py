@@ -191,7 +191,7 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
 
 
 class Section:
-    """What a rank does between two publications: reads and stagings, each after certain waits."""
+    """The part of a rank between two publications: reads and stagings, each after certain waits."""
 
     def __init__(self) -> None:
         self.awaited: set[tuple[int, int]] = set()
