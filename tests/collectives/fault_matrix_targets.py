@@ -65,7 +65,10 @@ def run_cases(cases: Sequence[Case], device: str, folder: str, limit_s: float) -
     faulthandler.dump_traceback_later(limit_s, exit=True)
     parent = Communicator(device=device, timeout_s=_SETUP_S, max_bytes=1 << 16)
     Path(folder, f"pid {parent.rank}").write_text(str(os.getpid()))
-    _check_parent(parent)
+    _check(parent)
+    with parent.split(0, max_bytes=MAX_BYTES) as first:  # libraries start threads that stay at the first use
+        _check(first)
+    del first
     kept = []
     for number, case in enumerate(cases):
         report = Report(parent.rank)
@@ -113,7 +116,7 @@ def _run_case(parent: Communicator, case: Case, report: Report) -> Communicator 
         del comm, calls
         report.left = _left_behind(before)
     if case.cell.fault != "killed":
-        _check_parent(parent)
+        _check(parent)
     return comm if case.ending == "leave" else None
 
 
@@ -224,12 +227,12 @@ def _call_again(comm: Communicator, report: Report) -> None:
     report.again_s = time.monotonic() - started
 
 
-def _check_parent(parent: Communicator) -> None:
-    """Check that the communicator from which all others are split off works, by own kernels and by the library."""
+def _check(comm: Communicator) -> None:
+    """Check that a communicator works, by own kernels and by the library."""
     for dtype, algorithm in ((torch.float32, "one_shot"), (torch.int32, "auto")):
-        total = parent.all_reduce(torch.ones(8, dtype=dtype, device=parent.device), algorithm=algorithm)
-        settle(parent)
-        assert total.tolist() == [parent.world_size] * 8
+        total = comm.all_reduce(torch.ones(8, dtype=dtype, device=comm.device), algorithm=algorithm)
+        settle(comm)
+        assert total.tolist() == [comm.world_size] * 8
 
 
 def _held() -> dict[str, int]:

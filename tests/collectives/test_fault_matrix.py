@@ -14,7 +14,7 @@ from fault_matrix import Case, Cell, usual
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(120)]
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20"))
 DRAWS = 100
-RECORD = runs.Record("sh benchmarks/measure.sh benchmarks/data/cpu faults_cpu", matrix.missing("cpu"))
+RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults_cpu", matrix.missing("cpu"))
 EVERY = [usual(cell, 3, 0.5, "reset") for cell in matrix.cells("cpu")]
 DRAWN = matrix.draws(DRAWS, SEED, "cpu", (2, 3, 4), (0.3, 1.0))
 

@@ -1,0 +1,71 @@
+"""The fault matrix on two GPUs: every cell once, and random draws. Run with ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import fault_matrix as matrix
+import fault_matrix_run as runs
+import pytest
+from fault_matrix import Case, usual
+
+from shotcast.collectives.rank_device import enough_gpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not enough_gpus(2), reason="needs two GPUs"),
+]
+SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20"))
+DRAWS = 30
+DEADLINE_S = 1.0
+JOBS = 4
+"""Sets of ranks that run at once: most of their time they start, compile, or wait for a deadline."""
+RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults", matrix.missing("cuda"))
+
+
+def jobs_of(path: str, mode: str) -> list[list[Case]]:
+    """Return the cases of a path and mode: those of an operation in one set of ranks, which a killed rank ends."""
+    jobs: list[list[Case]] = [[]]
+    for cell in matrix.cells("cuda"):
+        if (cell.path, cell.mode) != (path, mode):
+            continue
+        last = jobs[-1][-1].cell if jobs[-1] else cell
+        if last.operation != cell.operation or last.fault == "killed":
+            jobs.append([])
+        jobs[-1].append(usual(cell, 2, DEADLINE_S, "reset"))
+    return jobs
+
+
+def run_all(part: str, jobs: Sequence[Sequence[Case]], **facts: object) -> list[str]:
+    """Run jobs, several at once, and record each. Return what went wrong."""
+    wrong = []
+    with ThreadPoolExecutor(JOBS) as pool:
+        for outcomes in pool.map(lambda cases: runs.run(cases, "cuda", 40 + 10 * len(cases)), jobs):
+            RECORD.add(part, outcomes, **facts)
+            wrong += runs.complaints(outcomes)
+    return wrong
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_shared_memory() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("mode", matrix.MODES)
+@pytest.mark.parametrize("path", matrix.PATHS)
+def test_every_cell_once(path: str, mode: str) -> None:
+    jobs = jobs_of(path, mode)
+    assert [case.cell for job in jobs for case in job] == [
+        cell for cell in matrix.cells("cuda") if (cell.path, cell.mode) == (path, mode)
+    ]
+    assert run_all("every", jobs) == []
+
+
+def test_random_draws() -> None:
+    drawn = matrix.draws(DRAWS, SEED, "cuda", (2,), (DEADLINE_S, DEADLINE_S))
+    assert run_all("draws", [[case] for case in drawn], seed=SEED) == []
