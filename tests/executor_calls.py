@@ -24,5 +24,5 @@ def run_call(
 
 def clear_after_read_from(comm: Any, nbytes: int) -> None:
     """Have calls with slots of more than ``nbytes`` clear them as they read."""
-    executor = comm._executor
-    executor.context = dataclasses.replace(executor.context, clear_after_read_bytes=nbytes)
+    for workspace in comm._executor.workspaces:
+        workspace.context = dataclasses.replace(workspace.context, clear_after_read_bytes=nbytes)

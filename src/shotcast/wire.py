@@ -154,7 +154,8 @@ class CallPlan:
     broadcast and send, the output of all_gather (whole) and recv. ``root`` is the root of a broadcast, or the peer of
     send and recv. ``sizes`` are the elements of each rank in an uneven all_gather, otherwise empty. ``norm`` belongs to
     the fused operations; their ``nbytes`` counts ``x``. A call may be made in pieces, each a plan of its own: then
-    ``whole_nbytes`` counts what ``nbytes`` would count of the call, and ``piece`` is the number of the piece.
+    ``whole_nbytes`` counts what ``nbytes`` would count of the call, and ``piece`` is the number of the piece. ``room``
+    is the longest message, in bytes, that the workspace of GPU kernels must at least be laid out for.
     """
 
     op: Op
@@ -167,6 +168,7 @@ class CallPlan:
     norm: Norm | None = None
     whole_nbytes: int = 0
     piece: int = 0
+    room: int = 0
 
 
 def _fnv(text: str) -> int:

@@ -100,8 +100,8 @@ def words_left_in_slots(dtype: str, count: int) -> list[int]:
     The first count is taken after a call, the second after a short call that follows it.
     """
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
-        where, left = comm._executor._layout, []
-        words = comm._executor._buffer.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
+        where, left = comm._executor.workspaces[0].where, []
+        words = comm._executor.workspaces[0].memory.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
         for size, name in ((count, FP8), (4, "one_shot")):
             comm.all_reduce(torch.ones(size, dtype=FLOATS[dtype]), algorithm=name)
             comm._host.barrier()

@@ -15,7 +15,6 @@ import shotcast
 from shotcast.collectives import reference, rms_norm
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
-from shotcast.transport.triton import layout
 from shotcast.wire import Op
 
 EPS = 1e-5
@@ -408,7 +407,7 @@ def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.de
 def peer_has_stopped(comm: Communicator) -> bool:
     """Return whether a peer has stopped the call that this rank is late for."""
     executor: Any = comm._executor
-    return bool(executor.fault()) if comm.topology.kernels == "compiled" else bool(executor._control[layout.ABORT] != 0)
+    return bool(executor.fault()) if comm.topology.kernels == "compiled" else executor.workspaces[0].stopped
 
 
 def failing_call(comm: Communicator, op: Op, algorithm: str, operands: Data, x: torch.Tensor) -> Stopped:

@@ -126,8 +126,8 @@ def words_left_in_slots(operation: str, count: int) -> list[int]:
             clear_after_read_from(comm, many)
             run_case(comm, Case(operation, "float32", comm.world_size, count, 0), 1)
             comm._host.barrier()
-            where = comm._executor._layout
-            words = comm._executor._buffer.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
+            where = comm._executor.workspaces[0].where
+            words = comm._executor.workspaces[0].memory.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
             left.append(int((words[where.slots_at * 4 :] != -1).sum()))
     return left
 

@@ -119,7 +119,7 @@ def own_workspace_size(small: int, large: int) -> None:
     with shotcast.Communicator(device="cpu", max_bytes=small, timeout_s=20) as comm:
         with comm.split(comm.rank % 2, max_bytes=large) as part, part.split(0) as like_it:
             assert [one.max_bytes for one in (comm, part, like_it)] == [small, large, large]
-            least, taken, same = (one._executor._buffer.nbytes for one in (comm, part, like_it))
+            least, taken, same = (one._executor.held_bytes for one in (comm, part, like_it))
             assert 0 < least < taken == same
             for one in (comm, part, like_it):
                 assert one.all_reduce(torch.ones(small)).tolist() == [one.world_size] * small

@@ -169,7 +169,7 @@ class TestSharedMemory:
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter"])
     def test_too_little_shared_memory(self, kernels: str) -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
-            env = {"SHOTCAST_CPU_KERNELS": kernels, "SHOTCAST_SHM_DIR": folder}
+            env = {"SHOTCAST_CPU_KERNELS": kernels, "SHOTCAST_SHM_DIR": folder, "TRITON_INTERPRET": "1"}
             for message in shotcast.spawn(targets.construction_error_with_little_memory, 2, 1, env=env, timeout_s=50):
                 assert "rank 1: not enough shared memory: wanted" in message
                 assert "rank 0" not in message

@@ -48,7 +48,7 @@ class Parts:
         """Make the call by the slow path: the communicator remembers it, and opens the fast path for it."""
         plan: Any = None
         bound: Any = self.executor
-        call = self.calls[x.numel(), x.dtype, "auto", "sum"] = Call(plan, "sum", False, bound, (), "")
+        call = self.calls[x.numel(), x.dtype, "auto", "sum"] = Call(plan, "sum", False, bound, (), 0, "")
         self.fast_path.keep(call, x, out)
 
     def make(self, x: torch.Tensor, out: torch.Tensor, algorithm: str = "auto", reduction: str = "sum") -> bool:

@@ -26,7 +26,7 @@ def workspace_bytes(tensor: int, stages: int, max_bytes: int) -> tuple[int, int]
                 communicator.world_size == 1
                 or communicator.explain(torch.empty(512, dtype=torch.uint8), "broadcast").algorithm != "vendor"
             )
-        return job._executor._buffer.nbytes, comm._executor._buffer.nbytes
+        return job._executor.held_bytes, comm._executor.held_bytes
 
 
 def norm_on_one_rank(algorithm: str) -> None:

@@ -11,14 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shotcast
+from shotcast.errors import ConfigError
 from shotcast.memory import cuda
 from shotcast.memory.cuda import CudaBuffer
 
 DISABLE = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-GROUP = SimpleNamespace(group_name="0")
+
+
+class Ranks:
+    """Two ranks, of which the other one says what ``others`` holds, or the same as this one."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, **others: Any):
+        self.others, self.exchanged, self.values = others, 0, dist.HashStore()
+
+    def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
+        self.exchanged += 1
+        return [self.others.get(f"exchange {self.exchanged}", value), value]
+
+    def store(self, name: str) -> dist.Store:
+        return dist.PrefixStore(name, self.values)
 
 
 @pytest.fixture
@@ -26,27 +43,95 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replace PyTorch's symmetric memory by an allocator with a ``multicast_ptr`` that records its settings."""
     monkeypatch.delenv("SHOTCAST_MULTICAST", raising=False)
     monkeypatch.setenv(DISABLE, "")
-    offered = SimpleNamespace(multicast_ptr=0xABC000, disabled=None, buffer_ptrs=[0x1000, 0x2000])
+    offered = SimpleNamespace(
+        multicast_ptr=0xABC000,
+        disabled=None,
+        buffer_ptrs=[0x1000, 0x2000],
+        free=[],
+        emptied=0,
+        groups={},
+        shared=[],
+        failure="",
+    )
 
     def empty(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         offered.disabled = os.environ.get(DISABLE)
-        return torch.empty(nbytes, dtype=dtype)
+        if offered.free and offered.free.pop(0) < nbytes:
+            raise torch.OutOfMemoryError("CUDA driver error: out of memory")
+        return torch.full((nbytes,), 7, dtype=dtype)
 
-    stand_in = SimpleNamespace(empty=empty, rendezvous=lambda tensor, group: offered)
-    monkeypatch.setattr(cuda, "symmetric_memory", stand_in)
+    def rendezvous(tensor: torch.Tensor, group: str) -> SimpleNamespace:
+        ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+        ranks.get_group_store().set("from", group)
+        offered.groups[group] = ranks.rank(), ranks.size()
+        if offered.failure:
+            raise RuntimeError(offered.failure)
+        offered.shared.append(tensor)
+        return offered
+
+    def empty_cache() -> None:
+        offered.emptied += 1
+
+    monkeypatch.setattr(cuda, "symmetric_memory", SimpleNamespace(empty=empty, rendezvous=rendezvous))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 1 << 30))
     return offered
 
 
-def build(shared: bool = False) -> CudaBuffer:
-    group: Any = GROUP
-    return CudaBuffer(group, 64, torch.device("cuda", 0), (1, 0), shared)
+def build(shared: bool = False, group: Any = None) -> CudaBuffer:
+    return CudaBuffer(group or Ranks(), 64, torch.device("cuda", 0), shared)
+
+
+def test_memory_is_shared_among_the_ranks_without_a_process_group(pytorch: SimpleNamespace) -> None:
+    group = Ranks(**{"exchange 2": "a name"})
+    build(group=group)
+    assert pytorch.groups == {"a name": (1, 2)}, "under the same name on all ranks"
+    assert group.values.get("symmetric memory/a name/from") == b"a name"
+    assert pytorch.shared[0].tolist() == [0] * 64
+    _is_unknown("a name")
+
+
+def test_a_failure_of_pytorch_is_an_error_that_leaves_nothing(pytorch: SimpleNamespace) -> None:
+    pytorch.failure = "no handles"
+    with pytest.raises(ConfigError, match="rank 1: PyTorch could not share 64 B of cuda:0 with the other GPUs: no han"):
+        build(group=Ranks(**{"exchange 2": "a name"}))
+    _is_unknown("a name")
+
+
+def _is_unknown(name: str) -> None:
+    with pytest.raises(RuntimeError, match="resolve"):
+        dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+
+
+def test_a_full_gpu_is_an_error_that_says_how_full(pytorch: SimpleNamespace) -> None:
+    pytorch.free = [0, 0]
+    with pytest.raises(ConfigError) as caught:
+        build()
+    for part in ("rank 1: cuda:0 cannot hold 64 B more for communication", "3 MiB of 1 GiB are free", "out of memory"):
+        assert part in str(caught.value)
+    assert pytorch.emptied == 1
+    assert not pytorch.shared
+
+
+def test_memory_that_pytorch_keeps_for_tensors_is_used_if_needed(pytorch: SimpleNamespace) -> None:
+    pytorch.free = [0, 64]
+    build()
+    assert (pytorch.emptied, len(pytorch.shared)) == (1, 1)
+
+
+def test_a_full_gpu_of_another_rank_is_an_error_here_before_memory_is_shared(pytorch: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="rank 0: no room"):
+        build(group=Ranks(**{"exchange 1": "no room"}))
+    assert not pytorch.groups
+    with pytest.raises(ConfigError, match="rank 0: cannot map"):
+        build(group=Ranks(**{"exchange 3": "cannot map"}))
 
 
 def test_the_address_is_what_the_allocator_offers(pytorch: SimpleNamespace) -> None:
     buffer = build()
     assert buffer.multicast_address == 0xABC000
-    assert buffer.addresses == (0x2000, 0x1000)
+    assert buffer.addresses == (0x1000, 0x2000)
     assert pytorch.disabled == ""
 
 

@@ -13,6 +13,10 @@ def test_symmetric_memory() -> None:
 
     assert callable(cuda.symmetric_memory.empty)
     assert {"tensor", "group"} <= set(inspect.signature(cuda.symmetric_memory.rendezvous).parameters)
+    ranks = dist.ProcessGroup(dist.HashStore(), 1, 2)
+    cuda._register_process_group("ranks without a backend", ranks)
+    assert dist.distributed_c10d._resolve_process_group("ranks without a backend") is ranks  # type: ignore[attr-defined]
+    cuda._unregister_process_group("ranks without a backend")
 
 
 def test_the_store_of_the_job() -> None:

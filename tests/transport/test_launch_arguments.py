@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +29,12 @@ def launches(
 ) -> list[tuple[Launch, int]]:
     """Return what a rank of four would launch, each with its first byte, without compiling it."""
     executor: Any = object.__new__(TritonExecutor)
-    executor._layout, executor._algorithms = Layout.for_messages(MAX_BYTES), registered()
-    executor.context = KernelContext(
+    executor._rooms, executor.room, executor._algorithms = (MAX_BYTES,), MAX_BYTES, registered()
+    where = Layout.for_messages(MAX_BYTES)
+    context = KernelContext(
         rank=1,
         world_size=4,
-        layout=executor._layout,
+        layout=where,
         own_address=1 << 40,
         peers_address=1 << 41,
         cells_address=1 << 42,
@@ -43,6 +45,7 @@ def launches(
         clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
         header_of=executor._algorithms.header,
     )
+    executor.workspaces = [SimpleNamespace(where=where, context=context)]
     plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape, norm=norm)
     return list(executor.bind(plan)._bind(True))
 

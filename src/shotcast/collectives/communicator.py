@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.forked import watch
+from shotcast.collectives.growth import grow
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of
@@ -73,7 +75,8 @@ class Communicator:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one.
-        max_bytes: the largest message for own kernels on CUDA; the workspace takes about 8 times as much of each GPU.
+        max_bytes: the largest message for own kernels on CUDA. The workspace begins with 66 MiB of each GPU and grows
+            with the messages, to about 9 times ``max_bytes`` (more where captured graphs use several sizes of it).
             Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the CPU
             it is the size of the workspace itself, through which messages of any size pass.
         timeout_s: how long a call waits for ranks that are late. A rank whose process has ended is not waited for: the
@@ -149,7 +152,7 @@ class Communicator:
         }
         agree(self._host, settings, found.trouble)
         self._executor, kernels, obstacle, multicast = build_executor(
-            self._group, self._host, self.device, self.max_bytes, self._timeout_s, self._algorithms
+            self._host, self.device, self.max_bytes, self._timeout_s, self._algorithms
         )
         self._first_use: FirstUse | None = None
         if self._executor is not None:
@@ -573,7 +576,18 @@ class Communicator:
             self._lock.release()
 
     def _compile(self, call: Call, capturing: bool) -> None:
-        """Compile everything that a call needs, on all ranks. Raises ConfigError in a graph capture."""
+        """Compile, and make room for, everything that a call needs. Raises ConfigError in a graph capture.
+
+        If a rank has too little memory for a larger workspace, ConfigError is raised on all ranks.
+        """
+        if self._executor is not None:
+            assert self._first_use is not None
+            compiled = functools.partial(self._first_use, what=call.plan.op.label, timeout_s=self._timeout_s)
+            grown = grow(self._executor, call, capturing, compiled)
+            if isinstance(grown, Fault):
+                raise self._error(grown)
+            if grown:  # calls that are remembered have the addresses of the workspace before
+                self._calls.clear()
         for form, bound in call.needs:
             assert self._first_use is not None
             if form not in self._first_use.known:
@@ -600,6 +614,8 @@ class Communicator:
                 raise self._error(fault)
             if call.needs:
                 self._compile(call, capturing)
+            if capturing:
+                executor.keep()
         if not self._nvtx:
             self._launch(call, x, out, tensors)
             return

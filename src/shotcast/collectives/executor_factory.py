@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from shotcast import env, wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
+from shotcast.memory.arena import Allocate, arena_of
 from shotcast.memory.host_group import StoreGroup
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class BuiltExecutor(NamedTuple):
         executor: runs own kernels; None where the vendor library serves all calls.
         kernels: ``triton``, ``interpreter`` or ``compiled``; empty without an executor.
         obstacle: why there is no executor; empty with one.
-        multicast: the memory of every rank has a multicast address.
+        multicast: kernels use multicast addresses, on all ranks.
     """
 
     executor: Executor | None
@@ -35,14 +36,12 @@ class BuiltExecutor(NamedTuple):
 
 
 def build_executor(
-    group: dist.ProcessGroup,
-    host: StoreGroup,
-    device: torch.device,
-    max_bytes: int,
-    timeout_s: float,
-    algorithms: Algorithms,
+    host: StoreGroup, device: torch.device, max_bytes: int, timeout_s: float, algorithms: Algorithms
 ) -> BuiltExecutor:
-    """Allocate the workspace and build the executor of a communicator. Collective; all ranks get the same kind."""
+    """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
+
+    Raises ConfigError on all ranks if one of them has too little memory.
+    """
     if host.world_size > wire.MAX_WORLD_SIZE:
         return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
     machine = (os.uname().nodename, boot_id())
@@ -55,31 +54,36 @@ def build_executor(
 
             return BuiltExecutor(CpuExecutor(host, max_bytes, timeout_s, algorithms), "compiled", "", False)
         from shotcast.memory.shm import ShmBuffer
-        from shotcast.transport.triton.executor import TritonExecutor
-        from shotcast.transport.triton.layout import Layout
 
-        shared = ShmBuffer(host, Layout.for_messages(max_bytes).nbytes)
-        return BuiltExecutor(
-            TritonExecutor(shared, host, max_bytes, timeout_s, device, algorithms),
-            "interpreter",
-            "",
-            bool(shared.multicast_address),
-        )
+        return _triton_executor("interpreter", ShmBuffer, host, device, max_bytes, timeout_s, algorithms)
     indices = [location[1] for location in locations]
     obstacle = peer_obstacle(device, indices)
     for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
         if text:
             return _by_library(host, f"rank {rank}: {text}")
     from shotcast.memory.cuda import CudaBuffer
-    from shotcast.transport.triton.executor import TritonExecutor
-    from shotcast.transport.triton.layout import Layout
 
     overlapping = len(set(indices)) < len(indices)
-    buffer = CudaBuffer(group, Layout.for_messages(max_bytes).nbytes, device, host.order, overlapping)
-    # a choice depends on it, and SHOTCAST_MULTICAST may differ between ranks
-    multicast = all(host.all_gather(bool(buffer.multicast_address), what="construction"))
-    executor = TritonExecutor(buffer, host, max_bytes, timeout_s, device, algorithms)
-    return BuiltExecutor(executor, "triton", "", multicast)
+    allocate = functools.partial(CudaBuffer, device=device, shared=overlapping)
+    return _triton_executor("triton", allocate, host, device, max_bytes, timeout_s, algorithms)
+
+
+def _triton_executor(
+    kernels: str,
+    allocate: Allocate,
+    host: StoreGroup,
+    device: torch.device,
+    max_bytes: int,
+    timeout_s: float,
+    algorithms: Algorithms,
+) -> BuiltExecutor:
+    from shotcast.transport.triton.executor import TritonExecutor
+
+    arena, multicast = arena_of(device), env.multicast()
+    executor = TritonExecutor(
+        lambda nbytes: arena.lease(host, nbytes, allocate, multicast), host, max_bytes, timeout_s, device, algorithms
+    )
+    return BuiltExecutor(executor, kernels, "", executor.multicast)
 
 
 _said: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -99,8 +99,17 @@ class BoundCall(Protocol):
 
 
 class Executor(Protocol):
-    """Runs call plans: :class:`shotcast.transport.triton.executor.TritonExecutor` or the CPU's ``CpuExecutor``."""
+    """Runs call plans: :class:`shotcast.transport.triton.executor.TritonExecutor` or the CPU's ``CpuExecutor``.
 
+    Attributes:
+        room: the longest message, in bytes, that the workspace is laid out for now.
+        held_bytes: bytes of shared memory that the workspace takes on each rank.
+    """
+
+    @property
+    def room(self) -> int: ...
+    @property
+    def held_bytes(self) -> int: ...
     def bind(self, plan: CallPlan) -> BoundCall: ...
     def form(self, plan: CallPlan) -> str: ...
     def waiting(self, nbytes: int) -> int: ...
@@ -111,6 +120,29 @@ class Executor(Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
     def set_timeout(self, timeout_s: float, /) -> None: ...
     def mark_gone(self, rank: int) -> None: ...
+    def keep(self) -> None:
+        """Keep the memory that calls use now: a graph is being captured with its addresses."""
+        ...
+
     def drain(self) -> None: ...
     def clear(self, epoch: int) -> None: ...
     def close(self) -> None: ...
+
+
+class Meeting(Protocol):
+    """A kernel that exchanges the header of a call between all ranks, and does nothing else."""
+
+    def load(self) -> None: ...
+    def run(self) -> None:
+        """Return when all ranks have come to the call, or a fault is known."""
+        ...
+
+
+@runtime_checkable
+class GrowingExecutor(Executor, Protocol):
+    """An executor whose workspace begins small."""
+
+    def meeting(self, plan: CallPlan) -> Meeting: ...
+    def grow(self, room: int) -> None:
+        """Make room for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""
+        ...

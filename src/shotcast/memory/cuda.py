@@ -4,47 +4,73 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
+from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.units import about_size
+
+
+class StoreRanks(HostGroup, Protocol):
+    """Ranks that share a key-value store."""
+
+    def store(self, name: str) -> dist.Store:
+        """Return a part of the store that is reserved for ``name``."""
+        ...
 
 
 class CudaBuffer:
-    """``nbytes`` on each rank's GPU, mapped by all; a :class:`~shotcast.memory.symmetric.SymmetricBuffer`.
+    """``nbytes`` of zeros on each rank's GPU, mapped by all; a :class:`~shotcast.memory.symmetric.SymmetricBuffer`.
+
+    Construction is collective. A rank says that its GPU has the memory before any rank maps that of others, so one full
+    GPU is an error of all ranks. It needs no process group.
 
     Args:
-        group: the process group; all GPUs have peer access to each other.
+        group: the ranks; all their GPUs have peer access to each other.
         nbytes: bytes on each rank.
         device: this rank's GPU.
-        order: for each rank of the communicator, its rank in the process group.
         shared: several ranks share a GPU.
 
     Raises:
-        ConfigError: PyTorch cannot allocate or map the memory (the cause is chained).
+        ConfigError: on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or
+            for which PyTorch cannot map the memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, order: Sequence[int], shared: bool):
+    def __init__(self, group: StoreRanks, nbytes: int, device: torch.device, shared: bool):
         if not env.multicast():
             os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         if shared:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.nbytes = nbytes
-        try:
-            with torch.cuda.device(device):
-                self._tensor: torch.Tensor | None = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-                self._handle = symmetric_memory.rendezvous(self._tensor, group=group.group_name)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"PyTorch could not share {nbytes} bytes of {device} with the other GPUs of the group: {error}"
-            ) from error
-        self._tensor.zero_()
-        self._order = tuple(order)
-        self.addresses = tuple(int(self._handle.buffer_ptrs[member]) for member in order)
+        failure, tensor = "", None
+        with torch.cuda.device(device):
+            try:
+                tensor = _allocated(nbytes, device)
+            except RuntimeError as error:
+                free, total = torch.cuda.mem_get_info(device)
+                failure = (
+                    f"{device} cannot hold {about_size(nbytes)} more for communication: {about_size(free)} of "
+                    f"{about_size(total)} are free ({error}). Use a smaller max_bytes, or leave more memory free"
+                )
+            raise_failures(group, failure)
+            assert tensor is not None
+            name = min(group.all_gather(f"shotcast/{secrets.token_hex(8)}"))
+            try:
+                self._handle = _shared(tensor, group, name)
+                tensor.zero_()
+            except RuntimeError as error:
+                failure = f"PyTorch could not share {about_size(nbytes)} of {device} with the other GPUs: {error}"
+            raise_failures(group, failure)
+        self._tensor: torch.Tensor | None = tensor
+        self.addresses = tuple(int(address) for address in self._handle.buffer_ptrs)
         self.multicast_address = int(self._handle.multicast_ptr or 0) if env.multicast() else 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -53,11 +79,34 @@ class CudaBuffer:
             raise ClosedError("this symmetric buffer is closed")
         if offset < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes:
             raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the buffer's {self.nbytes} bytes")
-        return self._handle.get_buffer(self._order[rank], tuple(shape), dtype, offset // dtype.itemsize)
+        return self._handle.get_buffer(rank, tuple(shape), dtype, offset // dtype.itemsize)
 
     def close(self) -> None:
-        """Release the memory. Every rank must have finished with it. A second call does nothing."""
+        """Release the memory. A second call does nothing."""
         if self._tensor is None:
             return
         self._tensor = None
         del self._handle
+
+
+def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory that can be shared. Where it is short, PyTorch first gives back what it keeps for tensors."""
+    try:
+        return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _shared(tensor: torch.Tensor, group: StoreRanks, name: Any) -> Any:
+    """Map the ``tensor`` of every rank; ``name``, a string, is new, and the same on all ranks.
+
+    PyTorch asks the process group of that name for the ranks and their store, through which they exchange handles. One
+    without a backend serves; a backend would take memory and connections of its own.
+    """
+    ranks = dist.ProcessGroup(group.store(f"symmetric memory/{name}"), group.rank, group.world_size)
+    _register_process_group(name, ranks)
+    try:
+        return symmetric_memory.rendezvous(tensor, group=name)
+    finally:
+        _unregister_process_group(name)

@@ -21,7 +21,7 @@ import torch
 
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
-from shotcast.memory.symmetric import HostGroup
+from shotcast.memory.symmetric import HostGroup, raise_failures
 from shotcast.units import about_size, align_up
 
 _ATTEMPTS = 100
@@ -126,14 +126,6 @@ def _explain(error: OSError, directory: str, nbytes: int, world_size: int) -> st
     )
 
 
-def _raise_failures(group: HostGroup, failure: str | None) -> None:
-    """Raise on every rank the failures of all ranks. Collective."""
-    failures = group.all_gather(failure)
-    message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
-    if message:
-        raise ConfigError(message)
-
-
 class ShmBuffer:
     """``nbytes`` (rounded up to whole pages) of zeroed shared memory on each rank, mapped by every rank of ``group``.
 
@@ -153,7 +145,7 @@ class ShmBuffer:
         directory = os.path.abspath(env.shm_dir())
         path: str | None = None
         descriptor = -1
-        failure: str | None = None
+        failure = ""
         maps: list[mmap.mmap] = []
         try:
             sweep(directory)
@@ -162,7 +154,7 @@ class ShmBuffer:
             except OSError as error:
                 failure = _explain(error, directory, self._nbytes, group.world_size)
             offers = group.all_gather((path, failure, self._nbytes))
-            message = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(offers) if text is not None)
+            message = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(offers) if text)
             sizes = [size for _, _, size in offers]
             if not message and len(set(sizes)) > 1:
                 message = f"the ranks request different sizes of shared memory: {sizes}"
@@ -175,7 +167,7 @@ class ShmBuffer:
             except OSError as error:
                 failure = f"cannot map the shared memory of rank {len(maps)}: {error}"
             # This is also the barrier after which the names are no longer needed.
-            _raise_failures(group, failure)
+            raise_failures(group, failure)
         except BaseException:
             for mapping in maps:
                 mapping.close()

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shotcast.errors import ConfigError
+
 
 class HostGroup(Protocol):
     """The ranks of one communicator, seen from the host: rank numbers, and a slow exchange of small objects."""
@@ -48,3 +50,16 @@ class SymmetricBuffer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def raise_failures(group: HostGroup, failure: str) -> None:
+    """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
+
+    A rank whose step of a construction fails must not raise alone: the others would wait for it.
+
+    Args:
+        failure: what failed on this rank; empty if nothing did.
+    """
+    failures = group.all_gather(failure)
+    if message := "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text):
+        raise ConfigError(message)

@@ -7,6 +7,7 @@ import dataclasses
 from shotcast import wire
 from shotcast.collectives.algorithm import REDUCING, Algorithm, CollectiveProblem, Form
 from shotcast.collectives.choice.choice import Candidate
+from shotcast.transport.triton.layout import rooms
 from shotcast.units import format_size
 from shotcast.wire import LaunchShape, Op
 
@@ -65,6 +66,27 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Fo
     if needed > room:
         return f"it would take {format_size(needed)} of a workspace that has {format_size(room)} (max_bytes)"
     return ""
+
+
+def room(problem: CollectiveProblem, name: str) -> int:
+    """Return the longest message, in bytes, that a workspace must be laid out for to hold a legal candidate's call.
+
+    It is 0 where any workspace will do: the smallest always exists. Pieces of a divided message are as long as the
+    largest workspace takes.
+    """
+    topology = problem.topology
+    algorithm = topology.algorithms[name]
+    passing = problem.op in (Op.SEND, Op.RECV, Op.BARRIER)
+    if algorithm.library or passing or topology.kernels not in ("triton", "interpreter"):
+        return 0
+    form = algorithm.forms[problem.op]
+    if form.divides:
+        return min(problem.nbytes, topology.max_bytes)
+    for size in rooms(topology.max_bytes):
+        smaller = dataclasses.replace(problem, topology=dataclasses.replace(topology, max_bytes=size))
+        if not _beyond_workspace(smaller, algorithm, form):
+            return size
+    return topology.max_bytes
 
 
 def keeps_bits(problem: CollectiveProblem, name: str) -> bool:

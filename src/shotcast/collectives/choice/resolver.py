@@ -11,7 +11,7 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
@@ -47,6 +47,8 @@ class Call:
         bound: the plan, bound to its kernels; None where no executor takes part.
         needs: the forms that must have been compiled: the call's own, and that of the same call captured in a graph,
             where nothing can be compiled and tables may choose another form. Empty once that is done.
+        room: the longest message, in bytes, that the workspace must be laid out for before the call, its captured form
+            included; 0 where any workspace will do.
         label: a name for profilers and errors.
         enqueue_aligned, enqueue_unaligned: the only kernel of an eager call, for tensors at multiples of 16 bytes and
             for others; None until such a call has been made.
@@ -57,6 +59,7 @@ class Call:
     by_library: bool
     bound: BoundCall | None
     needs: tuple[Needed, ...]
+    room: int
     label: str
     enqueue_aligned: Enqueue | None = None
     enqueue_unaligned: Enqueue | None = None
@@ -116,11 +119,12 @@ class Resolver:
         chosen = self.topology.algorithms[candidate.algorithm]
         if self.topology.kernels and (why := launch_obstacle(self.topology.kernels, chosen, shape)):
             raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm)
+        needed = room(problem, candidate.algorithm)
+        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm, room=needed)
         by_library = self.topology.algorithms[plan.algorithm].library
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         if self.executor is None:
-            return Call(plan, problem.reduction, by_library, None, (), label)
+            return Call(plan, problem.reduction, by_library, None, (), needed, label)
         form = Form(self.executor.form(plan))
         bound: BoundCall = self.executor.bind(plan)
         if op in (Op.SEND, Op.RECV):
@@ -131,8 +135,10 @@ class Resolver:
                 form = Form(name, problem.root, name)
         needs = {form: Needed(form, bound)}
         if self.graphs and not capturing and launch is None:
-            needs |= {needed.form: needed for needed in self.resolve(problem, algorithm, True).needs}
-        return Call(plan, problem.reduction, by_library, bound, tuple(needs.values()), label)
+            captured = self.resolve(problem, algorithm, True)
+            needs |= {one.form: one for one in captured.needs}
+            needed = max(needed, captured.room)
+        return Call(plan, problem.reduction, by_library, bound, tuple(needs.values()), needed, label)
 
     def explain(self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str) -> Explanation:
         """Return the explanation that :meth:`Communicator.explain` describes."""

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
 from array import array
@@ -143,6 +144,8 @@ class CpuExecutor:
         algorithms: those that plans name.
 
     Attributes:
+        room: no message needs a larger workspace.
+        held_bytes: bytes of shared memory on each rank.
         closed: after :meth:`close`.
         context_address: of what every compiled function is given.
     """
@@ -158,7 +161,9 @@ class CpuExecutor:
         generation = max(_MIN_GENERATION, min(_MAX_GENERATION, (max_bytes - outboxes) // 2))
         self._generation = generation // 4096 * 4096
 
+        self.room = sys.maxsize
         self._buffer = ShmBuffer(group, layout.CONTROL_BYTES + 2 * self._generation + outboxes)
+        self.held_bytes = self._buffer.nbytes
         regions = self._buffer.addresses
         self._context = array("q", [0] * layout.CONTEXT_WORDS)
         self.context_address = self._context.buffer_info()[0]
@@ -363,6 +368,9 @@ class CpuExecutor:
         """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it."""
         with self._marking:
             self._set(layout.GONE, self._context[layout.GONE // 8] | 1 << rank)
+
+    def keep(self) -> None:
+        """Do nothing: no graph has these addresses."""
 
     def drain(self) -> None:
         """Return when no call runs any more: at once, since calls block."""

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shotcast import wire
-from shotcast.device.triton.intrinsics import INTERPRETED, has_float8_conversions, supports_pdl
+from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
-from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import TENSORS, KernelContext, KernelLaunch
+from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, raise_failures
+from shotcast.transport.triton import barrier, layout
+from shotcast.transport.triton.binding import TENSORS, KernelLaunch
 from shotcast.transport.triton.layout import Layout
-from shotcast.wire import CallPlan, Fault, HeaderWords
+from shotcast.transport.triton.workspace import Workspace
+from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
 _SETTLE_S = 0.3
 """Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
@@ -49,6 +51,14 @@ class _Piece(NamedTuple):
 
     launch: Launch
     start: int
+
+
+class Memory(SymmetricBuffer, Protocol):
+    """Symmetric memory that is leased to this communicator."""
+
+    def abandon(self) -> None:
+        """Leave the memory, while other ranks may go on using it."""
+        ...
 
 
 class BoundCall:
@@ -121,24 +131,65 @@ class BoundCall:
         return self._pieces[aligned]
 
 
+class Meeting:
+    """An exchange of headers that the host waits for."""
+
+    __slots__ = ("_device", "_launch")
+
+    def __init__(self, launch: Launch, device: torch.device):
+        self._launch, self._device = launch, device
+
+    def load(self) -> None:
+        """Compile and load the kernel."""
+        with _current(self._device):
+            self._launch.load()
+
+    def run(self) -> None:
+        """Return when all ranks have come to the call, or a fault is known."""
+        with _current(self._device):
+            self._launch(0 if INTERPRETED else raw_stream(self._device.index), ())
+        _wait_for_stream(self._device)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make a GPU the current one within the context."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _wait_for_stream(device: torch.device) -> None:
+    """Wait for the current stream alone: kernels on other streams may wait for calls that this rank has yet to make."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class TritonExecutor:
     """This rank's side of a communicator whose calls are Triton kernels.
 
+    It begins with a workspace for messages up to :data:`.layout.FIRST_ROOM`, and gets larger ones when calls need them
+    (:meth:`grow`). All collective calls use the last one, so calls of different sizes meet there, and are found to
+    differ. The first one stays for send and recv, whose messages may lie in its mailboxes. Those between stay if
+    kernels in captured graphs use them.
+
     Args:
-        buffer: symmetric memory of ``Layout.for_messages(max_bytes).nbytes``, zero.
-        group: for the barrier after the memory is set up.
-        max_bytes: the largest message of the workspace.
+        lease: ``lease(nbytes)`` gives symmetric memory. Collective; it raises on all ranks or on none.
+        group: the ranks.
+        max_bytes: the longest message of the largest workspace.
         timeout_s: deadline of a call, from its first unsuccessful look.
         device: where the kernels run; ``cpu`` needs Triton's interpreter (TRITON_INTERPRET=1 at import).
         algorithms: those that plans name.
 
     Attributes:
-        own_address: of this rank's region of the buffer.
+        workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
+        room: the longest message, in bytes, that the last of these is laid out for.
+        own_address: of this rank's region of the first workspace.
+
+    Raises:
+        ConfigError: on all ranks; a rank has too little memory.
     """
 
     def __init__(
         self,
-        buffer: SymmetricBuffer,
+        lease: Callable[[int], Memory],
         group: HostGroup,
         max_bytes: int,
         timeout_s: float,
@@ -149,38 +200,20 @@ class TritonExecutor:
         if on_gpu == INTERPRETED:
             where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
             raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
-        self._buffer = buffer
-        self._rank, self._world = group.rank, group.world_size
-        self._layout = Layout.for_messages(max_bytes)
+        self._lease, self._group, self._rooms = lease, group, layout.rooms(max_bytes)
         self.device = device
         self._algorithms = algorithms
-        self._control = buffer.view(self._rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         self._status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
         self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())
-        table = list(buffer.addresses) + [0] * (wire.MAX_WORLD_SIZE - self._world) + [buffer.multicast_address]
-        self._peers = torch.tensor(table, dtype=torch.int64, device=device)
-        self.own_address = buffer.addresses[self._rank]
-        self._cells = torch.zeros(2 * layout.row_cell_count(max_bytes), dtype=torch.int64, device=device)
-        self.context = KernelContext(
-            rank=self._rank,
-            world_size=self._world,
-            layout=self._layout,
-            own_address=self.own_address,
-            peers_address=self._peers.data_ptr(),
-            cells_address=self._cells.data_ptr(),
-            cells_nbytes=self._cells.nbytes,
-            multicast=bool(buffer.multicast_address),
-            pdl=supports_pdl(device),
-            native_fp8=has_float8_conversions(device),
-            clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
-            header_of=algorithms.header,
-        )
         if on_gpu:
             driver.side_stream(device.index)  # made here, as the thread of the mark has no context
         self._timeout_s = timeout_s
         self._marking, self._gone, self._closed = threading.Lock(), 0, False
-        self.clear(0)
-        group.barrier()
+        self.workspaces: list[Workspace] = []
+        self._captured = False
+        self.room = 0
+        self.grow(1)
+        self.own_address = self.workspaces[0].context.own_address
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -189,15 +222,21 @@ class TritonExecutor:
         return BoundCall(self, plan)
 
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch:
-        """Return the kernel of a plan that is no longer than the workspace, or of a piece."""
-        context = dataclasses.replace(self.context, aligned=aligned)
+        """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
+
+        Raises ConfigError if the workspace has no room for it yet.
+        """
+        if plan.room > self.room:
+            raise ConfigError(f"{plan.op.label} needs a workspace for messages of {plan.room} bytes, not {self.room}")
+        workspace = self.workspaces[0 if plan.op in (Op.SEND, Op.RECV) else -1]
+        context = dataclasses.replace(workspace.context, aligned=aligned)
         launch: KernelLaunch = self._algorithms.kernel(plan, "triton")(plan, context)
         return launch
 
     def form(self, plan: CallPlan) -> str:
         """Return a name for what ``plan`` needs compiled."""
         shape = plan.launch
-        clears = {self.context.clears(piece) for piece, _ in self.pieces(plan)}
+        clears = {self.workspaces[0].context.clears(piece) for piece, _ in self.pieces(plan)}
         return (
             f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}/{sorted(clears)}"
             f"/{plan.norm.hidden if plan.norm else 0}/{plan.norm.code if plan.norm else 0}"
@@ -206,9 +245,9 @@ class TritonExecutor:
     def pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
-        There are several where a message is beyond the workspace and the algorithm divides it.
+        There are several where a message is beyond the largest workspace and the algorithm divides it.
         """
-        most = self._layout.max_bytes // 16 * 16
+        most = self._rooms[-1] // 16 * 16
         if plan.nbytes <= most or not self._algorithms.form(plan).divides:
             return [(plan, 0)]
         pieces = []
@@ -220,7 +259,69 @@ class TritonExecutor:
             pieces.append((piece, start))
         return pieces
 
+    # -- growth -----------------------------------------------------------------------------------------------------
+
+    def meeting(self, plan: CallPlan) -> Meeting:
+        """Return a kernel that exchanges the header of ``plan`` between all ranks, and does nothing else."""
+        bound = barrier.bind(plan, self.workspaces[-1].context)
+        return Meeting(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
+
+    def grow(self, room: int) -> None:
+        """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
+
+        It waits for nothing but the other ranks and the current stream. Calls that were bound before go on using the
+        workspace before.
+
+        Raises:
+            ConfigError: on all ranks; a rank has too little memory.
+            CollectiveTimeout: naming ranks that did not come.
+        """
+        size = next(size for size in self._rooms if size >= room)
+        where = Layout.for_messages(size, mailboxes=not self.workspaces)
+        memory = self._lease(where.nbytes)
+        failure = ""
+        try:
+            try:
+                workspace = self._workspace(memory, where)
+            except RuntimeError as error:
+                failure = f"{self.device} has too little memory for a workspace: {error}"
+            raise_failures(self._group, failure)
+        except BaseException:
+            memory.abandon()
+            raise
+        unused = None
+        with self._marking:
+            if len(self.workspaces) > 1 and not self._captured:
+                unused = self.workspaces.pop()
+            self.workspaces.append(workspace)
+            workspace.mark_gone(self._gone)
+        if unused is not None:
+            unused.close()
+        self._captured, self.room = False, size
+
+    def keep(self) -> None:
+        """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""
+        self._captured = True
+
+    def _workspace(self, memory: Memory, where: Layout) -> Workspace:
+        rank, world_size = self._group.rank, self._group.world_size
+        status = self._status.data_ptr()
+        workspace = Workspace(memory, where, rank, world_size, status, self.device, self._algorithms.header)
+        workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self._timeout_s)
+        _wait_for_stream(self.device)
+        return workspace
+
     # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of symmetric memory that the workspaces take on each rank."""
+        return sum(one.where.nbytes for one in self.workspaces)
+
+    @property
+    def multicast(self) -> bool:
+        """True if kernels use multicast addresses: the memory of all ranks has one, and no rank was told not to."""
+        return self.workspaces[0].context.multicast
 
     def waiting(self, nbytes: int) -> int:
         """Return how many messages of ``nbytes`` may lie in a mailbox while their sender goes on."""
@@ -233,45 +334,35 @@ class TritonExecutor:
         word = self._status_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
+    @property
+    def _stopped_or_last(self) -> Workspace:
+        return next((one for one in self.workspaces if one.stopped), self.workspaces[-1])
+
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return what each rank called in ``epoch``, None where no such header came.
 
-        After a mismatch between a send and a recv, it gives the headers of the two ranks. Synchronises.
+        The epoch is one of the workspace whose call was stopped, if one was. Synchronises.
         """
-        width = layout.HEADER_WORDS
-        record = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2 * width].tolist()
-        came, expected = (HeaderWords.of_cells(record[at : at + width]) for at in (0, width))
-        if expected:
-            headers: list[HeaderWords | None] = [None] * self._world
-            headers[self._rank] = expected
-            headers[wire.Header.decode(expected).root] = came
-            return headers
-        row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE * width
-        words = self._control[row : row + self._world * width].tolist()
-        return [HeaderWords.of_cells(words[at : at + width], epoch) for at in range(0, len(words), width)]
+        return self._stopped_or_last.headers(epoch)
 
     @property
     def epoch(self) -> int:
-        """The number of collective calls begun so far. Synchronises."""
-        return int(self._control[layout.EPOCH].item()) - 1
+        """The number of collective calls begun so far; replays of graphs with an earlier workspace count apart.
+
+        If one of those was stopped, it is the number of its call. Synchronises.
+        """
+        return self._stopped_or_last.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
-        self._control[layout.EPOCH] = epoch + 1
-        self._flag_cells(epoch)
-
-    def _flag_cells(self, epoch: int) -> None:
-        """Give all flag cells the flag of call ``epoch``, which is over: zero would be the flag of call 2^32."""
-        where = self._layout
-        shape = (4 * where.cells_quads,)
-        cells = self._buffer.view(self._rank, where.cells_at * layout.QUAD, shape, torch.int64)
-        flag = epoch & 0xFFFFFFFF
-        cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
+        for workspace in self.workspaces:
+            workspace.set_epoch(epoch)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and graph replays."""
         self._timeout_s = timeout_s
-        self._control[layout.TIMEOUT] = int(timeout_s * 1e9)
+        for workspace in self.workspaces:
+            workspace.set_timeout(timeout_s)
 
     def mark_gone(self, rank: int) -> None:
         """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it.
@@ -288,11 +379,8 @@ class TritonExecutor:
             self._gone |= 1 << rank
             if self._closed:
                 return
-            address = self.own_address + 8 * layout.GONE
-            if self.device.type == "cuda":
-                driver.side_stream(self.device.index).write_word(address, self._gone)
-            else:
-                ctypes.c_int64.from_address(address).value = self._gone
+            for workspace in self.workspaces:
+                workspace.mark_gone(self._gone)
 
     def drain(self) -> None:
         """Wait for this rank's kernels."""
@@ -301,22 +389,16 @@ class TritonExecutor:
 
     def clear(self, epoch: int) -> None:
         """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
-        where = self._layout
-        self._control.zero_()
-        self._cells.zero_()
-        words = self._buffer.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
-        words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
-        words[where.slots_at * 4 :].fill_(-1)
-        self._control[layout.STATUS] = self._status.data_ptr()
-        self._control[layout.GONE] = self._gone
-        self.set_epoch(epoch)
-        self.set_timeout(self._timeout_s)
+        with self._marking:
+            for workspace in self.workspaces:
+                workspace.clear(epoch, self._timeout_s)
+                workspace.mark_gone(self._gone)
         self._status_word.value = 0
         self.drain()
 
     def close(self) -> None:
-        """Let go of the memory; every rank must have drained."""
+        """Give the memory back. This rank has drained; other ranks may not have. A second call does nothing."""
         with self._marking:
             self._closed = True
-        self._control = self._peers = torch.empty(0, dtype=torch.int64)
-        self._buffer.close()
+        for workspace in self.workspaces:
+            workspace.close()

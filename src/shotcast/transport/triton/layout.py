@@ -64,6 +64,20 @@ _MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 
 
+FIRST_ROOM = 8 << 20
+"""The longest message of a communicator's first region, which takes some 66 MiB."""
+_GROWTH = 4
+
+
+def rooms(max_bytes: int) -> tuple[int, ...]:
+    """Return the longest messages of the regions that a communicator for messages up to ``max_bytes`` may have.
+
+    They ascend. All together would take at most twice as much as the last.
+    """
+    between = [room for power in range(1, 8) if 2 * (room := FIRST_ROOM * _GROWTH**power) <= max_bytes]
+    return (*([FIRST_ROOM] if FIRST_ROOM < max_bytes else []), *between, max_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The parts of a region for messages up to ``max_bytes``: offsets and sizes in quads, ``nbytes`` in bytes."""
@@ -78,17 +92,17 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def for_messages(cls, max_bytes: int) -> Layout:
+    def for_messages(cls, max_bytes: int, mailboxes: bool = True) -> Layout:
         """Lay a region out for messages up to ``max_bytes``.
 
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
-        bytes.
+        bytes. Send and recv use the mailboxes of one region, whatever others a communicator has.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slots = align_up(2 * (max_bytes + slack), 4096)
         cells = align_up(max_bytes + 2 * slack, 4096)
         mailboxes_at = CONTROL_WORDS * 8
-        flags_at = mailboxes_at + _MAILBOX_BYTES
+        flags_at = mailboxes_at + (_MAILBOX_BYTES if mailboxes else 0)
         cells_at = flags_at + _FLAG_BYTES
         slots_at = cells_at + 2 * cells
         return cls(

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import INTERPRETED, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.multicast import multicast_quads, multicast_sum
@@ -110,7 +111,12 @@ def multimem_all_reduce(
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce."""
+    """Return the launch of an all_reduce. Raises ConfigError if the workspace has no multicast address.
+
+    Others of the communicator may have one: the switch has room for a limited number.
+    """
+    if not context.multicast:
+        raise ConfigError(f"multimem: the workspace for messages of {plan.nbytes} bytes got no multicast address")
     block, warps = plan.launch.block_words, plan.launch.num_warps
     if not INTERPRETED:
         # a quad that two threads of a program summed could come out in two ways, so each quad has one thread

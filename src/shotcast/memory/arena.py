@@ -1,0 +1,306 @@
+"""The arena: the symmetric memory of one device of this process, in blocks that are leased to communicators.
+
+A *block* is mapped among some processes, its members. A *lease* is a part of a block for one communicator, all of whose
+ranks are members. Each rank takes the first part of its own memory that is large enough, so a lease may begin elsewhere
+on another rank; ranks tell each other where. Where no block has room on every rank, the ranks make a new one.
+
+A rank that closes its lease waits for nobody, but other ranks may still store into its memory: data of a call that they
+have not finished, or the news that a call failed. So every rank that closes marks this in the memory of all ranks of
+the lease, behind what the communicator uses, and a part of memory is leased again once all its marks are there. If a
+rank never closes, because it was killed, that part stays unused until the block is released.
+
+A block is released when no lease is open in it. While others are open, small empty blocks are kept for the next
+communicator: splits that come and go find their memory mapped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shotcast.errors import ClosedError, ConfigError
+from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
+from shotcast.units import align_up
+
+PAGE = 4096
+"""Leases begin at multiples of this many bytes; one page of each is for the marks of ranks that have closed it."""
+KEPT_BYTES = 128 << 20
+"""The most bytes of empty blocks that are kept while other blocks are in use."""
+
+Allocate = Callable[[HostGroup, int], SymmetricBuffer]
+"""``allocate(group, nbytes)`` maps new memory among the ranks of ``group``, or raises on all of them. Collective."""
+
+
+class Held(NamedTuple):
+    """The symmetric memory of a device that this process holds, in bytes: what is leased, and all blocks."""
+
+    leased: int
+    blocks: int
+
+
+class Process:
+    """A process that may be a member of blocks, with its arenas by device."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(8)
+        self.numbers = itertools.count()
+        self.arenas: dict[str, Arena] = {}
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A part of this process's memory of a block, reserved or leased.
+
+    Attributes:
+        start, nbytes: where it lies in the block.
+        ranks: of the communicator; 0 until it is known.
+        open: this rank has not closed it.
+    """
+
+    start: int
+    nbytes: int
+    ranks: int = 0
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Memory that is mapped among its members.
+
+    Attributes:
+        name: the same on all members.
+        members: the processes, in the order of the buffer's ranks.
+        own: this process's place among the members.
+        multicast: the memory of every member has a multicast address.
+        parts: in the order in which they lie.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    own: int
+    buffer: SymmetricBuffer
+    multicast: bool
+    parts: list[_Part] = field(default_factory=list)
+
+    def reserve(self, nbytes: int) -> _Part | None:
+        """Take the first free part of ``nbytes``; return None if there is none."""
+        self.parts = [part for part in self.parts if not self._is_free(part)]
+        end = 0
+        for position, part in enumerate((*self.parts, _Part(self.buffer.nbytes, 0))):
+            if part.start - end >= nbytes:
+                taken = _Part(end, nbytes)
+                self.parts.insert(position, taken)
+                return taken
+            end = part.start + part.nbytes
+        return None
+
+    def marks(self, member: int, start: int, nbytes: int, ranks: int) -> torch.Tensor:
+        """Return the words by which the ranks of a lease say that they have closed it, in the memory of a member."""
+        return self.buffer.view(member, start + nbytes - PAGE, (ranks,), torch.int64)
+
+    def _is_free(self, part: _Part) -> bool:
+        return not part.open and bool(self.marks(self.own, part.start, part.nbytes, part.ranks).all())
+
+    @property
+    def in_use(self) -> bool:
+        return any(part.open for part in self.parts)
+
+
+class Lease:
+    """A communicator's part of a block; a :class:`~shotcast.memory.symmetric.SymmetricBuffer` with any content.
+
+    Attributes:
+        nbytes: bytes on each rank.
+        addresses: of each rank's bytes.
+        multicast_address: the address of all ranks' bytes; 0 on all ranks if a rank has none.
+    """
+
+    def __init__(
+        self, arena: Arena, block: _Block, part: _Part, rank: int, places: Sequence[tuple[int, int]], mc: bool
+    ):
+        self._arena, self._block, self._part, self._rank = arena, block, part, rank
+        self._places = tuple(places)
+        self.nbytes = part.nbytes - PAGE
+        self.addresses = tuple(block.buffer.addresses[member] + start for member, start in places)
+        self.multicast_address = block.buffer.multicast_address + part.start if mc else 0
+
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
+        if not self._part.open:
+            raise ClosedError("this lease of symmetric memory is closed")
+        count = 1
+        for extent in shape:
+            count *= extent
+        if offset < 0 or offset + count * dtype.itemsize > self.nbytes:
+            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the lease's {self.nbytes} bytes")
+        member, start = self._places[rank]
+        return self._block.buffer.view(member, start + offset, shape, dtype)
+
+    def close(self) -> None:
+        """Give the memory back. This rank's work on it has ended; other ranks may not have. A second call does nothing.
+
+        Nothing may use the addresses afterwards, such as graphs that were captured with them.
+        """
+        if not self._part.open:
+            return
+        for member, start in self._places:
+            self._marks(member, start)[self._rank] = 1
+        self._marks(*self._places[self._rank]).tolist()  # the marks before this one have landed too
+        self._arena.give_back(self._part)
+
+    def abandon(self) -> None:
+        """Leave the memory without this rank's mark, so that nobody uses it again: work on it may not have ended."""
+        if self._part.open:
+            self._arena.give_back(self._part)
+
+    def __del__(self) -> None:
+        self.abandon()
+
+    def _marks(self, member: int, start: int) -> torch.Tensor:
+        return self._block.marks(member, start, self._part.nbytes, len(self._places))
+
+
+class Arena:
+    """The blocks of one device of this process.
+
+    Args:
+        process: a member of its blocks.
+        granularity: blocks have multiples of this many bytes.
+    """
+
+    def __init__(self, process: Process, granularity: int = PAGE):
+        self._process, self._granularity = process, granularity
+        self._blocks: list[_Block] = []
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> Held:
+        """The bytes that are leased now, and those of all blocks."""
+        with self._lock:
+            self._release_empty()
+            leased = sum(part.nbytes for block in self._blocks for part in block.parts if part.open)
+            return Held(leased, sum(block.buffer.nbytes for block in self._blocks))
+
+    def lease(self, group: HostGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
+        """Lease ``nbytes`` on every rank of ``group``. Collective.
+
+        Every rank has closed the communicators that it closed before, which is so once the ranks have met.
+
+        Args:
+            allocate: makes a new block.
+            multicast: this rank wants a multicast address if there is one. Such an address names all members of a
+                block, at one offset. So where a block has one and all ranks want it, the communicator has just the
+                members of the block, and begins at the same offset on all ranks.
+
+        Raises:
+            ConfigError: on all ranks; a rank has too little memory.
+            CollectiveTimeout: naming ranks that did not come.
+        """
+        nbytes = align_up(nbytes, PAGE) + PAGE
+        with self._lock:
+            self._release_empty()
+            reserved = {block.name: (block, part) for block in self._blocks if (part := block.reserve(nbytes))}
+        offered = {name: part.start for name, (_, part) in reserved.items()}
+        new_name = f"{self._process.name}/{next(self._process.numbers)}"
+        taken: tuple[_Block, _Part] | None = None
+        try:
+            offers = group.all_gather((self._process.name, new_name, offered, multicast))
+            members = tuple(offer[0] for offer in offers)
+            multicast = all(offer[3] for offer in offers)
+            for name in offers[0][2]:
+                starts = [offer[2].get(name, -1) for offer in offers]
+                if min(starts) >= 0 and _serves(reserved[name][0], members, starts, multicast):
+                    taken = reserved.pop(name)
+                    break
+            else:
+                name = offers[0][1]
+                starts = [0] * len(members)
+        finally:
+            with self._lock:
+                for block, part in reserved.values():
+                    block.parts.remove(part)
+        if taken is None:
+            taken = self._new_block(group, name, members, nbytes, allocate)
+        block, part = taken
+        part.ranks = len(members)
+        places = [(block.members.index(member), start) for member, start in zip(members, starts, strict=True)]
+        lease = Lease(self, block, part, group.rank, places, multicast and block.multicast)
+        lease._marks(*places[group.rank]).zero_()
+        return lease
+
+    def _new_block(
+        self, group: HostGroup, name: str, members: tuple[str, ...], nbytes: int, allocate: Allocate
+    ) -> tuple[_Block, _Part]:
+        buffer = allocate(group, align_up(nbytes, self._granularity))
+        try:
+            multicast = all(group.all_gather(bool(buffer.multicast_address)))
+        except BaseException:
+            buffer.close()
+            raise
+        block = _Block(name, members, group.rank, buffer, multicast)
+        part = block.reserve(nbytes)
+        assert part is not None
+        with self._lock:
+            self._blocks.append(block)
+        return block, part
+
+    def give_back(self, part: _Part) -> None:
+        """Note that this rank has closed a lease, and release the blocks that are not worth keeping.
+
+        A lease may be collected, and so given back, at any moment. If that is while this arena is being worked on, the
+        next use of the arena releases the blocks.
+        """
+        part.open = False
+        if self._lock.acquire(blocking=False):
+            try:
+                self._release_empty()
+            finally:
+                self._lock.release()
+
+    def _release_empty(self) -> None:
+        empty = [block for block in self._blocks if not block.in_use]
+        kept = KEPT_BYTES if len(empty) < len(self._blocks) else 0
+        for block in reversed(empty):  # the latest first
+            kept -= block.buffer.nbytes
+            if kept < 0:
+                self._blocks.remove(block)
+                block.buffer.close()
+
+
+def _serves(block: _Block, members: Sequence[str], starts: Sequence[int], multicast: bool) -> bool:
+    """Return whether a communicator of ``members``, for which there is room at ``starts``, can lease from ``block``."""
+    if not multicast or not block.multicast:
+        return set(members) <= set(block.members)
+    return set(members) == set(block.members) and len(set(starts)) == 1
+
+
+_process = Process()
+_forked: list[Process] = []
+"""What the processes before this one hold. A child must not release it: it is theirs."""
+
+
+def _after_fork() -> None:
+    global _process
+    _forked.append(_process)
+    _process = Process()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def arena_of(device: torch.device) -> Arena:
+    """Return the arena of a device of this process; there is one for all CPU ranks' shared memory."""
+    granularity = PAGE if device.type == "cpu" else 2 << 20
+    return _process.arenas.setdefault(str(device), Arena(_process, granularity))
+
+
+def held() -> dict[str, Held]:
+    """Return what this process holds of symmetric memory, by device."""
+    return {name: arena.held for name, arena in _process.arenas.items()}

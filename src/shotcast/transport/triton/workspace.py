@@ -1,0 +1,141 @@
+"""A workspace: one region of symmetric memory on every rank, with the state of the protocols that use it.
+
+A communicator has one or several, each with its own epochs; calls meet only those of the same workspace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from shotcast import wire
+from shotcast.device.triton.intrinsics import has_float8_conversions, supports_pdl
+from shotcast.memory import driver
+from shotcast.memory.symmetric import SymmetricBuffer
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.binding import KernelContext
+from shotcast.transport.triton.layout import Layout
+from shotcast.wire import CallPlan, HeaderWords
+
+
+class Workspace:
+    """This rank's side of a workspace.
+
+    Args:
+        memory: symmetric memory of ``where.nbytes``. It has a multicast address on all ranks or on none.
+        where: the layout of a region.
+        rank, world_size: of the communicator.
+        status_address: the host's word that faults of this rank's calls are reported to.
+        device: where the kernels run.
+        header_of: ``header_of(plan)``, the header of a plan.
+
+    Attributes:
+        memory: as given.
+        where: as given.
+        context: what kernels are bound with.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricBuffer,
+        where: Layout,
+        rank: int,
+        world_size: int,
+        status_address: int,
+        device: torch.device,
+        header_of: Callable[[CallPlan], HeaderWords],
+    ):
+        self.memory, self.where = memory, where
+        self._rank, self._world = rank, world_size
+        self._status_address, self._device = status_address, device
+        self._control = memory.view(rank, 0, (layout.CONTROL_WORDS,), torch.int64)
+        table = list(memory.addresses) + [0] * (wire.MAX_WORLD_SIZE - world_size) + [memory.multicast_address]
+        self._peers = torch.tensor(table, dtype=torch.int64, device=device)
+        self._cells = torch.zeros(2 * layout.row_cell_count(where.max_bytes), dtype=torch.int64, device=device)
+        self.context = KernelContext(
+            rank=rank,
+            world_size=world_size,
+            layout=where,
+            own_address=memory.addresses[rank],
+            peers_address=self._peers.data_ptr(),
+            cells_address=self._cells.data_ptr(),
+            cells_nbytes=self._cells.nbytes,
+            multicast=bool(memory.multicast_address),
+            pdl=supports_pdl(device),
+            native_fp8=has_float8_conversions(device),
+            clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
+            header_of=header_of,
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """True if a fault has stopped the calls of this workspace. Synchronises."""
+        return bool(self._control[layout.ABORT].item())
+
+    @property
+    def epoch(self) -> int:
+        """The number of collective calls begun so far. Synchronises."""
+        return int(self._control[layout.EPOCH].item()) - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
+        self._control[layout.EPOCH] = epoch + 1
+        self._flag_cells(epoch)
+
+    def _flag_cells(self, epoch: int) -> None:
+        """Give all flag cells the flag of call ``epoch``, which is over: zero would be the flag of call 2^32."""
+        shape = (4 * self.where.cells_quads,)
+        cells = self.memory.view(self._rank, self.where.cells_at * layout.QUAD, shape, torch.int64)
+        flag = epoch & 0xFFFFFFFF
+        cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
+
+    def headers(self, epoch: int) -> list[HeaderWords | None]:
+        """Return what each rank called in ``epoch``, None where no such header came.
+
+        After a mismatch between a send and a recv, it gives the headers of the two ranks. Synchronises.
+        """
+        width = layout.HEADER_WORDS
+        record = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2 * width].tolist()
+        came, expected = (HeaderWords.of_cells(record[at : at + width]) for at in (0, width))
+        if expected:
+            headers: list[HeaderWords | None] = [None] * self._world
+            headers[self._rank] = expected
+            headers[wire.Header.decode(expected).root] = came
+            return headers
+        row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE * width
+        words = self._control[row : row + self._world * width].tolist()
+        return [HeaderWords.of_cells(words[at : at + width], epoch) for at in range(0, len(words), width)]
+
+    def mark_gone(self, ranks: int) -> None:
+        """Set the word with a bit for each rank whose process has ended. Any thread may call it, beside kernels."""
+        address = self.context.own_address + 8 * layout.GONE
+        if self._device.type == "cuda":
+            driver.side_stream(self._device.index).write_word(address, ranks)
+        else:
+            ctypes.c_int64.from_address(address).value = ranks
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later calls and graph replays."""
+        self._control[layout.TIMEOUT] = int(timeout_s * 1e9)
+
+    def clear(self, epoch: int, timeout_s: float) -> None:
+        """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
+        where = self.where
+        self._control.zero_()
+        self._cells.zero_()
+        words = self.memory.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
+        words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
+        words[where.slots_at * 4 :].fill_(-1)
+        self._control[layout.STATUS] = self._status_address
+        self.set_epoch(epoch)
+        self.set_timeout(timeout_s)
+
+    def close(self) -> None:
+        """Give the memory back. This rank's calls have ended; those of other ranks may not have.
+
+        A second call does nothing.
+        """
+        self._control = self._peers = self._cells = torch.empty(0, dtype=torch.int64)
+        self.memory.close()
