@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -399,6 +400,23 @@ class TestEngine:
         asked = "Name a fruit.\nName another one.\n\nnever asked\n"
         result = invoked("chat", "--temperature", "0", "-n", "12", stdin=asked)
         assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
+
+    def test_chat_samples_as_the_model_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Options come first, then the model's file, then the command's own defaults."""
+        from shotcast.engine.llm import LLM
+        from shotcast.engine.sampling_params import SamplingParams
+
+        sampled: list[SamplingParams] = []
+        stream = LLM.stream
+
+        def recorded(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
+            sampled.append(params)
+            return stream(llm, prompt, params)
+
+        monkeypatch.setattr(LLM, "stream", recorded)
+        (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 5, "max_new_tokens": 2}')
+        invoked("chat", "--generation-config", str(tmp_path), "--top-k", "0", stdin="Hello\n\n")
+        assert sampled == [SamplingParams(temperature=0.3, top_p=0.95, top_k=0, max_tokens=2)]
 
     def test_interrupt_before_an_answer_takes_the_question_back(self, capsys: pytest.CaptureFixture[str]) -> None:
         """An interrupt later keeps the part of the answer that has arrived."""

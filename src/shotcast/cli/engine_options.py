@@ -57,14 +57,14 @@ StampEvery = Annotated[
     int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
 ]
 RankTimeout = Annotated[float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")]
-MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="The largest number of tokens in the answer.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")]
+MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", help="The most tokens that the answer may have.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="0 always takes the likeliest token.")]
 TopP = Annotated[
-    float, typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to this.")
+    float | None, typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to this.")
 ]
-TopK = Annotated[int, typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 for all.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 for all.")]
 MinP = Annotated[
-    float, typer.Option("--min-p", help="Sample from tokens at least this likely relative to the likeliest.")
+    float | None, typer.Option("--min-p", help="Sample from tokens at least this likely relative to the likeliest.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed, which makes sampling repeatable.")]
 

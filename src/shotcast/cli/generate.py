@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shotcast.cli.engine_options import (
     Algorithm,
     Dtype,
+    GenerationConfig,
     GpuMemoryUtilization,
     MaxModelLen,
     MaxTokens,
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from shotcast.engine.sampling_params import SamplingParams
 
 
+_GENERATE_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
+_CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512}
+
+
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete, or with --chat the message to answer.")],
     model: Model = "smollm2",
@@ -50,20 +55,22 @@ def generate(
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
     seed: Seed = None,
 ) -> None:
-    """Complete a prompt, and report how long it took."""
+    """Complete a prompt, and report how long it took.
+
+    Without options, always takes the likeliest token, up to 128 of them.
+    """
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
-    )
+    given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    params = SamplingParams(**{**_GENERATE_DEFAULTS, **given})
     options = engine_options(
         model,
         device,
@@ -95,20 +102,24 @@ def chat(
     quantization: Quantization = "",
     max_model_len: MaxModelLen = 0,
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
+    generation_config: GenerationConfig = "auto",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
     seed: Seed = None,
 ) -> None:
-    """Chat with a model. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer."""
+    """Chat with a model. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer.
+
+    Sampling options have the defaults of the model's generation_config.json, and else a temperature of 0.7, a top-p of
+    0.95 and at most 512 tokens.
+    """
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
-    )
+    given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    SamplingParams(**given)  # refused before the model is loaded
     options = engine_options(
         model,
         device,
@@ -118,13 +129,20 @@ def chat(
         quantization,
         max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        generation_config=generation_config,
         max_sequences=1,
     )
     messages = [{"role": "system", "content": system}] if system else []
     with LLM(**options) as llm:
+        params = SamplingParams(**{**_CHAT_DEFAULTS, **llm.sampling_defaults, **given})
         while (line := _read_line()) != "":
             messages.append({"role": "user", "content": line})
             _answer(llm, messages, params)
+
+
+def _given(**options: float | None) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:
