@@ -128,6 +128,17 @@ def absent_from_a_first_call() -> tuple[CollectiveTimeout, float, float] | None:
     return error, took, float(total[0])
 
 
+def cross_first_messages() -> tuple[float, float]:
+    """Have both ranks send before either receives, when nothing is compiled yet. Return the seconds and what came."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        received, other = torch.zeros(5), 1 - comm.rank
+        comm._host.barrier()
+        began = time.monotonic()
+        comm.send(torch.full([5], comm.rank + 1.0), other)
+        comm.recv(received, other)
+        return time.monotonic() - began, float(received[0])
+
+
 def leave_one_by_one() -> float:
     """Sum, and end one process after the other without closing anything; the others check when it has ended."""
     comm = shotcast.Communicator(device="cpu", timeout_s=600)

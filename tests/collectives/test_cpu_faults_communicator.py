@@ -168,6 +168,11 @@ class TestFirstUse:
                 assert (error.missing, error.reason, error.op) == ((1,), "late", "all_reduce")
                 assert 0.7 < took < 1.8
 
+    def test_two_ranks_that_both_send_first(self) -> None:
+        (took, from_1), (also_took, from_0) = shotcast.spawn(targets.cross_first_messages, 2, timeout_s=30)
+        assert (from_0, from_1) == (1.0, 2.0)
+        assert max(took, also_took) < 3, "neither waits for the other to receive"
+
 
 class TestInterrupted:
     def test_ctrl_c_ends_a_call_at_once(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class FirstUse:
         self.known.add(form)
         own = self._host.rank
         self._store.set(f"begun/{form.name}/{own}", "")
-        self._store.set(f"now/{own}", f"{form.partner}/{form.name}")
+        self._store.set(f"now/{own}", json.dumps([form.partner, form.name, form.partner_name or form.name]))
         try:
             compile_it()
             self._store.set(f"ready/{form.name}/{own}", "")
@@ -96,14 +97,19 @@ class FirstUse:
                 waited += looked - before
 
     def _elsewhere(self, rank: int) -> bool:
-        """Return whether ``rank`` waits for this one before another call, which this one does not make first."""
+        """Return whether ``rank`` waits for this one before another call, which this one does not make first.
+
+        Two ranks that both send before they receive wait so for each other.
+        """
         key = f"now/{rank}"
         if not self._store.check([key]):
             return False
-        partner, _, name = self._store.get(key).decode().partition("/")
-        ours = name and int(partner) in (-1, self._host.rank)
-        known = any(name in (form.name, form.partner_name) for form in self.known)
-        return bool(ours) and not known and self._store.check([f"ready/{name}/{rank}"])
+        now = self._store.get(key)
+        if not now:
+            return False
+        partner, name, awaited = json.loads(now)
+        ours = partner in (-1, self._host.rank)
+        return ours and all(form.name != awaited for form in self.known) and self._store.check([f"ready/{name}/{rank}"])
 
     def _in_a_call(self, ranks: list[int]) -> bool:
         """Return whether one of ``ranks`` has begun this call, as another one with kernels that it knows."""
