@@ -52,6 +52,12 @@ def of_modules(*modules: str) -> dict[str, str]:
     return _now(modules, "cuda")
 
 
+def of_collectives(device: str) -> dict[str, str]:
+    """Return the fingerprints of all our kernels of collectives."""
+    serving = implementations.algorithms().serving
+    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], device)
+
+
 def _behind(row: Row) -> tuple[str, ...]:
     """Return the names of our kernels that made a row; none for a library alone."""
     op, name = Op[row.op.upper()], row.algorithm
