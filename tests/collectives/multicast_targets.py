@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import fused_targets
@@ -18,50 +17,10 @@ from workers import FLOATS, check, differing, failing_call, inputs, shifted, str
 
 import shotcast
 from shotcast.collectives import reference
-from shotcast.memory import arena, shm
 from shotcast.wire import Op
-
-UNMAPPED = itertools.count(1 << 52, 1 << 40)
-"""Addresses beyond those that a process can map, one for each buffer."""
-
 
 LATE_S = 5.0
 """Seconds after the deadline at which a late rank comes. A poll of the interpreter can take 10 ms on a busy machine."""
-
-
-class EmulatedBuffer:
-    """A SymmetricBuffer in shared memory that has a multicast address."""
-
-    def __init__(self, group: Any, nbytes: int):
-        from shotcast.transport.triton import multicast
-
-        self._shared = _ShmBuffer(group, nbytes)
-        self.multicast_address = next(UNMAPPED)
-        self.traffic = multicast.emulate(self.multicast_address, self._shared.nbytes, self._shared.addresses)
-
-    @property
-    def nbytes(self) -> int:
-        return self._shared.nbytes
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        return self._shared.addresses
-
-    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._shared.view(rank, offset, shape, dtype)
-
-    def close(self) -> None:
-        self._shared.close()
-
-
-_ShmBuffer = shm.ShmBuffer
-
-
-def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call ``fn(*args)`` in the interpreter, with communicators that have a multicast address."""
-    shm.ShmBuffer = EmulatedBuffer  # type: ignore[misc,assignment]
-    arena._process = arena.Process()  # without blocks that have no such address
-    return fn(*args)
 
 
 def traffic(comm: shotcast.Communicator) -> tuple[int, int]:

@@ -21,11 +21,11 @@ from multicast_targets import (
     reset_by_multicast,
     silent_after_its_header,
     sums_of_sentinels,
-    with_multicast,
 )
 from workers import SIGNALS, killed
 
 import shotcast
+from emulated_multicast import with_multicast
 from shotcast.wire import Op
 
 pytestmark = pytest.mark.long

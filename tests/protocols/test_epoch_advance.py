@@ -7,6 +7,7 @@ reads them after the kernel boundary or, under programmatic dependent launch, af
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,8 @@ from .machine import Add, Await, Fail, Fence, Load, Machine, Program, Steps, Sto
 
 EXTENTS = (3, 1, 2, 5)
 """The extents by call, all different, so that a program that reads another call's is caught."""
+Extents = Sequence[int | None]
+"""The extent of each call; None: the call uses no slots, and leaves all generations as they are."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Rules:
     waits: str = "all"  # "one does not": program 0 reads before gdc_wait; "idle call": call 1 returns without waiting
 
 
-def program_of(call: int, program: int, programs: int, rules: Rules) -> Steps:
+def program_of(call: int, program: int, programs: int, rules: Rules, extents: Extents = EXTENTS) -> Steps:
     """One program of the grid of ``call``. It is launched at any time, as programmatic dependent launch permits."""
     idle = rules.waits == "idle call" and call == 1
     if call > 0 and not idle and not (rules.waits == "one does not" and program == 0):
@@ -44,29 +47,33 @@ def program_of(call: int, program: int, programs: int, rules: Rules) -> Steps:
             readers = yield Add((0, "readers"), 1)
 
         earlier = call - 1 if rules.waits == "idle call" and call > 1 else call  # the idle call counts no epoch
-        if (epoch, generation) != (earlier, earlier % 3):
+        slot_calls = [extent for extent in extents[:earlier] if extent is not None]
+        if (epoch, generation) != (earlier, len(slot_calls) % 3):
             yield Fail(f"reads epoch {epoch}, generation {generation} in call {earlier}")
         if readers == (programs - 1 if rules.last_advances else 0):
             if rules.count_reset:
                 yield Store((0, "readers"), 0)
-            yield Store((0, "extent", generation), EXTENTS[call])
-            yield Store((0, "generation"), (generation + 1) % 3)
+            if extents[call] is not None:
+                yield Store((0, "extent", generation), extents[call])
+                yield Store((0, "generation"), (generation + 1) % 3)
             yield Store((0, "epoch"), epoch + 1)
 
         # The extent of the previous call, which is to be cleared: a different word from the one that is written.
-        if rules.waits != "idle call":
+        if rules.waits != "idle call" and extents[call] is not None:
             extent = yield Load((0, "extent", (generation + 2) % 3))
-            if extent != (EXTENTS[call - 1] if call else 0):
+            if extent != (slot_calls[-1] if slot_calls else 0):
                 yield Fail(f"clears {extent} words after call {call - 1}")
     yield Fence()  # the end of a grid makes its stores visible
     yield Store((0, "ended", call, program), True)
 
 
-def model(programs: int, calls: int, rules: Rules | None = None, **options: bool) -> Machine:
+def model(
+    programs: int, calls: int, rules: Rules | None = None, extents: Extents = EXTENTS, **options: bool
+) -> Machine:
     rules = rules or Rules()
 
     def program(call: int, number: int) -> Program:
-        return Program(0, f"call {call} program {number}", lambda: program_of(call, number, programs, rules))
+        return Program(0, f"call {call} program {number}", lambda: program_of(call, number, programs, rules, extents))
 
     all_programs = [program(call, number) for call in range(calls) for number in range(programs)]
     initial_words = {"epoch": 0, "generation": 0, "extent": 0, "readers": 0, "ended": False}
@@ -76,6 +83,10 @@ def model(programs: int, calls: int, rules: Rules | None = None, **options: bool
 @pytest.mark.parametrize(("programs", "calls"), [(1, 4), (2, 4), (3, 3)])
 def test_protocol_holds(programs: int, calls: int, verify) -> None:
     verify(model(programs, calls))
+
+
+def test_calls_without_slots_leave_generations_as_they_are(verify) -> None:
+    verify(model(2, 5, extents=(3, None, 1, None, 2)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from .explore import Kind
 from .machine import Await, KernelBoundary, Machine, Program, Read, Start, Steps, Store
 from .words import ZERO, Call, HeaderRules, Input, header_programs
 
+STRIDE = 100
+"""Cells of each rank: enough for any call here."""
+
 
 class Cell(NamedTuple):
     data: Input | None
@@ -44,7 +47,7 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
         yield Start(number)
         for owner in range(ranks):
             for i in range(call.words if rank in senders else 0):
-                address = owner, "cells", generation, rank * 10 + i
+                address = owner, "cells", generation, rank * STRIDE + i
                 if rules.whole:
                     yield Store(address, Cell(Input(rank, number, i), flag))
                 else:
@@ -59,13 +62,13 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
 
         yield Await(
             {
-                (rank, "cells", generation, s * 10 + i): Cell(Input(s, number, i) if rules.whole else None, flag)
+                (rank, "cells", generation, s * STRIDE + i): Cell(Input(s, number, i) if rules.whole else None, flag)
                 for s, i in expected_words
             },
             arrived,
         )
         if not rules.whole:
-            yield Read({(rank, "data", generation, s * 10 + i): Input(s, number, i) for s, i in expected_words})
+            yield Read({(rank, "data", generation, s * STRIDE + i): Input(s, number, i) for s, i in expected_words})
         yield KernelBoundary(number)
 
 

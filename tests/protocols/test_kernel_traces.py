@@ -1,268 +1,333 @@
 """The kernels do what the models say: traces of interpreted kernels are replayed against the state models.
 
 In every call, each program's accesses must be those of the model's program, in an order that the model allows, and
-none may be left out. So a kernel that is changed without its model fails here.
+none may be left out. So a kernel that is changed without its model fails here; ``test_kernel_changes.py`` changes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.transport.triton.layout import CHUNK_WORDS, MESSAGE_SLOTS
 from shotcast.wire import CallPlan, LaunchShape, Norm, Op
 
-from . import test_epoch_advance as epoch_advance
 from . import test_flag_cells as flag_cells
+from . import test_multimem as multimem
 from . import test_send_recv as send_recv
 from . import test_sentinel as sentinel
-from .kernel_traces import Change, Event, traced
-from .machine import Add, Await, Fail, KernelBoundary, Load, Start, Steps, Store
-from .words import SENTINEL, Call, Header, HeaderRules, header_program
+from .kernel_replay import (
+    Phases,
+    ReplayError,
+    Translation,
+    calls_in,
+    header_of,
+    of_regions,
+    region_of,
+    replay_epochs,
+    waits_for_prior_kernel,
+)
+from .kernel_traces import Circumstances, Event, traced
+from .words import SENTINEL, Call, HeaderRules, header_program
 
-LAUNCH = LaunchShape(1, 128, 1)
-"""One data program, whose tile holds a whole slot: the models have one data program and wait for all words at once."""
-SIZES = (2, 1, 3, 1, 2)
-"""Quads of a slot: the models' words. A longer call after shorter ones finds what was not cleared."""
-
-
-class ReplayError(AssertionError):
-    """A kernel does what the model does not, or leaves out what it does."""
-
-
-def region_of(place: tuple[Any, ...]) -> str:
-    region: str = place[1]
-    return region
-
-
-class Phases:
-    """The steps of a model's program in one call: stores, then a wait, then stores, ..."""
-
-    def __init__(self, rank: int, steps: Iterable[Any], translate: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        self.stores: list[dict[Any, Any]] = [{}]
-        self.waits: list[tuple[dict[Any, Any], Callable[[Any], bool]]] = []
-        self.clears: set[Any] = set()
-        kept: set[Any] = set()
-        for step in steps:
-            if isinstance(step, Store):
-                place, value = translate(step.address, step.value)
-                if value == SENTINEL:
-                    self.clears.add(place)
-                elif place[0] == rank and region_of(place) in ("slots", "cells"):
-                    kept.add(place)  # a rank takes its own words from where they are
-                else:
-                    self.stores[-1][place] = value
-            elif isinstance(step, Await):
-                pairs = [(translate(address, value), address) for address, value in step.words.items()]
-                words = {place: value for (place, value), _ in pairs if place not in kept}
-                if words:
-                    self.waits.append((words, step.arrived))
-                    self.stores.append({})
-
-    def replay(self, rank: int, events: Iterable[Event], where: str) -> None:
-        phase, seen = 0, set()
-        for event in events:
-            for place, value in event.words.items():
-                if event.action == "store" and value == SENTINEL and region_of(place) == "slots":
-                    if place not in self.clears:
-                        raise ReplayError(f"{where} clears {place}, which the model does not")
-                    self.clears.discard(place)
-                elif event.action == "store":
-                    if place[0] == rank and region_of(place) == "header":
-                        continue  # a kernel sends itself a header too
-                    if self.stores[phase].get(place) != value:
-                        raise ReplayError(
-                            f"{where} stores {value} to {place} after {phase} waits; the model: {self.stores[phase]}"
-                        )
-                    del self.stores[phase][place]
-                else:
-                    if phase == len(self.waits) or place not in self.waits[phase][0]:
-                        if place[0] == rank and region_of(place) == "header" and place[2] == rank:
-                            continue
-                        if phase and place in self.waits[phase - 1][0]:
-                            continue  # the same poll
-                        raise ReplayError(f"{where} reads {place}, for which the model does not wait")
-                    wanted = self.waits[phase][0][place]
-                    seen.discard(place)
-                    if value == wanted or (wanted is None and self.waits[phase][1](value)):
-                        seen.add(place)
-            if phase < len(self.waits) and seen == set(self.waits[phase][0]):
-                if self.stores[phase]:
-                    raise ReplayError(f"{where} waits before it stores {self.stores[phase]}")
-                phase, seen = phase + 1, set()
-        left = [self.stores[phase]] if any(self.stores) else []
-        if phase < len(self.waits) or left or self.clears:
-            raise ReplayError(
-                f"{where} leaves out: waits {self.waits[phase:]}, stores {left}, clears {sorted(self.clears)}"
-            )
+TILE = 16
+"""Words of a tile, which are four quads."""
+LAUNCH = LaunchShape(programs=3, block_words=TILE, num_warps=1)
+"""Three data programs with a tile each; the last may be empty, and in a short call one or two have none."""
+QUADS = (9, 4, 12, 1, 5)
+"""Quads of a slot. A longer call after shorter ones finds what was not cleared."""
+HEADERS = HeaderRules(words=2)
 
 
-def calls_in(steps: Steps) -> list[list[Any]]:
-    """Return the instructions of each call of a model's program."""
-    calls: list[list[Any]] = []
-    for step in steps:
-        if isinstance(step, Start):
-            calls.append([])
-        elif not isinstance(step, KernelBoundary):
-            calls[-1].append(step)
-    return calls
+class TracedCall(NamedTuple):
+    """A call as the models and as the kernels take it: through slots, or through flag cells."""
+
+    call: Call
+    plan: CallPlan
+    cells: bool = False
 
 
-def header_of(_address: Any, value: Any) -> tuple[Any, Any]:
-    return _address, (value.epoch, "same") if isinstance(value, Header) else value
+def slices(quads: int, ranks: int) -> tuple[int, ...]:
+    """Return the words of each rank's slice of a message."""
+    width = -(-quads // ranks)
+    return tuple(4 * max(0, min(width, quads - rank * width)) for rank in range(ranks))
 
 
-def slot_of(address: Any, value: Any) -> tuple[Any, Any]:
-    owner, _, word = address
-    place = owner, "slots", *divmod(word, sentinel.CAPACITY)
-    return place, value if value == SENTINEL else "data"
+def reduced(op: str, ranks: int, quads: int, launch: LaunchShape = LAUNCH) -> TracedCall:
+    """Return an all-reduce of ``quads``."""
+    sizes = {"one_shot": (4 * quads,), "ring": (4 * -(-quads // ranks),) * ranks}.get(op, slices(quads, ranks))
+    return TracedCall(Call(op, sizes), CallPlan(Op.ALL_REDUCE, op, "float32", 16 * quads, launch=launch))
 
 
-def of_regions(events: Iterable[Event], call: int, *regions: str, data: bool | None = None) -> list[Event]:
-    """Return the events of a call in these regions, by the data programs, the program of headers, or all."""
-    found = []
-    for event in events:
-        if event.call == call and (data is None or data == (event.program > 0)):
-            words = {place: value for place, value in event.words.items() if region_of(place) in regions}
-            if words:
-                found.append(event._replace(words=words))
-    return found
+def in_parts(op: Op, ranks: int, quads: int, algorithm: str = "one_shot", dtype: str = "float32") -> TracedCall:
+    """Return a reduce_scatter, all_gather or all_to_all with parts of ``quads``."""
+    plan = CallPlan(op, algorithm, dtype, 16 * quads * ranks, launch=LAUNCH)
+    if dtype == "int32":
+        return TracedCall(Call("all_gather", (4 * quads,)), plan, cells=True)
+    name = "half_ring" if algorithm == "ring" else "all_gather" if op is Op.ALL_GATHER else "reduce_scatter"
+    return TracedCall(Call(name, (4 * quads,) * ranks), plan)
 
 
-def replay_epochs(events: list[Event], number: int, rank: int, first: int, extents: Sequence[int]) -> None:
-    """Replay how each program learns its epoch, against the model of tests/protocols/test_epoch_advance.py."""
-    regions = ("epoch", "generation", "readers", "extent")
-    for program in (0, 1):
-        where = f"rank {rank}, call {number}, program {program}"
-        mine = [e for e in of_regions(events, number, *regions) if e.program == program]
-        flat = [(e.action, place[1:], value) for e in mine for place, value in e.words.items()]
-        before = [entry for entry in flat if entry[0] != "store"]
-        stores = [entry[1:] for entry in flat if entry[0] == "store"]
-        counted = next((at for at, entry in enumerate(flat) if entry[0] == "add"), None)
-        if counted is None:
-            raise ReplayError(f"{where} does not count itself in")
-        loads = {place: value for action, place, value in before if action == "load"}
-        for at, (action, place, _) in enumerate(flat):
-            if (at > counted) != (action == "store") and at != counted:
-                raise ReplayError(f"{where}: {action} of {place} on the wrong side of the count of readers")
-        steps = epoch_advance.program_of(number, program, 2, epoch_advance.Rules())
-        step, wanted = next(steps), []
-        while True:
-            result: Any = None
-            if isinstance(step, Fail):
-                raise ReplayError(f"{where} {step.message}")
-            if isinstance(step, Load):
-                if step.address[1:] not in loads:
-                    raise ReplayError(f"{where} does not load {step.address[1:]}")
-                result = loads[step.address[1:]] - (first if step.address[1] == "epoch" else 0)
-            elif isinstance(step, Add):
-                result = flat[counted][2]
-            elif isinstance(step, Store) and step.address[1] != "ended":
-                value = step.value
-                if step.address[1] == "epoch":
-                    assert isinstance(value, int)
-                    value += first
-                wanted.append((step.address[1:], value))
-            try:
-                step = steps.send(result)
-            except StopIteration:
-                break
-        if sorted(stores, key=str) != sorted(wanted, key=str):
-            raise ReplayError(f"{where} stores {stores}, the model {wanted}")
+def uneven(sizes: tuple[int, ...]) -> TracedCall:
+    """Return an all_gather of parts of so many quads."""
+    words = tuple(4 * size for size in sizes)
+    plan = CallPlan(Op.ALL_GATHER, "one_shot", "float32", 4 * sum(words), root=1, sizes=words, launch=LAUNCH)
+    return TracedCall(Call("all_gather", words), plan)
 
 
-def replay_collectives(
-    ranks: int, calls: Sequence[Call], traces: list[list[Event]], cells: bool, monkeypatch: pytest.MonkeyPatch
+def broadcast(quads: int, root: int, dtype: str = "float32", multicast: bool = False) -> TracedCall:
+    plan = CallPlan(Op.BROADCAST, "one_shot", dtype, 16 * quads, root=root, launch=LAUNCH)
+    return TracedCall(Call("broadcast", (4 * quads,), root, multicast=multicast), plan, cells=dtype == "int32")
+
+
+def fused(op: Op, algorithm: str, ranks: int, rows: int, norm: Norm | None = None) -> TracedCall:
+    """Return a sum of ``rows`` rows of a tile each, which are normed; with a scatter, of so many for each rank."""
+    norm = norm or Norm(TILE)
+    if op is Op.ALL_REDUCE_RMS_NORM:
+        sizes = slices(4 * rows, ranks) if algorithm == "two_shot" else (TILE * rows,)
+        width = -(-rows // ranks) * TILE
+        if algorithm == "two_shot":
+            sizes = tuple(max(0, min(width, TILE * rows - rank * width)) for rank in range(ranks))
+        launch = LaunchShape(programs=-(-rows // ranks) if algorithm == "two_shot" else rows, block_words=TILE)
+        plan = CallPlan(op, algorithm, "float32", 4 * TILE * rows, launch=launch, norm=norm)
+        return TracedCall(Call(algorithm, sizes), plan)
+    launch = LaunchShape(programs=2 * rows, block_words=TILE)
+    plan = CallPlan(op, algorithm, "float32", 4 * TILE * rows * ranks, root=norm.code, launch=launch, norm=norm)
+    if op is Op.REDUCE_SCATTER_RMS_NORM:
+        return TracedCall(Call("reduce_scatter", (TILE * rows,) * ranks), plan)
+    row = (TILE if norm.keeps_normed else 0) + (TILE // 4 if norm.quantize else 0) + 4 * (norm.quantize == "dynamic")
+    return TracedCall(Call("two_shot", (TILE * rows,) * ranks, sums=(row * rows,) * ranks), plan)
+
+
+def fp8(ranks: int, quads: int) -> TracedCall:
+    """Return an all-reduce by FP8 words, of ``quads`` a slice: as many quads of words, up to 32, and one of scales."""
+    launch = LaunchShape(programs=1, block_words=128, num_warps=1)
+    plan = CallPlan(Op.ALL_REDUCE, "two_shot_fp8", "float32", 16 * quads * ranks, launch=launch)
+    return TracedCall(Call("two_shot", (4 * min(quads, 32) + 4,) * ranks), plan)
+
+
+def barrier() -> TracedCall:
+    return TracedCall(Call("barrier", ()), CallPlan(Op.BARRIER, "one_shot", "float32", 0))
+
+
+def slot_of(first_epoch: int) -> Translation:
+    """Return the translation of the words of a call with slots."""
+
+    def translate(address: Any, value: Any) -> tuple[Any, Any]:
+        owner, region, *index = address
+        if region == "flags":
+            return (owner, "flags", index[0], 0), value + first_epoch
+        return (owner, "slots", *divmod(index[0], sentinel.CAPACITY)), value if value == SENTINEL else "data"
+
+    return translate
+
+
+def with_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the models room for calls of as many words as kernels have."""
+    for module in (sentinel, multimem):
+        monkeypatch.setattr(module, "CAPACITY", 10_000)
+
+
+def replay(
+    ranks: int,
+    calls: Sequence[TracedCall],
+    traces: list[list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
+    clears_from: int | None = None,
+    multicast: bool = False,
 ) -> None:
-    """Replay headers, data, and for calls with slots the epoch and extents, of all ranks."""
-    extents = [sentinel.extent_of(call, ranks) for call in calls] if not cells else []
-    monkeypatch.setattr(epoch_advance, "EXTENTS", extents)
+    """Replay headers, data and the advance of the epoch, of all ranks."""
+    with_capacity(monkeypatch)
+    in_slots = [each.call if not each.cells else Call("barrier", ()) for each in calls]
+    in_cells = [each.call if each.cells else Call("all_gather", (0,)) for each in calls]
+    switched = any(each.call.op == "multimem" for each in calls)
+    extents = [
+        None
+        if call.op == "barrier"
+        else multimem.extent_of(call, ranks)
+        if switched
+        else sentinel.extent_of(call, ranks)
+        for call in in_slots
+    ]
+    clearing = [
+        extent
+        for each, extent in zip(calls, extents, strict=True)
+        if extent and clears_from is not None and slot_bytes(each.plan, ranks) > clears_from
+    ]
+    least = min(clearing, default=1 << 60)
     for rank, events in enumerate(traces):
         first = next(value for event in events for place, value in event.words.items() if place[1:] == ("epoch",))
-        headers = HeaderRules(first_epoch=first)
-        expected_headers = calls_in(header_program(rank, ranks, calls, headers))
-        if cells:
-            rules = flag_cells.Rules(first_epoch=first, headers=headers)
-            expected_data = calls_in(flag_cells.data_program(rank, ranks, calls, rules))
+        headers = calls_in(header_program(rank, ranks, [each.call for each in calls], _from(HEADERS, first)))
+        if switched:
+            slots = calls_in(multimem.data_program(rank, ranks, in_slots, multimem.Rules()))
         else:
-            expected_data = calls_in(sentinel.data_program(rank, ranks, calls, sentinel.Rules()))
-        for number, call in enumerate(calls):
-            where = f"rank {rank}, call {number} ({call.op})"
+            rules = sentinel.Rules(clears_itself_from=least)
+            slots = calls_in(sentinel.data_program(rank, ranks, in_slots, rules))
+        cell_rules = flag_cells.Rules(first_epoch=first)
+        cells = calls_in(flag_cells.data_program(rank, ranks, in_cells, cell_rules))
+        recorded = [extent and (0 if extent >= least else extent // 4) for extent in extents]
+        for number, (call, plan, through_cells) in enumerate(calls):
+            where = f"rank {rank}, call {number} ({plan.op.label}, {plan.algorithm})"
 
             def cell_of(address: Any, value: Any, call: Call = call) -> tuple[Any, Any]:
                 owner, _, generation, word = address
-                sender, i = divmod(word, 10)
+                sender, i = divmod(word, flag_cells.STRIDE)
                 return (owner, "cells", generation, sender * call.words * (call.op != "broadcast") + i), value.flag
 
-            data = Phases(rank, expected_data[number], cell_of if cells else slot_of)
-            data.replay(rank, of_regions(events, number, "slots", "cells", data=True), where)
-            header = Phases(rank, expected_headers[number], header_of)
-            header.replay(rank, of_regions(events, number, "header", data=False), f"{where}, headers")
-            for region in ("slots", "cells", "mailbox"):
-                if of_regions(events, number, region, data=False):
+            # a multicast comes back to the rank that sends it
+            keeps = {"two_shot": 1, "all_gather": 0, "broadcast": 0, "multimem": 0}.get(call.op, 2) if multicast else 2
+            data = (
+                Phases(rank, cells[number], cell_of)
+                if through_cells
+                else Phases(rank, slots[number], slot_of(first), keeps=keeps)
+            )
+            data.replay(of_regions(events, number, "slots", "cells", "flags", data=True), where)
+            header = Phases(rank, headers[number], header_of)
+            header.replay(of_regions(events, number, "header", data=False), f"{where}, headers")
+            for region in ("slots", "cells", "mailbox", "flags"):
+                if any(event.words for event in of_regions(events, number, region, data=False)):
                     raise ReplayError(f"{where}: the program of headers touches {region}")
-            if not cells:
-                replay_epochs(events, number, rank, first, extents)
+            replay_epochs(events, number, rank, first, recorded)
 
 
-def plans_of(op: str, ranks: int, dtype: str = "float32") -> tuple[list[Call], list[list[CallPlan | None]]]:
-    """Return calls of changing size, as the models and as the kernels take them."""
-    whole = op in ("one_shot", "broadcast")
-    calls = [
-        Call(op, (size,) if whole else (size,) * ranks, root=number % ranks if op == "broadcast" else 0)
-        for number, size in enumerate(SIZES)
-    ]
-    operation, algorithm = {
-        "one_shot": (Op.ALL_REDUCE, "one_shot"),
-        "two_shot": (Op.ALL_REDUCE, "two_shot"),
-        "ring": (Op.ALL_REDUCE, "ring"),
-        "reduce_scatter": (Op.REDUCE_SCATTER, "one_shot"),
-        "all_gather": (Op.ALL_GATHER, "one_shot"),
-        "broadcast": (Op.BROADCAST, "one_shot"),
-    }[op]
-    plans: list[CallPlan | None] = [
-        CallPlan(operation, algorithm, dtype, 16 * call.words, root=call.root, launch=LAUNCH) for call in calls
-    ]
-    return calls, [plans] * ranks
+def _from(rules: HeaderRules, first_epoch: int) -> HeaderRules:
+    return HeaderRules(words=rules.words, first_epoch=first_epoch)
 
 
-def run(ranks: int, plans: list[list[CallPlan | None]], change: Change | None = None) -> list[list[Event]]:
-    return interpret(traced, ranks, plans, change, env=GPU_COLLECTIVES, timeout_s=120)
+def slot_bytes(plan: CallPlan, ranks: int) -> int:
+    """Return the size by which a call decides whether it clears its slots itself."""
+    if plan.sizes:
+        return 4 * max(plan.sizes)
+    return plan.nbytes // (ranks if plan.op in (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL) else 1)
+
+
+def run(ranks: int, plans: list[list[CallPlan | None]], circumstances: Circumstances) -> list[list[Event]]:
+    return interpret(traced, ranks, plans, circumstances, env=GPU_COLLECTIVES, timeout_s=120)
+
+
+def check(
+    ranks: int,
+    calls: Sequence[TracedCall],
+    monkeypatch: pytest.MonkeyPatch,
+    circumstances: Circumstances | None = None,
+) -> None:
+    """Make the calls and replay their traces."""
+    circumstances = circumstances or Circumstances()
+    plans: list[CallPlan | None] = [each.plan for each in calls]
+    traces = run(ranks, [plans] * ranks, circumstances)
+    replay(ranks, calls, traces, monkeypatch, circumstances.clears_from, circumstances.multicast)
+
+
+def sequences(ranks: int) -> dict[str, list[TracedCall]]:
+    """Return the calls that are traced, by name."""
+    scatter, both = Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+    return {
+        "one_shot": [reduced("one_shot", ranks, quads) for quads in QUADS],
+        "two_shot": [reduced("two_shot", ranks, quads) for quads in (*QUADS, 24, 1)],
+        "ring": [reduced("ring", ranks, quads) for quads in (9, 24, 1)],
+        "reduce_scatter": [in_parts(Op.REDUCE_SCATTER, ranks, quads) for quads in QUADS],
+        "all_to_all": [in_parts(Op.ALL_TO_ALL, ranks, quads) for quads in QUADS[:3]],
+        "all_gather": [
+            *(in_parts(Op.ALL_GATHER, ranks, quads) for quads in QUADS[:3]),
+            *(uneven((size, *(0,) * (ranks - 2), 5)) for size in (9, 0, 2)),
+        ],
+        "broadcast": [broadcast(quads, number % ranks) for number, quads in enumerate(QUADS)],
+        "half_ring": [
+            in_parts(op, ranks, quads, "ring") for quads in (9, 4) for op in (Op.REDUCE_SCATTER, Op.ALL_GATHER)
+        ],
+        "cells": [
+            in_parts(Op.ALL_GATHER, ranks, 9, dtype="int32"),
+            broadcast(4, 1, "int32"),
+            in_parts(Op.ALL_TO_ALL, ranks, 12, dtype="int32"),
+            broadcast(1, 0, "int32"),
+            in_parts(Op.ALL_GATHER, ranks, 5, dtype="int32"),
+        ],
+        "mixed": [
+            reduced("one_shot", ranks, 9),
+            barrier(),
+            in_parts(Op.ALL_GATHER, ranks, 5, dtype="int32"),
+            reduced("two_shot", ranks, 12),
+            broadcast(9, 1),
+            barrier(),
+            reduced("ring", ranks, 4),
+            reduced("one_shot", ranks, 12),
+        ],
+        "fp8": [*(fp8(ranks, quads) for quads in (8, 40, 3)), reduced("two_shot", ranks, 5)],
+        "fused_one_shot": [
+            fused(Op.ALL_REDUCE_RMS_NORM, "one_shot", ranks, 2),
+            reduced("one_shot", ranks, 9),
+            *(fused(Op.ALL_REDUCE_RMS_NORM, "one_shot", ranks, rows) for rows in (3, 1)),
+        ],
+        "fused_two_shot": [
+            *(fused(Op.ALL_REDUCE_RMS_NORM, "two_shot", ranks, rows) for rows in (3, 5, 1)),
+            reduced("two_shot", ranks, 5),
+        ],
+        "fused_reduce_scatter": [
+            fused(scatter, "one_shot", ranks, 2),
+            fused(both, "two_shot", ranks, 3),
+            fused(both, "two_shot", ranks, 1, Norm(TILE, "dynamic", keeps_normed=False)),
+            fused(both, "two_shot", ranks, 2, Norm(TILE, "dynamic")),
+            fused(scatter, "one_shot", ranks, 1),
+        ],
+    }
 
 
 @pytest.mark.parametrize(
-    ("op", "ranks"),
-    [
-        *((op, 2) for op in ("one_shot", "two_shot", "reduce_scatter", "all_gather", "broadcast")),
-        ("ring", 3),
-        *(
-            pytest.param(op, 3, marks=pytest.mark.full)
-            for op in ("one_shot", "two_shot", "reduce_scatter", "all_gather")
-        ),
-        pytest.param("broadcast", 3, marks=pytest.mark.full),
-    ],
+    ("name", "ranks"),
+    [(name, 3 if "ring" in name else 2) for name in sequences(2)]
+    + [pytest.param(name, 3, marks=pytest.mark.full) for name in sequences(2) if "ring" not in name],
 )
-def test_slots(op: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, plans = plans_of(op, ranks)
-    replay_collectives(ranks, calls, run(ranks, plans), False, monkeypatch)
+def test_calls(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(ranks, sequences(ranks)[name], monkeypatch)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "broadcast"])
-def test_flag_cells(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, plans = plans_of(op, 2, "int32")
-    calls = [Call(call.op, call.sizes[:1], call.root) for call in calls]
-    replay_collectives(2, calls, run(2, plans), True, monkeypatch)
+CLEARING = ("one_shot", "two_shot", "reduce_scatter", "all_to_all", "all_gather", "broadcast", "fp8", "fused_two_shot")
+"""Kernels that can clear their slots as they read them; the largest calls do so here, and are among others."""
 
 
-def test_fused_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums with a norm of one row of one tile use slots as plain sums do, with which they take turns."""
-    plain = [CallPlan(Op.ALL_REDUCE, "one_shot", "float32", 16 * size, launch=LAUNCH) for size in SIZES[:3]]
-    fused = CallPlan(Op.ALL_REDUCE_RMS_NORM, "one_shot", "float32", 512, launch=LAUNCH, norm=Norm(128))
-    plans: list[CallPlan | None] = [fused, plain[0], fused, plain[1], plain[2], fused]
-    calls = [Call("one_shot", (plan.nbytes // 16,)) for plan in plans if plan is not None]
-    replay_collectives(2, calls, run(2, [plans, plans]), False, monkeypatch)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("two_shot", "all_gather") else pytest.param(name, marks=pytest.mark.full) for name in CLEARING],
+)
+def test_calls_that_clear_as_they_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(2, sequences(2)[name], monkeypatch, Circumstances(clears_from=100))
+
+
+def switched(ranks: int) -> list[TracedCall]:
+    """Return calls whose words go by multicast."""
+    return [
+        reduced("two_shot", ranks, 9),
+        broadcast(5, 1, multicast=True),
+        in_parts(Op.ALL_GATHER, ranks, 9),
+        fused(Op.ALL_REDUCE_RMS_NORM, "two_shot", ranks, 3),
+        fused(Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, "two_shot", ranks, 2, Norm(TILE, "static")),
+        broadcast(9, 0, multicast=True),
+        reduced("two_shot", ranks, 1),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_multicast(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(ranks, switched(ranks), monkeypatch, Circumstances(multicast=True))
+
+
+def switch_sums(ranks: int) -> list[TracedCall]:
+    """Return sums in the switch, and others between them.
+
+    One data program has all tiles: a flag is that of a program, and the model has one.
+    """
+    whole = LaunchShape(programs=1, block_words=64, num_warps=1)
+    sums = [reduced("multimem", ranks, quads, whole) for quads in (9, 24, 1)]
+    one_shot = reduced("one_shot", ranks, 5)
+    return [*sums, one_shot, sums[1], one_shot]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_sums_in_the_switch(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(ranks, switch_sums(ranks), monkeypatch, Circumstances(multicast=True))
 
 
 MESSAGES = [(0, 1, 3), (1, 0, 1), (0, 1, 1), (1, 0, 4)]
@@ -272,23 +337,26 @@ MESSAGES = [(0, 1, 3), (1, 0, 1), (0, 1, 1), (1, 0, 4)]
 def message_word(address: Any, value: Any) -> tuple[Any, Any]:
     if region_of(address) == "mailbox":
         return address, value[1] + 1  # the flag: the number of the chunk, from 1
-    return header_of(address, value)
+    return header_of(address, value) if region_of(address) == "header" else (address, value)
 
 
-def replay_messages(traces: list[list[Event]]) -> None:
-    rules = send_recv.Rules(first_message=0, header_cells=16)
+def replay_messages(traces: list[list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_recv, "WORDS", CHUNK_WORDS)
+    rules = send_recv.Rules(first_message=0, header_cells=MESSAGE_SLOTS, header_words=2)
     for rank, events in enumerate(traces):
         data = calls_in(send_recv.gpu_data_program(rank, MESSAGES, rules))
         headers = calls_in(send_recv.gpu_header_program(rank, MESSAGES, rules))
         for number in range(len(MESSAGES)):
             where = f"rank {rank}, message {number}"
+            for program in (0, 1):
+                mine = [event for event in events if (event.call, event.program) == (number, program)]
+                if not waits_for_prior_kernel(mine):
+                    raise ReplayError(f"{where}, program {program} begins before the prior kernel has ended")
             regions = ("mailbox", "credits", "slots", "cells")
-            Phases(rank, data[number], message_word).replay(
-                rank, of_regions(events, number, *regions, data=True), where
-            )
+            Phases(rank, data[number], message_word).replay(of_regions(events, number, *regions, data=True), where)
             regions = ("header", "receives_begun_cell", "mailbox", "slots", "cells")
             found = of_regions(events, number, *regions, data=False)
-            Phases(rank, headers[number], message_word).replay(rank, found, f"{where}, header")
+            Phases(rank, headers[number], message_word).replay(found, f"{where}, header")
 
 
 def message_plans() -> list[list[CallPlan | None]]:
@@ -301,113 +369,5 @@ def message_plans() -> list[list[CallPlan | None]]:
     ]
 
 
-def test_messages() -> None:
-    replay_messages(run(2, message_plans()))
-
-
-OFTEN = ("the previous generation is not cleared", "credit is given before the copy")
-"""The changes that the default run tries."""
-
-CHANGES = {
-    "the previous generation is not cleared": (
-        "one_shot",
-        Change(
-            "sync", "range(worker * BLOCK, dirty * 4, workers * BLOCK)", "range(worker * BLOCK, 0, workers * BLOCK)"
-        ),
-        "leaves out: .*clears",
-    ),
-    "another generation is cleared": (
-        "one_shot",
-        Change("sync", "return (call.generation + 2) % GENERATIONS", "return (call.generation + 1) % GENERATIONS"),
-        r"does not load \('extent', 2\)",
-    ),
-    "words go to the wrong generation": (
-        "one_shot",
-        Change("sync", "slots_at + generation * slots_quads", "slots_at + (generation + 1) % 3 * slots_quads"),
-        "stores data to",
-    ),
-    "the generation does not advance": (
-        "two_shot",
-        Change(
-            "sync", "((call.generation + 1) % GENERATIONS).to(tl.int64)", "(call.generation % GENERATIONS).to(tl.int64)"
-        ),
-        r"stores \[",
-    ),
-    "the first reader advances the epoch": (
-        "one_shot",
-        Change(
-            "sync",
-            "    if readers == tl.num_programs(0) - 1:\n        tl.store(call.own + READERS",
-            "    if readers == 0:\n        tl.store(call.own + READERS",
-        ),
-        "stores data to .* after 0 waits",
-    ),
-    "a program counts itself in before it reads the epoch": (
-        "one_shot",
-        Change(
-            "sync",
-            "    epoch = tl.load(own + EPOCH, volatile=True)\n",
-            '    tl.atomic_add(own + READERS, 0, sem="relaxed", scope="gpu")\n'
-            "    epoch = tl.load(own + EPOCH, volatile=True)\n",
-        ),
-        "wrong side of the count",
-    ),
-    "a larger extent is recorded": (
-        "one_shot",
-        Change("one_shot", "else quads * WORLD\n", "else quads * WORLD + 1\n"),
-        r"stores \[",
-    ),
-    "one header cell for both parities": (
-        "one_shot",
-        Change("sync", "HEADERS + (call.epoch % 2) *", "HEADERS + (call.epoch * 0) *"),
-        "headers stores",
-    ),
-    "sums go to the slots of the first shot": (
-        "two_shot",
-        Change("two_shot", "sums = second_shot + rank * slice_quads", "sums = first_shot + rank * slice_quads"),
-        "stores data to",
-    ),
-    "one generation of flag cells": (
-        "cells",
-        Change("sync", "(epoch % 2).to(tl.int32) * cells_quads", "(epoch * 0).to(tl.int32) * cells_quads"),
-        "stores .* to",
-    ),
-    "credit is given before the copy": (
-        "messages",
-        Change(
-            "send_recv",
-            "                words, call = await_chunk(",
-            "                tl.store(peer_region + CREDITS + rank * CHANNELS + channel, count + 1)\n"
-            "                words, call = await_chunk(",
-        ),
-        "stores .* after 0 waits",
-    ),
-    "a send stores to the other slot": (
-        "messages",
-        Change(
-            "send_recv",
-            "slot = mailbox + (count % 2) * CHUNK_WORDS",
-            "slot = mailbox + ((count + 1) % 2) * CHUNK_WORDS",
-        ),
-        "stores .* to",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in CHANGES]
-)
-def test_a_changed_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op, change, message = CHANGES[name]
-    calls, plans = (
-        ([], message_plans())
-        if op == "messages"
-        else plans_of(*(("all_gather", 2, "int32") if op == "cells" else (op, 2)))
-    )
-    traces = run(2, plans, change)
-    if op == "cells":
-        calls = [Call(call.op, call.sizes[:1]) for call in calls]
-    with pytest.raises(ReplayError, match=message):
-        replay_messages(traces) if op == "messages" else replay_collectives(
-            2, calls, traces, op == "cells", monkeypatch
-        )
+def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_messages(run(2, message_plans(), Circumstances()), monkeypatch)

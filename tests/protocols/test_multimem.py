@@ -43,7 +43,7 @@ class Rules:
 
 
 def extent_of(call: Call, ranks: int) -> int:
-    return 2 * ranks * max(call.sizes)
+    return 2 * ranks * max(call.sizes) if call.op == "multimem" else ranks * call.words
 
 
 def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> Steps:

@@ -32,6 +32,7 @@ class Rules:
     headers: bool = True
     header_credits: bool = True  # False: the sender does not wait until an earlier header has been read
     header_cells: int = 2
+    header_words: int = 1  # each stored for itself; kernels have two
     first_message: int = 1
     zero_ignored: bool = True  # False: a header cell never written counts as that of message 0
 
@@ -83,6 +84,7 @@ def gpu_header_program(rank: int, messages: Messages, rules: Rules) -> Steps:
         message = counts[sender, receiver] = counts.get((sender, receiver), rules.first_message - 1) + 1
         own_header = Header(message, f"{chunks} chunks")
         cell = receiver, "header", sender, message % rules.header_cells
+        cells = {(*cell, *(() if i == 0 else (i,))): own_header for i in range(rules.header_words)}
         receives_begun_cell = sender, "receives_begun_cell", receiver
         yield Start(number)
         if rank == sender:
@@ -90,10 +92,11 @@ def gpu_header_program(rank: int, messages: Messages, rules: Rules) -> Steps:
                 yield Await(
                     {receives_begun_cell: None}, lambda count, message=message: count > message - rules.header_cells
                 )
-            yield Store(cell, own_header)
+            for address, word in cells.items():
+                yield Store(address, word)
         else:
             yield Await(
-                {cell: own_header},
+                cells,
                 lambda word, own_header=own_header: (
                     word.epoch == own_header.epoch and (word != ZERO or not rules.zero_ignored)
                 ),

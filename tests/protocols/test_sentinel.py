@@ -89,7 +89,7 @@ def one_shot(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressO
 
 
 def reduce_scatter(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
-    """Slice r of every rank goes to rank r, which adds."""
+    """Slice r of every rank goes to rank r, which adds. An all-to-all sends the same, and does not add."""
     stride = max(call.sizes)
     for owner in range(ranks):
         for i in range(call.sizes[owner]):
@@ -118,26 +118,26 @@ def all_gather(rank: int, ranks: int, epoch: int, call: Call, address_of: Addres
 def two_shot(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
     """Reduce-scatter into the first half of the generation, then all-gather the sums into the second half."""
     yield from reduce_scatter(rank, ranks, epoch, call, address_of)
-    stride = max(call.sizes)
-    second = ranks * stride
+    sizes = call.sums or call.sizes
+    second, stride = ranks * max(call.sizes), max(sizes)
     for owner in range(ranks):
-        for i in range(call.sizes[rank]):
+        for i in range(sizes[rank]):
             yield Store(address_of(owner, second + rank * stride + i), Sum(ranks, epoch, rank * stride + i))
     sums = {
         address_of(rank, second + r * stride + i): Sum(ranks, epoch, r * stride + i)
         for r in range(ranks)
-        for i in range(call.sizes[r])
+        for i in range(sizes[r])
     }
     yield Await(sums, arrived)
 
 
 def ring(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
-    """Pass words over 2N-2 hops to the right, each into its own slot.
+    """Pass words over 2N-2 hops to the right, each into its own slot; over N-1 hops to scatter sums, or to gather.
 
     At hop h, rank r sends chunk r - h with the terms so far.
     """
     stride = max(call.sizes)
-    for hop in range(2 * ranks - 2):
+    for hop in range(hops_of(call, ranks)):
         terms = min(hop + 1, ranks)
         sent, received = (rank - hop) % ranks, (rank - hop - 1) % ranks
         for i in range(call.sizes[sent]):
@@ -150,15 +150,19 @@ def ring(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -
             yield Await(expected_words, arrived)
 
 
+def hops_of(call: Call, ranks: int) -> int:
+    return (2 if call.op == "ring" else 1) * (ranks - 1)
+
+
 def broadcast(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
     """The root sends to all others, and waits for none of them."""
     words = range(call.words)
     if rank == call.root:
         for owner in range(ranks):
             for i in words:
-                if owner != rank:
+                if owner != rank or call.multicast:
                     yield Store(address_of(owner, i), Input(rank, epoch, i))
-    else:
+    if rank != call.root or call.multicast:
         yield Await({address_of(rank, i): Input(call.root, epoch, i) for i in words}, arrived)
 
 
@@ -166,6 +170,7 @@ SCHEDULES = {
     "one_shot": one_shot,
     "two_shot": two_shot,
     "ring": ring,
+    "half_ring": ring,
     "reduce_scatter": reduce_scatter,
     "all_gather": all_gather,
     "broadcast": broadcast,
@@ -177,8 +182,9 @@ def extent_of(call: Call, ranks: int) -> int:
     stride = max(call.sizes)
     return {
         "one_shot": ranks * call.words,
-        "two_shot": 2 * ranks * stride,
-        "ring": (2 * ranks - 2) * stride,
+        "two_shot": ranks * (stride + max(call.sums or call.sizes)),
+        "ring": hops_of(call, ranks) * stride,
+        "half_ring": hops_of(call, ranks) * stride,
         "reduce_scatter": ranks * stride,
         "all_gather": ranks * stride,
         "broadcast": call.words,
@@ -230,6 +236,14 @@ def with_empty(op: str, ranks: int) -> list[Call]:
 @pytest.mark.parametrize("op", list(SCHEDULES))
 def test_protocol_holds(op: str, ranks: int, verify) -> None:
     verify(model(ranks, calls_of(op, ranks)))
+
+
+def test_a_root_may_send_to_itself(verify) -> None:
+    verify(model(2, [Call("broadcast", (1,), root=number % 2, multicast=True) for number in range(5)]))
+
+
+def test_a_second_shot_may_be_longer(verify) -> None:
+    verify(model(2, [Call("two_shot", (1, 1), sums=(2, 2)), *calls_of("two_shot", 2)[:3]]))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
