@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 
@@ -141,19 +140,6 @@ def after_different_splits(groups: int) -> None:
         with comm.split(0) as whole, whole.split(comm.rank % 2) as half:
             assert whole.all_reduce(torch.ones(1)).tolist() == [comm.world_size]
             assert half.all_reduce(torch.ones(1), algorithm="vendor").tolist() == [half.world_size]
-
-
-def resources_of_many_splits(count: int) -> list[tuple[int, int]]:
-    """Return the open files and threads after half of ``count`` splits that were closed, and after all of them."""
-    held = []
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        for number in range(count):
-            with comm.split(0) as copy:
-                assert copy.all_reduce(torch.ones(4)).tolist() == [float(comm.world_size)] * 4
-                assert copy.all_reduce(torch.ones(4), algorithm="vendor").tolist() == [float(comm.world_size)] * 4
-            if number in (count // 2, count - 1):
-                held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    return held
 
 
 def independent() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from resource_targets import many_splits
 from workers import (
     FLOATS,
     SIGNALS,
@@ -45,6 +46,16 @@ def test_matrix(world_size: int, shift: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ten_thousand_calls_of_changing_size_with_stragglers(world_size: int) -> None:
     shotcast.spawn(changing_sizes, world_size, "cuda", 10_000, 300_000, 3, timeout_s=380)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_closing_releases_everything(count: int) -> None:
+    """A communicator of NCCL takes memory, threads and files; a workspace that is not given back takes memory."""
+    for early, late in shotcast.spawn(many_splits, 2, "cuda", count, 10, timeout_s=100 + count):
+        assert late[:3] == early[:3], "files, threads and process groups"
+        assert late.symmetric == early.symmetric
+        assert late.gpu_mib - early.gpu_mib < 64
+        assert late.memory_kib - early.memory_kib < 20_000 + 40 * count
 
 
 def test_messages_larger_than_four_gib() -> None:

@@ -30,7 +30,7 @@ from shotcast.collectives.growth import grow
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of
-from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, end_process_group, process_group_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.collectives.torch_ops.communicators import register
@@ -753,14 +753,17 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
+            broken = bool(self._peers.gone) or (self._executor is not None and self._executor.fault() is not None)
             if self._fast_path is not None:
                 self._fast_path.close()
             self._peers.close()
             if self._executor is not None:
                 self._executor.drain()
                 self._executor.close()
-            if self._owns_group and self.device.type == "cpu" and dist.is_initialized():
-                dist.destroy_process_group(self._group)
+            if self._owns_group:
+                group = self._group
+                del self._group, self._vendor  # a closed communicator may be kept; its group may not
+                end_process_group(group, broken)
         finally:
             self._lock.release()
 
