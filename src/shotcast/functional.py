@@ -4,8 +4,8 @@ Code written for those functions runs with these: pass a communicator where they
 
 - Results are ordinary tensors: complete on the CPU, enqueued on the current stream on CUDA. :func:`wait_tensor` (and
   PyTorch's own) returns them unchanged.
-- Results are differentiable where the communicator's calls are (sums, averages and copies), under every name: the
-  ``_autograd`` names are the same functions. PyTorch's plain names are differentiable from 2.12 on.
+- Results are differentiable, except those of :func:`broadcast`, under every name: the ``_autograd`` names are the same
+  functions. PyTorch's plain names are differentiable from 2.12 on.
 - ``avg`` is the sum, rounded to the dtype, divided by the number of ranks and rounded again. It takes floating point.
 - ``src`` is a rank of the communicator. Uneven splits are refused.
 

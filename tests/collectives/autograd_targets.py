@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 import shotcast
 from shotcast import Communicator
+from shotcast.collectives.norm_operands import Fp8Normed
 
 
 def rank_tensors(comm: Communicator, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -116,26 +120,13 @@ def numeric() -> int:
     return done
 
 
-def require_grad_of_results() -> None:
+def second_derivative() -> None:
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
-        x = torch.ones(2 * comm.world_size, requires_grad=True)
         n = comm.world_size
-        out = torch.empty(2 * n)
+        x = torch.ones(2 * n, requires_grad=True)
         with torch.no_grad():
             assert not comm.all_reduce(x).requires_grad
         assert not comm.all_reduce(x.detach()).requires_grad
-        assert not comm.all_reduce(x, out=out).requires_grad
-        assert not comm.all_reduce(x, reduction="max").requires_grad
-        for algorithm in ("auto", "vendor"):
-            assert not comm.all_reduce(x, out=torch.empty(2 * n), algorithm=algorithm).requires_grad
-            assert not comm.reduce_scatter(x, out=torch.empty(2), algorithm=algorithm).requires_grad
-            assert not comm.all_gather(x, out=torch.empty(2 * n * n), algorithm=algorithm).requires_grad
-            assert not comm.all_to_all(x, out=torch.empty(2 * n), algorithm=algorithm).requires_grad
-            for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_all):
-                assert call(x, algorithm=algorithm).requires_grad
-        normed, total = comm.all_reduce_rms_norm(x, x, torch.ones_like(x, requires_grad=True))
-        assert not normed.requires_grad
-        assert not total.requires_grad
         # The second derivative of a linear map's square goes through the backward's own collective.
         (first,) = torch.autograd.grad(comm.all_reduce(x).square().sum(), x, create_graph=True)
         assert first.requires_grad
@@ -161,3 +152,175 @@ def tensor_parallel() -> None:
         whole = weight.clone().requires_grad_()
         (batch @ whole).square().sum().backward()
         torch.testing.assert_close(columns.grad, whole.grad.chunk(size, 1)[rank])
+
+
+def fused(comm: Communicator, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, the residual with this rank's share of its rows, and the weight, of a fused call."""
+    return torch.ones(comm.world_size * rows, 8), torch.ones(rows, 8), torch.ones(8)
+
+
+Write = Callable[[Communicator, torch.Tensor], object]
+
+WRITES: dict[str, Write] = {
+    "all_reduce": lambda comm, y: comm.all_reduce(torch.ones_like(y), out=y),
+    "all_reduce in place": lambda comm, y: comm.all_reduce(y, out=y),
+    "maximum": lambda comm, y: comm.all_reduce(torch.ones_like(y), out=y, reduction="max"),
+    "vendor": lambda comm, y: comm.all_reduce(y, out=y, algorithm="vendor"),
+    "reduce_scatter": lambda comm, y: comm.reduce_scatter(torch.ones(comm.world_size * len(y), 8), out=y),
+    "all_gather": lambda comm, y: comm.all_gather(torch.ones(len(y) // comm.world_size, 8), out=y),
+    "uneven": lambda comm, y: comm.all_gather(
+        torch.ones(len(y) if comm.rank == 0 else 0, 8), out=y, sizes=[len(y)] + [0] * (comm.world_size - 1)
+    ),
+    "all_to_all": lambda comm, y: comm.all_to_all(torch.ones_like(y), out=y),
+    "broadcast": lambda comm, y: comm.broadcast(y, 0),
+    "normed": lambda comm, y: comm.all_reduce_rms_norm(
+        torch.ones_like(y), torch.ones_like(y), torch.ones(8), out=(y, y.new_empty(y.shape))
+    ),
+    "new_residual": lambda comm, y: comm.all_reduce_rms_norm(
+        torch.ones_like(y), torch.ones_like(y), torch.ones(8), out=(y.new_empty(y.shape), y)
+    ),
+    "scattered": lambda comm, y: comm.reduce_scatter_rms_norm(*fused(comm, len(y)), out=(y.new_empty(y.shape), y)),
+}
+"""Calls that write a tensor [N * k, 8]."""
+
+
+def raised_versions() -> None:
+    """Check that each write raises the version, of views too, and that a backward that needs the old values fails.
+
+    The calls are those that autograd does not see, and those that it records.
+    """
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for name, write in WRITES.items():
+            y = torch.ones(2 * comm.world_size, 8)
+            view, before = y.view(-1), y._version
+            write(comm, y)
+            assert y._version == view._version > before, name
+            before = y._version
+            write(comm, y.detach())
+            assert y._version > before, name
+            before = y._version
+            write(comm, y.data)
+            assert y._version == before, name
+            for requires_grad in (False, True):
+                factor = torch.ones(8, requires_grad=True)
+                y = torch.ones(2 * comm.world_size, 8, requires_grad=requires_grad) * 1
+                saved = (y * factor).sum()
+                write(comm, y)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    saved.backward()
+        with torch.inference_mode():
+            for write in WRITES.values():
+                write(comm, torch.ones(2 * comm.world_size, 8))
+        x, residual, weight = fused(comm, 2)
+        out = comm.reduce_scatter_rms_norm_fp8(x, residual, weight, with_normed=True)
+        before = [tensor._version for tensor in out]
+        comm.reduce_scatter_rms_norm_fp8(x, residual, weight, with_normed=True, out=out)
+        assert [tensor._version for tensor in out] == [version + 1 for version in before]
+        comm.reduce_scatter_rms_norm_fp8(x, residual, weight, scale=torch.ones(()), out=out)
+        assert [tensor._version for tensor in out] == [
+            version + more for version, more in zip(before, (2, 1, 2, 1), strict=True)
+        ]
+
+
+def received_versions() -> None:
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for algorithm in ("auto", "empty"):
+            x = torch.ones(4 if algorithm == "auto" else 0)
+            before = x._version
+            if comm.rank == 0:
+                comm.send(x, 1)
+            else:
+                comm.recv(x, 0)
+            assert x._version == before + comm.rank
+
+
+def refused_leaves() -> int:
+    """Check that each write refuses the tensors that PyTorch refuses, with its error, before any communication.
+
+    Return the number of refusals.
+    """
+    refused = 0
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        leaf = torch.ones(2 * comm.world_size, 8, requires_grad=True)
+        writes = WRITES | {"recv": lambda comm, y: comm.recv(y, 1 - comm.rank)}
+        for name, write in writes.items():
+            for tensor in (leaf, leaf.view(leaf.shape), leaf[:]):
+                with pytest.raises(RuntimeError) as of_pytorch:
+                    tensor.add_(1)
+                with pytest.raises(type(of_pytorch.value)) as ours:
+                    write(comm, tensor)
+                assert isinstance(ours.value, shotcast.ConfigError)
+                assert str(ours.value).startswith(str(of_pytorch.value).rstrip(".")), (name, str(ours.value))
+                refused += 1
+            assert leaf._version == 0, name
+        for write in WRITES.values():
+            before = leaf._version
+            with torch.no_grad():
+                write(comm, leaf)
+            assert leaf._version > before
+            assert leaf.is_leaf
+            assert leaf.requires_grad
+    return refused
+
+
+def norm_gradients() -> None:
+    """Compare the gradients of the fused calls with those of plain PyTorch, of all ranks' rows in one process."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        rank, size, eps = comm.rank, comm.world_size, 1e-2
+        generator = torch.Generator().manual_seed(7)
+
+        def leaves(count: int, *shape: int) -> list[torch.Tensor]:
+            return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(count)]
+
+        def losses(normed: torch.Tensor, new_residual: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+            return (normed.sin() * weights[0][: len(normed)]).sum() + (
+                new_residual * weights[1][: len(new_residual)]
+            ).sum()
+
+        for scatter, gather in ((False, False), (True, False), (True, True)):
+            for with_out in (False, True):
+                rows = 2 * size
+                own = 2 if scatter else rows
+                xs, residuals, gains = leaves(size, rows, 3, 8), leaves(size, own, 3, 8), leaves(size, 8)
+                weights = leaves(2 * size, rows, 3, 8)
+                total = sum(xs)
+                parts = [part + residuals[r] for r, part in enumerate(total.chunk(size) if scatter else [total] * size)]
+                normed = [torch.nn.functional.rms_norm(part, (8,), gains[r], eps) for r, part in enumerate(parts)]
+                gathered = [torch.cat(normed)] * size if gather else normed
+                loss = sum(losses(gathered[r], parts[r], weights[r::size]) for r in range(size))
+                mine = [xs[rank], residuals[rank], gains[rank]]
+                wanted = torch.autograd.grad(loss, mine, create_graph=True)
+                wanted += torch.autograd.grad(
+                    sum(
+                        g.square().sum()
+                        for g in torch.autograd.grad(loss, [*xs, *residuals, *gains], create_graph=True)
+                    ),
+                    mine,
+                )
+                out = (torch.empty_like(gathered[rank]), residuals[rank] * 1) if with_out else None
+                if with_out:
+                    out = (out[0].detach(), out[1])
+                if scatter:
+                    got = comm.reduce_scatter_rms_norm(*mine, eps, gather, out=out)
+                else:
+                    got = comm.all_reduce_rms_norm(*mine, eps, out=out)
+                if out is not None:
+                    assert got[0] is out[0]
+                    assert got[1] is out[1]
+                first = torch.autograd.grad(losses(*got, weights[rank::size]), mine, create_graph=True)
+                second = torch.autograd.grad(sum(g.square().sum() for g in first), mine)
+                for ours, plain in zip((*first, *second), wanted, strict=True):
+                    torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-4)
+        x, residual, weight = fused(comm, 2)
+        for number in range(3):
+            operands = [tensor.clone().requires_grad_(number == n) for n, tensor in enumerate((x, residual, weight))]
+            with pytest.raises(
+                shotcast.UnsupportedError, match=r"has no derivative, and (x|residual|weight) requires grad"
+            ):
+                comm.reduce_scatter_rms_norm_fp8(*operands)
+            with torch.no_grad():
+                comm.reduce_scatter_rms_norm_fp8(*operands)
+        history = residual.requires_grad_() * 1
+        out = Fp8Normed(*comm.reduce_scatter_rms_norm_fp8(x, residual.detach(), weight)[:2], history, None)
+        with pytest.raises(shotcast.UnsupportedError, match="new_residual requires grad"):
+            comm.reduce_scatter_rms_norm_fp8(x, residual.detach(), weight, out=out)

@@ -99,7 +99,7 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     ),
     "out of the input's shape": (lambda c: c.reduce_scatter(x(6), out=x(6)), ConfigError, ("out must be",)),
     "gathered into too little": (lambda c: c.all_gather(x(6), out=x(6)), ConfigError, ("out must be",)),
-    "out with gradient": (lambda c: c.all_reduce(x(6), out=leaf(6)), ConfigError, ("out requires grad", "detach()")),
+    "out with gradient": (lambda c: c.all_reduce(x(6), out=leaf(6)), ConfigError, ("out is written", "detach()")),
     "in place with gradient": (lambda c: (lambda y: c.all_reduce(y, out=y))(leaf(6)), ConfigError, ("requires grad",)),
     "root too high": (lambda c: c.broadcast(x(6), c.world_size), ConfigError, ("root is a rank in 0..", "not ")),
     "root below 0": (lambda c: c.broadcast(x(6), -1), ConfigError, ("root is a rank", "not -1")),
@@ -200,7 +200,7 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "norm into what has a gradient": (
         lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(leaf(2, 6), x(2, 6))),
         ConfigError,
-        ("normed of out requires grad", "detach()"),
+        ("in-place operation: normed of out is written", "detach()"),
     ),
     "norm by the ring": (
         lambda c: c.all_reduce_rms_norm(x(2, 8), x(2, 8), x(8), algorithm="ring"),

@@ -126,8 +126,17 @@ def gradients(backend: str) -> int:
             "transposed": (lambda x: comm.all_reduce(x).t(), 2),
             "twice": (lambda x: comm.all_reduce(comm.all_reduce(x).relu()), 2),
         }
+        written: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+            "max": (lambda x: comm.all_reduce(x, reduction="max"), 2),
+            "prod": (lambda x: comm.reduce_scatter(x, reduction="prod"), 2 * n),
+            "in place": (lambda x: comm.all_reduce(y := x * 3, out=y) * x, 2),
+            "max in place": (lambda x: comm.all_reduce(y := x * 3, out=y, reduction="max") * x, 2),
+            "into what has a history": (lambda x: comm.all_gather(x.sin(), out=torch.cat([x * 3] * n)).cos(), 2),
+            "into what has none": (lambda x: comm.all_to_all(x, out=torch.zeros_like(x)), 2 * n),
+            "broadcast": (lambda x: comm.broadcast(x * 2, n - 1).sin() * x, 2),
+        }
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            for name, (call, rows) in calls.items():
+            for name, (call, rows) in (calls | written if dtype is torch.float32 else calls).items():
                 if dtype is torch.float64 and name == "ring":
                     continue
                 x = values(comm, rows, 3, dtype=dtype).requires_grad_()
@@ -144,15 +153,17 @@ def gradients(backend: str) -> int:
         ).sum().backward()
         assert x.grad.tolist() == [[float(n)] * 3] * 2
 
-        @functools.partial(torch.compile, fullgraph=True, backend=backend)
-        def largest(x: torch.Tensor) -> torch.Tensor:
-            return comm.all_reduce(x, reduction="max")
-
-        assert not largest(x).requires_grad
         with torch.no_grad():
             assert not torch.compile(lambda x: comm.all_reduce(x), fullgraph=True, backend=backend)(x).requires_grad
-        with pytest.raises(shotcast.UnsupportedError, match="not for max"):
-            torch.ops.shotcast.all_reduce(x, comm.name, "auto", "max").sum().backward()
+        leaf = torch.ones(2, 3, requires_grad=True)
+        for write in (lambda x: comm.all_reduce(x, out=x), lambda x: comm.broadcast(x, 0)):
+            with pytest.raises(Exception, match="a leaf Variable that requires grad is being used in an in-place"):
+                torch.compile(write, fullgraph=True, backend=backend)(leaf)
+        first = torch.autograd.grad(
+            torch.ops.shotcast.all_reduce(x, comm.name, "auto", "max").square().sum(), x, create_graph=True
+        )
+        with pytest.raises(shotcast.UnsupportedError, match="no second derivative in a graph"):
+            first[0].sum().backward()
     return done
 
 
@@ -167,12 +178,15 @@ def opcheck() -> list[str]:
         normed = values(comm, 2 * n, 16), values(comm, 2 * n, 16, seed=1), values(comm, 16)
         scattered = values(comm, 2 * n, 16), values(comm, 2, 16, seed=1), values(comm, 16)
         arguments: dict[str, list[tuple[Any, ...]]] = {
-            "all_reduce": [(x, name, "auto", "sum"), (x.detach(), name, "vendor", "max")],
+            "all_reduce": [(x, name, "auto", "sum"), (x, name, "vendor", "max")],
+            "all_reduce_gradient": [(x.detach(), x.detach(), name, "prod")],
+            "reduce_scatter_gradient": [(x.detach(), x.detach()[:2], name, "min")],
+            "sum_at_root": [(x, name, n - 1)],
             "reduce_scatter": [(x, name, n, "auto", "sum"), (x.detach().double(), name, n, "ring", "sum", False)],
             "all_gather": [(x, name, n, "auto")],
             "all_gather_uneven": [(x[: rank + 1], name, list(range(1, n + 1)), rank, "auto")],
             "all_to_all": [(x, name, "auto")],
-            "broadcast": [(x.detach(), name, n - 1, "auto")],
+            "broadcast": [(x, name, n - 1, "auto")],
             "send": [(x.detach(), name, n - 1 - rank)],
             "recv": [(x.detach(), name, n - 1 - rank)],
             "barrier": [(name,)],
@@ -266,7 +280,6 @@ def fused_equals_eager(backend: str) -> int:
                 values(comm, *shape, seed=seed + number, dtype=torch.bfloat16)
                 for number, shape in enumerate([(2 * comm.world_size, 3, 40), (2 * comm.world_size, 3, 40), (40,)])
             )
-            weight.requires_grad_()
             there = residual.clone()
             wanted = call(x, residual, weight)
             assert len(wanted) == 32
@@ -282,6 +295,37 @@ def fused_equals_eager(backend: str) -> int:
             with pytest.raises(Exception, match=re.escape(text)):
                 torch.compile(bad, fullgraph=True, backend=backend)()
         return counters["stats"]["unique_graphs"]
+
+
+def fused_gradients(backend: str) -> None:
+    """Compare the backward of the fused calls, compiled and eager."""
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
+        n = comm.world_size
+
+        def whole(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            normed, total = comm.all_reduce_rms_norm(x, residual, weight)
+            out = torch.empty_like(x), total * 2
+            comm.all_reduce_rms_norm(normed, total, weight, out=out)
+            return out[0] * out[1]
+
+        def shared(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            own, total = comm.reduce_scatter_rms_norm(x, residual[:2], weight)
+            normed, total = comm.reduce_scatter_rms_norm(x.sin(), own * total, weight, gather=True)
+            return torch.cat([normed.cos(), total])
+
+        for call in (whole, shared):
+            gradients = []
+            for run in (call, torch.compile(call, fullgraph=True, backend=backend)):
+                leaves = [values(comm, *shape).requires_grad_() for shape in ((2 * n, 3, 8), (2 * n, 3, 8), (8,))]
+                result = run(*leaves)
+                result.square().sum().backward()
+                gradients.append([result, *(leaf.grad for leaf in leaves)])
+            for got, wanted in zip(*gradients, strict=True):
+                torch.testing.assert_close(got, wanted)
+        with pytest.raises(Exception, match="x requires grad"):
+            torch.compile(lambda x: comm.all_reduce_rms_norm_fp8(x, x, x[0, 0])[2], fullgraph=True, backend=backend)(
+                values(comm, 2, 3, 8).requires_grad_()
+            )
 
 
 def order_of_the_program(backend: str) -> list[str]:

@@ -34,12 +34,12 @@ class Modes:
         self.entered = 0
         self.bound = 0
         self.loaded: list[str] = []
-        self.chain = StreamChain(self.streams)
+        self.chain = StreamChain(torch.device("cuda", 0), self.streams)
         enter = self.chain.enter
 
-        def counted(device: torch.device) -> bool:
+        def counted() -> bool:
             self.entered += 1
-            return enter(device)
+            return enter()
 
         self.chain.enter = counted  # type: ignore[method-assign]
 

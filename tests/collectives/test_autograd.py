@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import autograd_programs
 import autograd_targets as targets
 import pytest
 import torch
@@ -24,8 +25,32 @@ def test_gradients_against_central_differences() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_only_differentiable_calls_require_grad(world_size: int) -> None:
-    shared_ranks.run(targets.require_grad_of_results, world_size)
+def test_second_derivative(world_size: int) -> None:
+    shared_ranks.run(targets.second_derivative, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_written_tensors_and_reductions_against_plain_torch(world_size: int) -> None:
+    names = [name for name in autograd_programs.PROGRAMS if world_size > 1 or name != "received"]
+    shared_ranks.run(autograd_programs.against_plain_torch, world_size, names)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_writes_raise_versions(world_size: int) -> None:
+    shared_ranks.run(targets.raised_versions, world_size)
+
+
+def test_receiving_raises_versions() -> None:
+    shared_ranks.run(targets.received_versions, 2)
+
+
+def test_writes_refuse_what_pytorch_refuses() -> None:
+    assert shared_ranks.run(targets.refused_leaves, 2) == [3 * (len(targets.WRITES) + 1)] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_fused_calls_against_plain_torch(world_size: int) -> None:
+    shared_ranks.run(targets.norm_gradients, world_size)
 
 
 def test_gradient_of_a_column_parallel_weight() -> None:

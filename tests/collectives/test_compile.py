@@ -72,12 +72,16 @@ def test_one_graph_for_all_sizes(backend: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gradients(world_size: int) -> None:
-    assert compile_on_ranks(targets.gradients, world_size, "aot_eager") == [26] * world_size
+    assert compile_on_ranks(targets.gradients, world_size, "aot_eager") == [33] * world_size
+
+
+def test_gradients_of_fused_calls() -> None:
+    compile_on_ranks(targets.fused_gradients, 2, "aot_eager")
 
 
 def test_operators_pass_opcheck() -> None:
     checked = compile_on_ranks(targets.opcheck, 2)[0]
-    assert len(checked) == 13
+    assert len(checked) == 16
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

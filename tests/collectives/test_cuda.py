@@ -198,6 +198,33 @@ def test_eager_calls_around_a_capture(world_size: int) -> None:
     shotcast.spawn(eager_around_a_capture, world_size, "cuda", timeout_s=200)
 
 
+def written(device: str) -> None:
+    """Check versions and gradients of what repeated calls write, on the fast path and past it."""
+    with shotcast.Communicator(device=device, timeout_s=60) as comm:
+        factor = torch.ones(2048, device=comm.device, requires_grad=True)
+        for _ in range(3):
+            y = torch.ones(2048, device=comm.device)
+            product, before = (y * factor).sum(), y._version
+            comm.all_reduce(y, out=y)
+            assert y._version > before
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+                comm.all_reduce(factor, out=factor)
+            y = factor * (comm.rank + 1)
+            comm.all_reduce(y, out=y)
+            (grad,) = torch.autograd.grad(y.sum(), factor)
+            assert grad.tolist() == [comm.world_size * (comm.rank + 1.0)] * 2048
+            with torch.no_grad():
+                comm.broadcast(factor, 0)
+        comm.check()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_written_tensors_and_autograd(world_size: int) -> None:
+    shotcast.spawn(written, world_size, "cuda", timeout_s=200)
+
+
 def repeated(calls: int) -> int:
     """Repeat the same calls, as eager decoding makes them. Return how many took the fast path."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:

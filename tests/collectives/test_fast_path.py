@@ -40,7 +40,8 @@ class Parts:
         self.executor, self.streams, self.lock = Executor(), FakeStreams(2), threading.Lock()
         self.x, self.out = torch.ones(64), torch.ones(64)
         self.calls: dict[Any, Any] = {}
-        parts: Any = self.calls, self.executor, StreamChain(self.streams), self.lock, torch.device("cpu")
+        device = torch.device("cpu")
+        parts: Any = self.calls, self.executor, StreamChain(device, self.streams), self.lock, device
         self.fast_path = FastPath(*parts)
         self.keep(self.x, self.out)
 
@@ -74,6 +75,20 @@ def test_a_repeated_call_takes_the_fast_path(parts: Parts) -> None:
 def test_in_place_calls_of_another_shape_take_the_fast_path(parts: Parts) -> None:
     x = torch.zeros(8, 8)
     assert parts.make(x, x)
+
+
+def test_calls_raise_the_version_of_out_alone(parts: Parts) -> None:
+    assert parts.make(parts.x, parts.out)
+    assert (parts.x._version, parts.out._version) == (0, 1)
+
+
+def test_slow_path_where_autograd_records_the_call(parts: Parts) -> None:
+    leaf = torch.ones(64, requires_grad=True)
+    for x, out in ((leaf, parts.out), (parts.x, leaf), (leaf, leaf)):
+        assert not parts.make(x, out)
+        with torch.no_grad():
+            assert parts.make(x, out)
+        parts.executor.enqueued.clear()
 
 
 def test_a_call_on_another_stream_waits_for_the_one_before(parts: Parts) -> None:

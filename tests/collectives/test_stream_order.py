@@ -19,13 +19,13 @@ class Calls:
 
     def __init__(self, count: int):
         self.streams = FakeStreams(count)
-        self.chain = StreamChain(self.streams)
+        self.chain = StreamChain(GPU, self.streams)
         self.made = 0
 
     def call(self, stream: FakeStream) -> int:
         """Make a call on a stream; return its number."""
         self.streams.current = stream
-        captured = self.chain.enter(GPU)
+        captured = self.chain.enter()
         assert captured == bool(stream.capture), "the call joined or left a capture"
         self.made += 1
         self.waited_for = set(stream.after)

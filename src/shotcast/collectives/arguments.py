@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.compiler import is_compiling
 
-from shotcast.errors import ConfigError
+from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.wire import Op
 
 _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
@@ -38,16 +37,41 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
         raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
 
 
-def output(x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-    """Return ``out`` after checking it against ``shape`` and ``x``; for None, a new tensor."""
+def output(x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return ``out``, which will be written, after checking it against ``shape`` and ``x``; for None, a new tensor."""
     if out is None:
         return x.new_empty(shape)
     valid(out, "out", x.device)
-    if out.dtype != x.dtype or out.shape != tuple(shape):
+    if out.dtype != x.dtype or out.shape != shape:
         raise ConfigError(f"out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ConfigError("out requires grad, and what is written to it has no derivative; pass out.detach()")
+    if out.requires_grad:
+        writable(out, "out")
+    if not is_compiling():
+        increment_version((out,))
     return out
+
+
+def writable(x: torch.Tensor, name: str) -> None:
+    """Raise ConfigError if ``x`` is a leaf that requires grad, or a view of one, and autograd records its changes."""
+    if x.requires_grad and torch.is_grad_enabled():
+        what = "a leaf Variable" if x.is_leaf else ""
+        if not is_compiling() and x._base is not None and x._base.is_leaf:
+            what = "a view of a leaf Variable"
+        if what:
+            raise ConfigError(
+                f"{what} that requires grad is being used in an in-place operation: {name} is written. Write it under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def without_gradient(call: str, **operands: object) -> None:
+    """Raise UnsupportedError if autograd would record a call that has no derivative."""
+    for name, operand in operands.items():
+        if isinstance(operand, torch.Tensor) and operand.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{call} has no derivative, and {name} requires grad; make the call under torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
 
 
 def rows_per_rank(x: torch.Tensor, world_size: int, name: str) -> int:

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from shotcast import env
 from shotcast.collectives import registry, rms_norm
 from shotcast.collectives.algorithm import Topology
-from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid
+from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid, writable
 from shotcast.collectives.choice.agreement import agree, find_tables
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
@@ -32,8 +32,9 @@ from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, end_process_group, process_group_of
 from shotcast.collectives.stream_order import StreamChain
-from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.torch_ops import autograd, autograd_norm, operators
 from shotcast.collectives.torch_ops.communicators import register
+from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.collectives.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
 from shotcast.memory.host_group import StoreGroup, new_group
@@ -129,7 +130,7 @@ class Communicator:
         self._owns_group = False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._chain = StreamChain() if self.device.type == "cuda" else None
+        self._chain = StreamChain(self.device) if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
         self._vendor = Vendor(self._group, order)
@@ -218,7 +219,8 @@ class Communicator:
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library computes.
 
         Returns:
-            ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
+            ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that reach
+            it, as by ``torch.amax``. That of ``max``, ``min`` and ``prod`` gathers ``x`` of all ranks.
         """
         fast_path = None if out is None else self._fast_path
         if fast_path is not None and out is not None and fast_path.make(x, out, algorithm, reduction):
@@ -226,9 +228,11 @@ class Communicator:
         valid(x, "x", self.device)
         if is_compiling():
             return operators.all_reduce(self, x, out, algorithm, reduction)
-        if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
-            return autograd.AllReduce.apply(x, self, algorithm)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllReduce.apply(x, self, algorithm, reduction)
         out = output(x, out, x.shape)
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            return autograd.written(autograd.AllReduce, x, out, self, algorithm, reduction)
         call = self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
         if fast_path is not None:
             fast_path.keep(call, x, out)
@@ -246,15 +250,17 @@ class Communicator:
             reduction: as in :meth:`all_reduce`.
 
         Returns:
-            ``out``. Differentiable when ``out`` is None and ``reduction`` is ``sum``.
+            ``out``. Differentiable as :meth:`all_reduce` is.
         """
         valid(x, "x", self.device)
         if is_compiling():
             return operators.reduce_scatter(self, x, out, algorithm, reduction)
-        if out is None and x.requires_grad and torch.is_grad_enabled() and reduction == "sum":
-            return autograd.ReduceScatter.apply(x, self, algorithm)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.ReduceScatter.apply(x, self, algorithm, reduction)
         out = output(x, out, (rows, *x.shape[1:]))
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            return autograd.written(autograd.ReduceScatter, x, out, self, algorithm, reduction)
         self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction)
         return out
 
@@ -274,7 +280,7 @@ class Communicator:
             algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``.
 
         Returns:
-            ``out``. Differentiable when ``out`` is None.
+            ``out``. Differentiable.
         """
         valid(x, "x", self.device)
         if x.dim() == 0:
@@ -297,6 +303,9 @@ class Communicator:
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm)
         out = output(x, out, (rows, *x.shape[1:]))
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            parts = None if sizes is None else tuple(sizes)
+            return autograd.written(autograd.AllGather, x, out, self, parts, algorithm)
         self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
         return out
 
@@ -314,15 +323,24 @@ class Communicator:
         out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            return autograd.written(autograd.AllToAll, x, out, self, algorithm)
         self._run(Op.ALL_TO_ALL, x, out, algorithm=algorithm)
         return out
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
-        """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place. Returns ``x``."""
+        """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place. Returns ``x``.
+
+        Differentiable where ``x`` requires grad, on all ranks alike: its gradients are summed for the root.
+        """
         valid(x, "x", self.device)
         rank_in(root, self.world_size, "root")
         if is_compiling():
             return operators.broadcast(self, x, root, algorithm)
+        if x.requires_grad and torch.is_grad_enabled():
+            writable(x, "x")
+            return autograd.written(autograd.Broadcast, x, x, self, root, algorithm)
+        increment_version((x,))
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
         return x
 
@@ -331,7 +349,8 @@ class Communicator:
 
         The send is complete (on CUDA: on the current stream) when the last of the message lies in a mailbox, which
         holds as many messages as :meth:`waiting_messages` says. So a sender may learn only with a later call that
-        nobody received, or that the receiver expected something else.
+        nobody received, or that the receiver expected something else. Gradients do not come back by themselves: the
+        receiver sends them.
         """
         valid(x, "x", self.device)
         if rank_in(dst, self.world_size, "dst") == self.rank:
@@ -351,12 +370,16 @@ class Communicator:
         return self._executor.waiting(x.numel() * x.element_size())
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Receive into ``x`` what rank ``src`` sends. Returns ``x``."""
+        """Receive into ``x`` what rank ``src`` sends, a constant for autograd. Returns ``x``."""
         valid(x, "x", self.device)
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
         if is_compiling():
             return operators.recv(self, x, src)
+        if x.requires_grad and torch.is_grad_enabled():
+            writable(x, "x")
+            return x.copy_(self.recv(torch.empty_like(x, requires_grad=False), src))
+        increment_version((x,))
         self._run(Op.RECV, None, x, root=src)
         return x
 
@@ -391,12 +414,14 @@ class Communicator:
                 normed may be ``x``. None for new tensors.
 
         Returns:
-            ``(normed, new_residual)``; not differentiable.
+            ``(normed, new_residual)``. Differentiable.
         """
         if is_compiling():
             return operators.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         name = Op.ALL_REDUCE_RMS_NORM.label
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, 1, False, out)
+        if torch.is_grad_enabled() and autograd_norm.requires_grad(x, residual, weight, out):
+            return autograd_norm.differentiated(x, tensors, out, self, False, False, algorithm)
         self._run_norm(Op.ALL_REDUCE_RMS_NORM, x, norm, tensors, algorithm)
         assert tensors.normed is not None
         return tensors.normed, tensors.new_residual
@@ -462,13 +487,15 @@ class Communicator:
             out: (normed, new_residual); None for new tensors.
 
         Returns:
-            ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``; not differentiable.
+            ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``. Differentiable.
         """
         if is_compiling():
             return operators.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         name, shards = "reduce_scatter_rms_norm", self.world_size
         norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out)
+        if torch.is_grad_enabled() and autograd_norm.requires_grad(x, residual, weight, out):
+            return autograd_norm.differentiated(x, tensors, out, self, True, gather, algorithm)
         self._run_norm(op, x, norm, tensors, algorithm)
         assert tensors.normed is not None
         return tensors.normed, tensors.new_residual
@@ -549,12 +576,12 @@ class Communicator:
         launch: LaunchShape | None = None,
     ) -> Call:
         """Make a call. With ``launch`` it is launched as said, past the choice, for measuring."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise ShotcastError(_TWO_THREADS)
         try:
             if self._closed:
                 raise ClosedError(f"{op.label}: this communicator was closed")
-            capturing = self._chain.enter(self.device) if self._chain is not None and self.world_size > 1 else False
+            capturing = self._chain.enter() if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
             key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor  # a name of this module: looked up in one step
+from torch import Tensor, is_grad_enabled  # names of this module: looked up in one step
 from torch.compiler import is_compiling
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.stream_order import StreamChain
+from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.memory.streams import current_device, raw_stream
 
 
@@ -40,7 +41,7 @@ class FastPath:
         device: torch.device,
     ):
         self._find, self._executor, self._chain = calls.get, executor, chain
-        self._lock, self._device = lock, device
+        self._lock, self._device, self._index = lock, device, device.index
         self._closed = False
 
     def close(self) -> None:
@@ -62,30 +63,36 @@ class FastPath:
         if type(x) is not Tensor or type(out) is not Tensor or is_compiling():
             return False
         addresses = x.data_ptr(), out.data_ptr()
-        call = self._find((x.numel(), x.dtype, algorithm, reduction))
+        dtype = x.dtype
+        call = self._find((x.numel(), dtype, algorithm, reduction))
         if call is None:
             return False
         enqueue = call.enqueue_unaligned if (addresses[0] | addresses[1]) & 15 else call.enqueue_aligned
         device = self._device
+        if x is not out and (
+            x.shape != out.shape
+            or dtype is not out.dtype
+            or out.device != device
+            or not out.is_contiguous()
+            or out.is_neg()
+            or (out.requires_grad and is_grad_enabled())
+        ):
+            return False
         if (
             enqueue is None
-            or x.shape != out.shape
-            or x.dtype is not out.dtype
             or x.device != device
-            or out.device != device
             or not x.is_contiguous()
-            or not out.is_contiguous()
             or x.is_neg()
-            or out.is_neg()
-            or out.requires_grad
-            or current_device() != device.index
-            or not self._lock.acquire(blocking=False)
+            or (x.requires_grad and is_grad_enabled())
+            or current_device() != self._index
+            or not self._lock.acquire(False)
         ):
             return False
         try:
-            if self._closed or self._executor.fault() or self._chain.enter(device):
+            if self._closed or self._executor.fault() or self._chain.enter():
                 return False
-            enqueue(raw_stream(device.index), addresses)
+            increment_version((out,))
+            enqueue(raw_stream(self._index), addresses)
         finally:
             self._lock.release()
         return True

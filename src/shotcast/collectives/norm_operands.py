@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from shotcast import wire
-from shotcast.collectives.arguments import valid
+from shotcast.collectives.arguments import valid, without_gradient, writable
+from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm
@@ -59,6 +60,7 @@ def norm_operands(
         _written(name, "normed", normed, shape, x.dtype, device)
         _written(name, "new_residual", new_residual, rows, x.dtype, device)
         _apart(name, new_residual, normed)
+        increment_version((normed, new_residual))
     tensors = NormTensors(residual, weight, float(eps), new_residual, normed)
     return Norm(x.shape[-1]), tensors
 
@@ -111,7 +113,14 @@ def fp8_operands(
             normed = None
     norm = Norm(x.shape[-1], "dynamic" if scale is None else "static", with_normed)
     given = written if scale is None else scale
-    return norm, NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given)
+    tensors = NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given)
+    if x.requires_grad or residual.requires_grad or weight.requires_grad or given.requires_grad:
+        without_gradient(name, x=x, residual=residual, weight=weight, scale=given)
+    if out is not None:
+        without_gradient(name, new_residual=new_residual, normed=normed)
+        changed = new_residual, normed, quantized, given if scale is None else None
+        increment_version(tuple(tensor for tensor in changed if tensor is not None))
+    return norm, tensors
 
 
 def norm_rows(
@@ -168,8 +177,7 @@ def _written(
     valid(tensor, f"{member} of out", device)
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is {list(tensor.shape)} of {tensor.dtype}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(f"{text} requires grad, and what is written to it has no derivative; pass its detach()")
+    writable(tensor, f"{member} of out")
 
 
 def _apart(name: str, new_residual: torch.Tensor, normed: torch.Tensor) -> None:

@@ -27,10 +27,12 @@ class StreamChain:
     them.
 
     Args:
+        device: the GPU of the calls.
         streams: what the chain asks of CUDA.
     """
 
-    def __init__(self, streams: Streams = cuda_streams) -> None:
+    def __init__(self, device: torch.device, streams: Streams = cuda_streams) -> None:
+        self._device, self._index = device, device.index
         self._capturing, self._raw_stream = streams.capturing, streams.raw_stream
         self._current_stream, self._capture_id = streams.current_stream, streams.capture_id
         self._eager: Any = None
@@ -41,7 +43,7 @@ class StreamChain:
         """Return whether a call on the current stream would now be captured in a graph."""
         return self._capturing()
 
-    def enter(self, device: torch.device) -> bool:
+    def enter(self) -> bool:
         """Order a call that is about to be made on the current stream; return whether that stream is being captured.
 
         Raises:
@@ -49,11 +51,11 @@ class StreamChain:
                 that waited for that one would join the capture.
         """
         if self._capturing():
-            self._follow_captured(self._current_stream(device))
+            self._follow_captured(self._current_stream(self._device))
             return True
-        handle = self._raw_stream(device.index)
+        handle = self._raw_stream(self._index)
         if handle != self._eager_handle:
-            self._follow_eager(self._current_stream(device), handle)
+            self._follow_eager(self._current_stream(self._device), handle)
         return False
 
     def _follow_eager(self, stream: Any, handle: int) -> None:

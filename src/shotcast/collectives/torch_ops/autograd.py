@@ -1,4 +1,8 @@
-"""Derivatives of the collectives: each is the transpose of the linear map that the call computes.
+"""Derivatives of the collectives: each is the transpose of the linear map that the call computes, or of its slope.
+
+A call is differentiated if a tensor that it reads or writes requires grad. Then the call makes a new tensor, which is
+copied to the one to be written, so PyTorch's own rules hold for that. The ranks' tensors require grad alike, as the
+derivatives are collectives too.
 
 Each derivative exists twice: for calls of a communicator, and for operators in a graph (``operators.py``), where a
 communicator is a name. The latter could serve eager calls too, at three times the host cost.
@@ -19,48 +23,75 @@ Gradients = tuple[torch.Tensor | None, ...]
 # mypy sees torch.autograd.Function as untyped
 
 
+def written(
+    function: type[torch.autograd.Function], x: torch.Tensor, out: torch.Tensor, *arguments: Any
+) -> torch.Tensor:
+    """Copy the result of ``function`` to ``out``, which has been checked, and return that."""
+    if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        x = x.clone()  # the derivative may need what the copy overwrites
+    return out.copy_(function.apply(x, *arguments))
+
+
 class AllReduce(torch.autograd.Function):
-    """y_i = sum_r x_r, so dx_i = sum_r dy_r."""
+    """y_i = sum_r x_r, so dx_i = sum_r dy_r. For other reductions see :func:`all_reduce_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str) -> torch.Tensor:
-        ctx.comm, ctx.algorithm = comm, algorithm
-        return comm.all_reduce(x.detach(), algorithm=algorithm)
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, reduction: str) -> torch.Tensor:
+        AllReduce.keep(ctx, (x, comm, algorithm, reduction), x)
+        return comm.all_reduce(x.detach(), algorithm=algorithm, reduction=reduction)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_reduce(_plain(grads[0]), algorithm=ctx.algorithm), None, None
+        grad = plain(grads[0])
+        if ctx.reduction == "sum":
+            return ctx.comm.all_reduce(grad, algorithm=ctx.algorithm), None, None, None
+        (x,) = ctx.saved_tensors
+        return all_reduce_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.comm, ctx.algorithm, ctx.reduction = inputs
+        x, ctx.comm, ctx.algorithm, ctx.reduction = inputs
+        if ctx.reduction != "sum":
+            ctx.save_for_backward(x)
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        _only_sums("all_reduce", ctx.reduction)
-        return torch.ops.shotcast.all_reduce(_plain(grad), ctx.comm, ctx.algorithm, "sum"), None, None, None
+        if ctx.reduction == "sum":
+            return torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, ctx.algorithm, "sum"), None, None, None
+        (x,) = ctx.saved_tensors
+        return torch.ops.shotcast.all_reduce_gradient(x, plain(grad), ctx.comm, ctx.reduction), None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
-    """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1})."""
+    """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1}). For others see :func:`reduce_scatter_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str) -> torch.Tensor:
-        ctx.comm, ctx.algorithm = comm, algorithm
-        return comm.reduce_scatter(x.detach(), algorithm=algorithm)
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, reduction: str) -> torch.Tensor:
+        ReduceScatter.keep(ctx, (x, comm, comm.world_size, algorithm, reduction, True), x)
+        return comm.reduce_scatter(x.detach(), algorithm=algorithm, reduction=reduction)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_gather(_plain(grads[0]), algorithm=ctx.algorithm), None, None
+        grad = plain(grads[0])
+        if ctx.reduction == "sum":
+            return ctx.comm.all_gather(grad, algorithm=ctx.algorithm), None, None, None
+        (x,) = ctx.saved_tensors
+        return reduce_scatter_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.comm, ctx.world_size, ctx.algorithm, ctx.reduction, _ = inputs
+        x, ctx.comm, ctx.world_size, ctx.algorithm, ctx.reduction, _ = inputs
+        if ctx.reduction != "sum":
+            ctx.save_for_backward(x)
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        _only_sums("reduce_scatter", ctx.reduction)
-        whole = torch.ops.shotcast.all_gather(_plain(grad), ctx.comm, ctx.world_size, ctx.algorithm)
+        grad = plain(grad)
+        if ctx.reduction == "sum":
+            whole = torch.ops.shotcast.all_gather(grad, ctx.comm, ctx.world_size, ctx.algorithm)
+        else:
+            (x,) = ctx.saved_tensors
+            whole = torch.ops.shotcast.reduce_scatter_gradient(x, grad, ctx.comm, ctx.reduction)
         return whole, None, None, None, None, None
 
 
@@ -79,7 +110,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        grad = _plain(grads[0])
+        grad = plain(grads[0])
         if ctx.sizes is None:
             algorithm = where_legal(ctx.comm, grad, ctx.algorithm)
             return ctx.comm.reduce_scatter(grad, algorithm=algorithm), None, None, None
@@ -91,7 +122,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        part = torch.ops.shotcast.reduce_scatter(_plain(grad), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False)
+        part = torch.ops.shotcast.reduce_scatter(plain(grad), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False)
         return part, None, None, None
 
     @staticmethod
@@ -100,7 +131,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def traced_uneven(ctx: Any, grad: torch.Tensor) -> Gradients:
-        total = torch.ops.shotcast.all_reduce(_plain(grad), ctx.comm, "auto", "sum")
+        total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, "auto", "sum")
         return _own_part(total, ctx.sizes, ctx.rank), None, None, None, None
 
 
@@ -114,7 +145,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_to_all(_plain(grads[0]), algorithm=ctx.algorithm), None, None
+        return ctx.comm.all_to_all(plain(grads[0]), algorithm=ctx.algorithm), None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -122,17 +153,106 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return torch.ops.shotcast.all_to_all(_plain(grad), ctx.comm, ctx.algorithm), None, None
+        return torch.ops.shotcast.all_to_all(plain(grad), ctx.comm, ctx.algorithm), None, None
 
 
-def _plain(grad: torch.Tensor) -> torch.Tensor:
+class Broadcast(torch.autograd.Function):
+    """y_i = x_root, so dx_root = sum_r dy_r, and dx_i = 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, root: int, algorithm: str) -> torch.Tensor:
+        ctx.comm, ctx.root = comm, root
+        return broadcast_copy(comm, x, root, algorithm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
+        return _SumAtRoot.apply(plain(grads[0]), ctx.comm, ctx.root), None, None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.root, _ = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return torch.ops.shotcast.sum_at_root(plain(grad), ctx.comm, ctx.root), None, None, None
+
+
+class _SumAtRoot(torch.autograd.Function):
+    """y_root = sum_r x_r, and y_i = 0 elsewhere, so dx_i = dy_root."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, root: int) -> torch.Tensor:
+        ctx.comm, ctx.root = comm, root
+        return sum_at_root(comm, x.detach(), root)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
+        return Broadcast.apply(plain(grads[0]), ctx.comm, ctx.root, "auto"), None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.root = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return torch.ops.shotcast.broadcast(plain(grad), ctx.comm, ctx.root, "auto"), None, None
+
+
+# -- gradients that are made of several calls -------------------------------------------------------------------------
+
+
+def all_reduce_gradient(comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the gradient of a ``max``, ``min`` or ``prod`` of all ranks' ``x``, by :func:`_slopes`. Collective."""
+    parts = comm.all_gather(x.contiguous().view(1, *x.shape))  # [N, ...]
+    return _slopes(parts, comm.all_reduce(grad), reduction)[comm.rank].clone()
+
+
+def reduce_scatter_gradient(comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the gradient of this rank's ``x``; ``grad`` is that of its part of the result. Collective."""
+    parts = comm.all_to_all(x.contiguous()).view(comm.world_size, *grad.shape)  # what the part was reduced from
+    return comm.all_to_all(_slopes(parts, grad, reduction).view(x.shape))
+
+
+def sum_at_root(comm: Collectives, x: torch.Tensor, root: int) -> torch.Tensor:
+    """Return all ranks' sum at ``root``, zeros elsewhere. Collective."""
+    total = comm.all_reduce(x)
+    return total if comm.rank == root else torch.zeros_like(total)
+
+
+def broadcast_copy(comm: Collectives, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
+    """Broadcast to a new tensor on every rank."""
+    out = x.new_empty(x.shape)
+    if comm.rank == root:
+        out.copy_(x.detach())
+    return comm.broadcast(out, root, algorithm)
+
+
+def _slopes(parts: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the gradients of ``parts`` [N, ...] from that of their reduction, as PyTorch defines them.
+
+    A maximum or minimum divides its gradient equally among the parts that reach it (``torch.amax``); a part of a
+    product has the product of the others as its slope.
+    """
+    if reduction == "prod":
+        one = torch.ones_like(parts[:1])
+        before = torch.cat([one, parts[:-1]]).cumprod(0)
+        after = torch.cat([one, parts.flip(0)[:-1]]).cumprod(0).flip(0)
+        return (before * after).conj() * grad
+    reached = parts == (parts.amax(0) if reduction == "max" else parts.amin(0))
+    return reached * grad / reached.sum(0)
+
+
+def plain(grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient in the form that calls accept; autograd conjugates and negates lazily."""
     return grad.resolve_conj().resolve_neg().contiguous()
 
 
-def _only_sums(op: str, reduction: str) -> None:
-    if reduction != "sum":
-        raise UnsupportedError(f"{op} has a derivative for the reduction sum, not for {reduction}")
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    pass
+
+
+def _refuse(ctx: Any, grad: torch.Tensor) -> Gradients:
+    raise UnsupportedError("max, min and prod have no second derivative in a graph; make the call eagerly")
 
 
 def _own_part(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.Tensor:
@@ -154,5 +274,9 @@ OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {
     "all_gather": (AllGather.keep, AllGather.traced),
     "all_gather_uneven": (AllGather.keep_uneven, AllGather.traced_uneven),
     "all_to_all": (AllToAll.keep, AllToAll.traced),
+    "broadcast": (Broadcast.keep, Broadcast.traced),
+    "sum_at_root": (_SumAtRoot.keep, _SumAtRoot.traced),
+    "all_reduce_gradient": (_keep_nothing, _refuse),
+    "reduce_scatter_gradient": (_keep_nothing, _refuse),
 }
 """The function that saves the context of a backward, and the backward, for each operator."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from shotcast.collectives.arguments import output, rows_per_rank
+from shotcast.collectives.arguments import output, rows_per_rank, without_gradient, writable
 from shotcast.collectives.interface import Collectives
 from shotcast.collectives.norm_operands import Fp8Normed, norm_rows
-from shotcast.collectives.torch_ops import autograd, inductor
+from shotcast.collectives.torch_ops import autograd, autograd_norm, inductor
 from shotcast.collectives.torch_ops.communicators import named
 from shotcast.errors import ConfigError, UnsupportedError
 
@@ -155,11 +155,7 @@ def _all_to_all(x: torch.Tensor, comm: str, algorithm: str) -> torch.Tensor:
 
 @_operator("broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor", _like)
 def _broadcast(x: torch.Tensor, comm: str, root: int, algorithm: str) -> torch.Tensor:
-    by = named(comm)
-    out = x.new_empty(x.shape)
-    if by.rank == root:
-        out.copy_(x.detach())
-    return by.broadcast(out, root, algorithm)
+    return autograd.broadcast_copy(named(comm), x, root, algorithm)
 
 
 @_operator("send(Tensor x, str comm, int dst) -> ()", _nothing)
@@ -171,6 +167,21 @@ def _send(x: torch.Tensor, comm: str, dst: int) -> None:
 def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
     """Receive into a new tensor like ``x``."""
     return named(comm).recv(x.new_empty(x.shape), src)
+
+
+@_operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction) -> Tensor", _like)
+def _all_reduce_gradient(x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str) -> torch.Tensor:
+    return autograd.all_reduce_gradient(named(comm), x, grad.contiguous(), reduction)
+
+
+@_operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction) -> Tensor", _like)
+def _reduce_scatter_gradient(x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str) -> torch.Tensor:
+    return autograd.reduce_scatter_gradient(named(comm), x, grad.contiguous(), reduction)
+
+
+@_operator("sum_at_root(Tensor x, str comm, int root) -> Tensor", _like)
+def _sum_at_root(x: torch.Tensor, comm: str, root: int) -> torch.Tensor:
+    return autograd.sum_at_root(named(comm), x.contiguous(), root)
 
 
 @_operator("barrier(str comm) -> ()", _nothing)
@@ -250,7 +261,7 @@ def _all_four(result: Fp8Normed, scale: torch.Tensor | None) -> Quantized:
     return quantized, found, new_residual, new_residual.new_empty(0) if normed is None else normed
 
 
-for _name, (_keep, _backward) in autograd.OPERATORS.items():
+for _name, (_keep, _backward) in (autograd.OPERATORS | autograd_norm.OPERATORS).items():
     torch.library.register_autograd(f"shotcast::{_name}", _backward, setup_context=_keep, lib=_library)
 
 # -- calls of a communicator ------------------------------------------------------------------------------------------
@@ -264,15 +275,19 @@ def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return out.copy_(result)
 
 
+def _kept(x: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return a copy of ``x`` if a derivative needs its values, which the copy to ``out`` may overwrite."""
+    return x.clone() if reduction != "sum" and x.requires_grad and torch.is_grad_enabled() else x
+
+
 def all_reduce(
     comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
 ) -> torch.Tensor:
     """Run :meth:`Communicator.all_reduce` as an operator."""
-    if out is None and reduction == "sum":
-        return torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction)
     if out is not None:
         output(x, out, x.shape)
-    result = torch.ops.shotcast.all_reduce(x.detach(), comm.name, algorithm, reduction)
+        x = _kept(x, reduction)
+    result = torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction)
     return result if out is None else _written(out, result)
 
 
@@ -281,11 +296,10 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Run :meth:`Communicator.reduce_scatter` as an operator."""
     rows = rows_per_rank(x, comm.world_size, "reduce_scatter")
-    if out is None and reduction == "sum":
-        return torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction)
     if out is not None:
         output(x, out, (rows, *x.shape[1:]))
-    result = torch.ops.shotcast.reduce_scatter(x.detach(), comm.name, comm.world_size, algorithm, reduction)
+        x = _kept(x, reduction)
+    result = torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction)
     return result if out is None else _written(out, result)
 
 
@@ -293,29 +307,27 @@ def all_gather(
     comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, sizes: Sequence[int] | None, algorithm: str
 ) -> torch.Tensor:
     """Run :meth:`Communicator.all_gather` as operators; ``x`` has a dimension, and ``sizes`` have been checked."""
-    source = x
     if out is not None:
         output(x, out, (x.shape[0] * comm.world_size if sizes is None else sum(sizes), *x.shape[1:]))
-        source = x.detach()
     if sizes is None:
-        result = torch.ops.shotcast.all_gather(source, comm.name, comm.world_size, algorithm)
+        result = torch.ops.shotcast.all_gather(x, comm.name, comm.world_size, algorithm)
     else:
-        result = torch.ops.shotcast.all_gather_uneven(source, comm.name, sizes, comm.rank, algorithm)
+        result = torch.ops.shotcast.all_gather_uneven(x, comm.name, sizes, comm.rank, algorithm)
     return result if out is None else _written(out, result)
 
 
 def all_to_all(comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
     """Run :meth:`Communicator.all_to_all` as an operator."""
-    if out is None:
-        return torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
-    output(x, out, x.shape)
-    return _written(out, torch.ops.shotcast.all_to_all(x.detach(), comm.name, algorithm))
+    if out is not None:
+        output(x, out, x.shape)
+    result = torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
+    return result if out is None else _written(out, result)
 
 
 def broadcast(comm: Collectives, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
     """Run :meth:`Communicator.broadcast` as an operator."""
-    with torch.no_grad():
-        return _written(x, torch.ops.shotcast.broadcast(x.detach(), comm.name, root, algorithm))
+    writable(x, "x")
+    return _written(x, torch.ops.shotcast.broadcast(x, comm.name, root, algorithm))
 
 
 def send(comm: Collectives, x: torch.Tensor, dst: int) -> None:
@@ -325,8 +337,8 @@ def send(comm: Collectives, x: torch.Tensor, dst: int) -> None:
 
 def recv(comm: Collectives, x: torch.Tensor, src: int) -> torch.Tensor:
     """Run :meth:`Communicator.recv` as an operator."""
-    with torch.no_grad():
-        return _written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
+    writable(x, "x")
+    return _written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
 
 
 def barrier(comm: Collectives) -> None:
@@ -345,7 +357,7 @@ def all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run :meth:`Communicator.all_reduce_rms_norm` as an operator."""
     norm_rows("all_reduce_rms_norm", comm.device, x, residual, weight, eps, 1)
-    operands = x.detach(), residual.detach(), weight.detach()
+    operands = x, residual, weight
     normed, new_residual = torch.ops.shotcast.all_reduce_rms_norm(*operands, comm.name, eps, algorithm)
     return (normed, new_residual) if out is None else _norms_written("all_reduce_rms_norm", out, normed, new_residual)
 
@@ -363,6 +375,7 @@ def all_reduce_rms_norm_fp8(
 ) -> Fp8Normed:
     """Run :meth:`Communicator.all_reduce_rms_norm_fp8` as an operator."""
     norm_rows("all_reduce_rms_norm_fp8", comm.device, x, residual, weight, eps, 1)
+    without_gradient("all_reduce_rms_norm_fp8", x=x, residual=residual, weight=weight, scale=scale)
     operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
     made = torch.ops.shotcast.all_reduce_rms_norm_fp8(*operands, comm.name, eps, with_normed, algorithm)
     return _fp8_written("all_reduce_rms_norm_fp8", out, made, scale, with_normed)
@@ -381,7 +394,7 @@ def reduce_scatter_rms_norm(
     """Run :meth:`Communicator.reduce_scatter_rms_norm` as an operator."""
     name = "reduce_scatter_rms_norm"
     norm_rows(name, comm.device, x, residual, weight, eps, comm.world_size)
-    operands = x.detach(), residual.detach(), weight.detach()
+    operands = x, residual, weight
     normed, new_residual = torch.ops.shotcast.reduce_scatter_rms_norm(*operands, comm.name, eps, gather, algorithm)
     return (normed, new_residual) if out is None else _norms_written(name, out, normed, new_residual)
 
@@ -400,6 +413,7 @@ def reduce_scatter_rms_norm_fp8(
 ) -> Fp8Normed:
     """Run :meth:`Communicator.reduce_scatter_rms_norm_fp8` as an operator."""
     norm_rows("reduce_scatter_rms_norm_fp8", comm.device, x, residual, weight, eps, comm.world_size)
+    without_gradient("reduce_scatter_rms_norm_fp8", x=x, residual=residual, weight=weight, scale=scale)
     operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
     made = torch.ops.shotcast.reduce_scatter_rms_norm_fp8(*operands, comm.name, eps, with_normed, gather, algorithm)
     return _fp8_written("reduce_scatter_rms_norm_fp8", out, made, scale, with_normed)
