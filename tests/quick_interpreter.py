@@ -43,11 +43,11 @@ def interpret(
     """
     env = {"TRITON_INTERPRET": "1", **(env or {})}
     start = shotcast.spawn if fresh else shared_ranks.run
-    return start(_quietly, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
+    return start(quietly, world_size, fn, *args, timeout_s=timeout_s, env=env, **kwargs)
 
 
-def _quietly(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` in a quick interpreter, with no warning of overflow and NaN, which are among the data."""
+def quietly(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run ``fn(*args)`` in a quick interpreter, with no warning of overflow and NaN, which are among the data."""
     _quicken()
     _yield_cores()
     np.seterr(all="ignore")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FAULTS = ("late", "absent", "mismatched", "stopped", "killed")
 """A rank calls after the deadline, never calls, makes another call, is stopped by SIGSTOP, is killed by SIGKILL."""
@@ -117,11 +117,6 @@ def obstacle(cell: Cell, device: str) -> str:
     return ""
 
 
-def values(cell: Cell) -> tuple[str, ...]:
-    """Return the parts of a cell's name."""
-    return (cell.fault, cell.path, cell.operation, cell.mode, *(["inside"] if cell.inside else []))
-
-
 def _product() -> list[Cell]:
     parts = itertools.product(PATHS, MODES, OPERATIONS, (False, True), FAULTS)
     return [Cell(fault, path, operation, mode, inside) for path, mode, operation, inside, fault in parts]
@@ -162,6 +157,19 @@ def usual(cell: Cell, world_size: int, deadline_s: float, ending: str) -> Case:
         False,
         ending if cell.fault != "killed" else "close",
     )
+
+
+def jobs(device: str, world_size: int, deadline_s: float) -> list[list[Case]]:
+    """Return every cell once: those of an operation in one set of ranks, which a killed rank ends."""
+    found: list[list[Case]] = []
+    before: Cell | None = None
+    for cell in cells(device):
+        same = before is not None and replace(before, fault=cell.fault, inside=cell.inside) == cell
+        if before is None or not same or before.fault == "killed":
+            found.append([])
+        found[-1].append(usual(cell, world_size, deadline_s, "reset"))
+        before = cell
+    return found
 
 
 def draws(

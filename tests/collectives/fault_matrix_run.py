@@ -17,6 +17,7 @@ import fault_matrix_targets as targets
 from fault_matrix import FUSED, MESSAGES, Case
 from fault_matrix_targets import Report
 
+from quick_interpreter import GPU_COLLECTIVES, quietly
 from shotcast.hardware.detect import detect
 from shotcast.launcher.monitor import wait_for_reports
 from shotcast.launcher.spawn import RankGroup
@@ -47,10 +48,11 @@ class Outcome:
         return case.pop("cell") | case | outcome
 
 
-def run(cases: Sequence[Case], device: str, limit_s: float, env: Mapping[str, str] | None = None) -> list[Outcome]:
+def run(cases: Sequence[Case], device: str, limit_s: float, interpreted: bool = False) -> list[Outcome]:
     """Run cases of one path and number of ranks one after the other in one set of processes; judge each of them.
 
-    The processes are killed after ``limit_s``. Only the last case may kill a rank.
+    The processes are killed after ``limit_s``. Only the last case may kill a rank. With ``interpreted``, CPU ranks run
+    the kernels of GPUs.
     """
     (path,), (world_size,) = {case.cell.path for case in cases}, {case.world_size for case in cases}
     assert not any(case.cell.fault == "killed" for case in cases[:-1])
@@ -60,8 +62,11 @@ def run(cases: Sequence[Case], device: str, limit_s: float, env: Mapping[str, st
         tempfile.TemporaryDirectory(prefix="faults-") as folder,
     ):
         environment = {"SHOTCAST_SHM_DIR": shm, "SHOTCAST_ALGORITHM": "vendor" if path == "vendor" else "auto"}
-        environment |= dict(env or {})
-        job = RankGroup.start(targets.run_cases, world_size, tuple(cases), device, folder, limit_s, env=environment)
+        call: tuple[Any, ...] = (targets.run_cases, tuple(cases), device, folder, limit_s)
+        if interpreted:
+            environment |= {"TRITON_INTERPRET": "1", **GPU_COLLECTIVES}
+            call = (quietly, *call)
+        job = RankGroup.start(call[0], world_size, *call[1:], env=environment)
         try:
             ended = _end_of(job, cases[-1], limit_s, outcomes[-1])
         finally:

@@ -37,7 +37,7 @@ class Report:
 
     Attributes:
         error: class, and attributes, of what the call raised; None if it raised nothing.
-        waited_s: seconds from the call, or from the moment at which a rank was killed, until it was raised.
+        waited_s: seconds from the call, or from the moment at which a rank was killed after it, until it was raised.
         freed_s: seconds after that until all work on the GPU had ended.
         again: class of what the next call raised.
         again_s: seconds until then.
@@ -99,10 +99,12 @@ def _run_case(parent: Communicator, case: Case, report: Report) -> Communicator 
         _fail(comm, case, calls, begin, report)
     elif calls.takes_part:
         _sleep_until(begin)
-        _complain(comm, case, calls.usual, report)
+        _complain(comm, case, calls, calls.usual, report)
+        store = comm._host.store("matrix")
+        store.set("complained", "")
         if case.cell.fault == "killed":
-            killed_at = float(comm._host.store("matrix").get("killed").decode())
-            report.waited_s -= max(0.0, killed_at - begin)
+            killed_at = float(store.get("killed").decode())
+            report.waited_s -= max(0.0, killed_at - calls.begun_at)
     if comm.rank == (case.victim + 1) % case.world_size and case.cell.fault == "stopped":
         _continue(pids[case.victim])
     if report.error is not None:
@@ -126,14 +128,18 @@ def _run_case(parent: Communicator, case: Case, report: Report) -> Communicator 
 def _fail(comm: Communicator, case: Case, calls: _Calls, begin: float, report: Report) -> None:
     fault = case.cell.fault
 
+    store = comm._host.store("matrix")
+
     def fail_now() -> None:
         if fault == "killed":
-            comm._host.store("matrix").set("killed", repr(time.monotonic()))
+            store.set("killed", repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "late":
             _sleep_until(begin + case.deadline_s + LATE_S)
+            while not store.check(["complained"]) and time.monotonic() < begin + case.deadline_s + _PATIENCE_S:
+                time.sleep(0.01)  # a sender first fills the mailbox
 
     if fault == "absent":
         _sleep_until(begin + case.deadline_s + 0.5)
@@ -146,9 +152,9 @@ def _fail(comm: Communicator, case: Case, calls: _Calls, begin: float, report: R
     else:
         _sleep_until(begin + case.at_s)
         fail_now()
-    _complain(comm, case, calls.odd if fault == "mismatched" else calls.usual, report)
+    _complain(comm, case, calls, calls.odd if fault == "mismatched" else calls.usual, report)
     if report.error is None and case.cell.operation in MESSAGES:  # a sender may learn of it with its next call
-        _complain(comm, case, comm.barrier, report)
+        _complain(comm, case, calls, comm.barrier, report)
 
 
 def before_library(comm: Communicator, action: Callable[[], None]) -> None:
@@ -184,23 +190,23 @@ def _state(pid: int) -> str:
 # -- what all ranks see -----------------------------------------------------------------------------------------------
 
 
-def _complain(comm: Communicator, case: Case, call: Callable[[], None], report: Report) -> None:
+def _complain(comm: Communicator, case: Case, calls: _Calls, call: Callable[[], None], report: Report) -> None:
     """Make a call that is expected to fail, and put what it raised into the report."""
-    started = time.monotonic()
+    calls.begun_at = time.monotonic()
     try:
         call()
         if case.polls and comm.device.type == "cuda":
-            _poll(comm, started + case.deadline_s)
+            _poll(comm, calls.begun_at + case.deadline_s)
         else:
             settle(comm)
     except Exception as error:
-        report.waited_s = time.monotonic() - started
+        report.waited_s = time.monotonic() - calls.begun_at
         attributes = {name: vars(error)[name] for name in ("missing", "reason", "op", "fields") if hasattr(error, name)}
         report.error = {"class": type(error).__name__, "text": str(error), **attributes}
         if not isinstance(error, shotcast.ShotcastError):
             report.trouble = traceback.format_exc()
     else:
-        report.waited_s = time.monotonic() - started
+        report.waited_s = time.monotonic() - calls.begun_at
     if comm.device.type == "cuda":
         started = time.monotonic()
         torch.cuda.synchronize(comm.device)
@@ -264,11 +270,13 @@ class _Calls:
 
     Attributes:
         usual: makes the call; so does ``odd`` with the call of a mismatched rank.
+        begun_at: when the last call was begun; a sender makes several.
         takes_part: this rank has a part in the call, as not every rank has in a message.
     """
 
     def __init__(self, comm: Communicator, case: Case):
         self._comm, self._case = comm, case
+        self.begun_at = 0.0
         self.takes_part = case.cell.operation not in MESSAGES or comm.rank in (case.victim, _partner(case))
         self._eager = {odd: _Made(comm, case, odd) for odd in (False, True)}
         self._graphs: dict[bool, Any] = {}
@@ -290,11 +298,10 @@ class _Calls:
                 self._eager[odd].call()
 
     def _run(self, odd: bool) -> None:
-        if self._case.cell.mode == "eager":
-            self._eager[odd].run()
-        else:
-            for _ in range(self._eager[odd].times):
-                self._graphs[odd].replay()
+        call = self._eager[odd].call if self._case.cell.mode == "eager" else self._graphs[odd].replay
+        for _ in range(self._eager[odd].times):
+            self.begun_at = time.monotonic()
+            call()
 
     def usual(self) -> None:
         self._run(False)

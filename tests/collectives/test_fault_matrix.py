@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timing, pytest.mark.timeout(120)]
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20"))
 DRAWS = 100
 RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults_cpu", matrix.missing("cpu"))
-EVERY = [usual(cell, 3, 0.5, "reset") for cell in matrix.cells("cpu")]
+EVERY = matrix.jobs("cpu", 3, 0.5)
 DRAWN = matrix.draws(DRAWS, SEED, "cpu", (2, 3, 4), (0.3, 1.0))
 
 QUICK = {
@@ -63,6 +63,11 @@ def test_cells_exist_or_say_why_not(device: str) -> None:
     known = {cell for cell in existing if not cell.inside}
     integers = len(matrix.FAULTS) * len(matrix.MODES)
     assert len(known) == (product - integers if device == "cuda" else (product - integers) // 2)
+    jobs = matrix.jobs(device, 2, 1.0)
+    assert [case.cell for cases in jobs for case in cases] == existing
+    for cases in jobs:
+        assert len({(case.cell.path, case.cell.operation, case.cell.mode) for case in cases}) == 1
+        assert not any(case.cell.fault == "killed" for case in cases[:-1])
 
 
 def test_draws_reach_every_value() -> None:
@@ -107,7 +112,7 @@ def test_a_record_is_written_after_each_job(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FAULT_MATRIX_JSON", str(file))
     record = runs.Record("a command", {"why": 3})
     for number in (1, 2):
-        record.add("every", [runs.Outcome(EVERY[0], ["late"] * (number - 1), 0.25, 1.5)], seed=4)
+        record.add("every", [runs.Outcome(EVERY[0][0], ["late"] * (number - 1), 0.25, 1.5)], seed=4)
         written = runs.json.loads(file.read_text())
         assert (written["command"], written["missing_cells"], written["seed"]) == ("a command", {"why": 3}, 4)
         assert (written["cases"], written["failed"], written["worst_past_s"]) == ({"every": number}, number - 1, 0.25)
@@ -116,10 +121,20 @@ def test_a_record_is_written_after_each_job(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, matrix.values(case.cell))))
-def test_every_cell_once(case: Case) -> None:
-    outcomes = runs.run([case], "cpu", 40)
+@pytest.mark.parametrize("cases", EVERY, ids=lambda cases: f"{cases[0].cell.path}-{cases[0].cell.operation}")
+def test_every_cell_once(cases: list[Case]) -> None:
+    outcomes = runs.run(cases, "cpu", 40 + 5 * len(cases))
     RECORD.add("every", outcomes)
+    assert runs.complaints(outcomes) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("operation", [name for name, algorithms in matrix.OPERATIONS.items() if algorithms])
+def test_kernels_of_gpus_interpreted(operation: str) -> None:
+    """Own cells of an operation, by the kernels of GPUs. These take longer, and so does the deadline."""
+    cells = [cell for cell in matrix.cells("cpu") if (cell.path, cell.operation) == ("own", operation)]
+    outcomes = runs.run([usual(cell, 2, 3.0, "reset") for cell in cells], "cpu", 300, interpreted=True)
     assert runs.complaints(outcomes) == []
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fault_matrix as matrix
 import fault_matrix_run as runs
 import pytest
-from fault_matrix import Case, usual
+from fault_matrix import Case
 
 from shotcast.collectives.rank_device import enough_gpus
 
@@ -24,19 +24,6 @@ DEADLINE_S = 1.0
 JOBS = 4
 """Sets of ranks that run at once: most of their time they start, compile, or wait for a deadline."""
 RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults", matrix.missing("cuda"))
-
-
-def jobs_of(path: str, mode: str) -> list[list[Case]]:
-    """Return the cases of a path and mode: those of an operation in one set of ranks, which a killed rank ends."""
-    jobs: list[list[Case]] = [[]]
-    for cell in matrix.cells("cuda"):
-        if (cell.path, cell.mode) != (path, mode):
-            continue
-        last = jobs[-1][-1].cell if jobs[-1] else cell
-        if last.operation != cell.operation or last.fault == "killed":
-            jobs.append([])
-        jobs[-1].append(usual(cell, 2, DEADLINE_S, "reset"))
-    return jobs
 
 
 def run_all(part: str, jobs: Sequence[Sequence[Case]], **facts: object) -> list[str]:
@@ -59,10 +46,12 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
 @pytest.mark.parametrize("mode", matrix.MODES)
 @pytest.mark.parametrize("path", matrix.PATHS)
 def test_every_cell_once(path: str, mode: str) -> None:
-    jobs = jobs_of(path, mode)
-    assert [case.cell for job in jobs for case in job] == [
-        cell for cell in matrix.cells("cuda") if (cell.path, cell.mode) == (path, mode)
+    jobs = [
+        cases
+        for cases in matrix.jobs("cuda", 2, DEADLINE_S)
+        if (cases[0].cell.path, cases[0].cell.mode) == (path, mode)
     ]
+    assert len(jobs) >= len(matrix.OPERATIONS) - 1
     assert run_all("every", jobs) == []
 
 
