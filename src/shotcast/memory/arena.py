@@ -283,7 +283,7 @@ def _serves(block: _Block, members: Sequence[str], starts: Sequence[int], multic
 
 _process = Process()
 _forked: list[Process] = []
-"""What the processes before this one hold. A child must not release it: it is theirs."""
+"""The state of the processes before this one. A child must not release it: it is theirs."""
 
 
 def _after_fork() -> None:
