@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused faults faults_cpu"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused faults faults_cpu fuzz"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -111,6 +111,11 @@ for part in "$@"; do
         export FAULT_MATRIX_JSON="$out/fault_matrix.json"
         tests 3600 faults_cpu -m full tests/collectives/test_fault_matrix.py
         unset FAULT_MATRIX_JSON
+        ;;
+    fuzz) # bodies of requests, against the HTTP server with a scripted engine
+        export SERVER_FUZZ_JSON="$out/server_fuzz.json"
+        tests 3600 fuzz -m "full or not full" --hypothesis-seed=1 tests/server/test_fuzz.py
+        unset SERVER_FUZZ_JSON
         ;;
     *)
         echo "no part $part; parts: $parts" >&2

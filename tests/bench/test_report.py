@@ -114,8 +114,8 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert report.read(path).kernels is None
 
 
-OTHERS = ("engine_", "linear", "decode_attention", "prompt_attention", "frontend")
-"""File names of other results: those of the engine, and of the scripts in benchmarks."""
+OTHERS = ("engine_", "linear", "decode_attention", "prompt_attention", "frontend", "server_fuzz")
+"""File names of other results: those of the engine, of the scripts in benchmarks, and of long tests."""
 KEPT = sorted(
     path
     for path in (Path(__file__).parents[2] / "benchmarks" / "data").rglob("*.json")
