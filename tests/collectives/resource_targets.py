@@ -12,16 +12,17 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.memory import arena
+from shotcast.memory.holdings import Held
 
 
 class Resources(NamedTuple):
-    """What a process holds."""
+    """The resources that a process holds."""
 
     files: int
     threads: int
     groups: int
     memory_kib: int
-    symmetric: dict[str, arena.Held]
+    symmetric: dict[str, Held]
     gpu_mib: int
 
 
