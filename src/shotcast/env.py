@@ -79,7 +79,7 @@ def nvtx() -> bool:
 def check_vendor() -> bool:
     """SHOTCAST_CHECK_VENDOR: 0 skips the comparison of a call between ranks before the vendor library serves it.
 
-    A call that differs between ranks then hangs, as it does in that library. Use it to measure that library.
+    A call that differs between ranks then ends at the deadline, or in wrong results. Use it to measure that library.
     """
     return _read("SHOTCAST_CHECK_VENDOR", lambda text: _FLAG[text.lower()], True, "0 or 1")
 

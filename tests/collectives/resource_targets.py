@@ -12,17 +12,16 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.memory import arena
-from shotcast.memory.holdings import Held
 
 
 class Resources(NamedTuple):
-    """The resources that a process holds."""
+    """What a process holds."""
 
     files: int
     threads: int
     groups: int
     memory_kib: int
-    symmetric: dict[str, Held]
+    symmetric: dict[str, arena.Held]
     gpu_mib: int
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +41,8 @@ class Parts:
         self.executor, self.streams, self.lock = Executor(), FakeStreams(2), threading.Lock()
         self.x, self.out = torch.ones(64), torch.ones(64)
         self.calls: dict[Any, Any] = {}
-        device = torch.device("cpu")
-        parts: Any = self.calls, self.executor, StreamChain(device, self.streams), self.lock, device
+        device, self.vendor = torch.device("cpu"), types.SimpleNamespace(failed=False)
+        parts: Any = self.calls, self.executor, self.vendor, StreamChain(device, self.streams), self.lock, device
         self.fast_path = FastPath(*parts)
         self.keep(self.x, self.out)
 
@@ -142,6 +143,9 @@ def test_slow_path_in_a_capture_after_a_fault_and_after_close(parts: Parts) -> N
     parts.executor.stopped = True
     assert not parts.make(parts.x, parts.out)
     parts.executor.stopped = False
+    parts.vendor.failed = True
+    assert not parts.make(parts.x, parts.out)
+    parts.vendor.failed = False
     parts.fast_path.close()
     assert not parts.make(parts.x, parts.out)
 

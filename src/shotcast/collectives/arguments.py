@@ -9,6 +9,8 @@ from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.wire import Op
 
+REDUCTIONS = ("sum", "max", "min", "prod")
+"""Reductions, each at the place of its code in headers."""
 _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 
 

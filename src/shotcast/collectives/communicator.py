@@ -29,15 +29,15 @@ from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import grow
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.peer_watch import PeerWatch
-from shotcast.collectives.rank_device import device_of
-from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, end_process_group, process_group_of
+from shotcast.collectives.rank_device import device_of, gpus_are_shared
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd, autograd_norm, operators
 from shotcast.collectives.torch_ops.communicators import register
 from shotcast.collectives.torch_ops.versions import increment_version
-from shotcast.collectives.vendor import Vendor
+from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
-from shotcast.memory.host_group import StoreGroup, new_group
+from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Fault, LaunchShape, Norm, Op
 
@@ -127,13 +127,11 @@ class Communicator:
         self.max_bytes = max_bytes
         self._closed = False
         self._peers = PeerWatch(self._host)
-        self._owns_group = False
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._chain = StreamChain(self.device) if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
-        self._vendor = Vendor(self._group, order)
         registry.import_named()
         self._algorithms = registry.registered()
         environment = registry.from_environment()
@@ -159,6 +157,20 @@ class Communicator:
         if self._executor is not None:
             self._first_use = FirstUse(self._host, self._executor)
             self._peers.tell(self._executor.mark_gone)
+        library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
+        compares = self._checks_vendor and self._executor is None
+        executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
+        self._vendor = Vendor(
+            self._host,
+            self.device,
+            self._algorithms,
+            self._timeout_s,
+            library,
+            compares,
+            lambda: executor is not None and executor.fault() is not None,
+        )
+        if self._executor is None and self.world_size > 1:
+            self._vendor.connect(SETUP_TIMEOUT_S)
         topology = Topology(
             self.world_size,
             self.device.type,
@@ -175,7 +187,7 @@ class Communicator:
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
         self._fast_path: FastPath | None = None
         if others is not None and self._chain is not None and not self._nvtx:
-            self._fast_path = FastPath(self._calls, others, self._chain, self._lock, self.device)
+            self._fast_path = FastPath(self._calls, others, self._vendor, self._chain, self._lock, self.device)
         register(self)
         watch(self)
         self._check_registered()
@@ -643,6 +655,8 @@ class Communicator:
                 self._compile(call, capturing)
             if capturing:
                 executor.keep()
+        if self._vendor.failed or (call.by_library and not self._vendor.connected(call.plan)):
+            self._check_vendor_calls(call, capturing)
         if not self._nvtx:
             self._launch(call, x, out, tensors)
             return
@@ -661,7 +675,20 @@ class Communicator:
             if self._chain is None and (fault := executor.fault()):
                 raise self._error(fault)
         if call.by_library:
-            self._vendor.run(call.plan, x, out, call.reduction)
+            if executor is not None and self._chain is not None and not self._vendor.connected(call.plan):
+                torch.cuda.current_stream(self.device).synchronize()  # until the headers have been compared
+                self.check()
+            try:
+                self._vendor.run(call.plan, x, out, call.reduction)
+            except ShotcastError:
+                self.check()  # a fault that own kernels report is the cause
+                raise
+
+    def _check_vendor_calls(self, call: Call, capturing: bool) -> None:
+        """Raise if calls of the vendor library have failed, or if ranks would connect in a graph capture."""
+        self._vendor.check()
+        if capturing:
+            raise ConfigError(f"{call.label} would connect ranks inside a graph capture; call it once before")
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -712,6 +739,7 @@ class Communicator:
             raise ClosedError("check: this communicator was closed")
         if self._executor is not None and (fault := self._executor.fault()):
             raise self._error(fault)
+        self._vendor.check()
 
     def _error(self, fault: Fault) -> ShotcastError:
         assert self._executor is not None
@@ -720,6 +748,7 @@ class Communicator:
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and of replays of captured ones. Each rank changes its own."""
         self._timeout_s = _seconds(timeout_s)
+        self._vendor.set_timeout(self._timeout_s)
         if self._executor is not None:
             self._executor.set_timeout(self._timeout_s)
 
@@ -737,15 +766,26 @@ class Communicator:
             raise ShotcastError(_TWO_THREADS)
         try:
             patience = max(self._timeout_s, 10.0)
-            if self._executor is None:
-                self._host.barrier(patience, what="reset")
-                return
-            self._executor.drain()
-            epoch = max(self._host.all_gather(self._executor.epoch, patience, what="reset"))
-            self._executor.clear(epoch)
+            self._drain()
+            executor, vendor = self._executor, self._vendor
+            own = executor.epoch if executor is not None else 0, vendor.generation, vendor.needs_reset()
+            epochs, generations, failed = zip(*self._host.all_gather(own, patience, what="reset"), strict=True)
+            if executor is not None:
+                executor.clear(max(epochs))
+            if any(failed):
+                vendor.reset(max(generations) + 1)
             self._host.barrier(patience, what="reset")
+            if executor is None and any(failed):
+                vendor.connect(patience)
         finally:
             self._lock.release()
+
+    def _drain(self) -> None:
+        """Wait for this rank's calls, which end at their deadline at the latest."""
+        if self._executor is not None:
+            self._executor.drain()
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def split(self, color: int | None, key: int = 0, max_bytes: int | None = None) -> Communicator | None:
         """Make a communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
@@ -757,18 +797,15 @@ class Communicator:
         if self._closed:
             raise ClosedError("split: this communicator was closed")
         number = self._host.steps  # the same on all ranks that meet in this step
-        colors = self._host.all_gather((color, key, dist.get_rank()), what="split")
+        colors = self._host.all_gather((color, key), what="split")
         if color is None:
             return None
-        members = sorted((k, rank, job_rank) for rank, (c, k, job_rank) in enumerate(colors) if c == color)
-        job_ranks = [job_rank for _, _, job_rank in members]
-        name = f"{self.name}/split {number}/{color}"
-        group = new_group(sorted(job_ranks), f"shotcast/{name}", dist.get_backend_config(self._group), SETUP_TIMEOUT_S)
+        members = sorted((k, rank) for rank, (c, k) in enumerate(colors) if c == color)
         child = object.__new__(Communicator)
-        order = [sorted(job_ranks).index(job_rank) for job_rank in job_ranks]
+        order = [self._host.order[rank] for _, rank in members]
         room = self.max_bytes if max_bytes is None else max_bytes
-        child._start(group, self.device, room, self._timeout_s, self._allow_fp8, order, name)
-        child._owns_group = True
+        name = f"{self.name}/split {number}/{color}"
+        child._start(self._group, self.device, room, self._timeout_s, self._allow_fp8, order, name)
         return child
 
     def close(self) -> None:
@@ -780,17 +817,13 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
-            broken = bool(self._peers.gone) or (self._executor is not None and self._executor.fault() is not None)
             if self._fast_path is not None:
                 self._fast_path.close()
             self._peers.close()
+            self._drain()
+            self._vendor.close()
             if self._executor is not None:
-                self._executor.drain()
                 self._executor.close()
-            if self._owns_group:
-                group = self._group
-                del self._group, self._vendor  # a closed communicator may be kept; its group may not
-                end_process_group(group, broken)
         finally:
             self._lock.release()
 

@@ -18,6 +18,7 @@ from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.memory.streams import current_device, raw_stream
 
 
@@ -27,6 +28,7 @@ class FastPath:
     Args:
         calls: the calls that the communicator remembers; eager all-reduces by (elements, dtype, algorithm, reduction).
         executor: of the communicator.
+        vendor: the calls of the vendor library.
         chain: of its calls.
         lock: held during a call.
         device: of the communicator.
@@ -36,11 +38,12 @@ class FastPath:
         self,
         calls: Mapping[Any, Call],
         executor: Executor,
+        vendor: Vendor,
         chain: StreamChain,
         lock: threading.Lock,
         device: torch.device,
     ):
-        self._find, self._executor, self._chain = calls.get, executor, chain
+        self._find, self._executor, self._vendor, self._chain = calls.get, executor, vendor, chain
         self._lock, self._device, self._index = lock, device, device.index
         self._closed = False
 
@@ -89,7 +92,7 @@ class FastPath:
         ):
             return False
         try:
-            if self._closed or self._executor.fault() or self._chain.enter():
+            if self._closed or self._executor.fault() or self._vendor.failed or self._chain.enter():
                 return False
             increment_version((out,))
             enqueue(raw_stream(self._index), addresses)

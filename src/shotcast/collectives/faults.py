@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shotcast import wire
 from shotcast.collectives.interface import Executor
@@ -32,9 +32,23 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algo
     if fault.kind != wire.MISMATCH:
         return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s, _REASONS[fault.kind])
     headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
-    known = {r: Header.decode(word, algorithms) for r, word in enumerate(headers) if word is not None}
+    known = {r: words for r, words in enumerate(headers) if words is not None}
+    return mismatch_of(rank, known, epoch, algorithms, fault.ranks)
+
+
+def mismatch_of(
+    rank: int, headers: Mapping[int, HeaderWords], epoch: int, algorithms: Sequence[str], differing: Sequence[int] = ()
+) -> CollectiveMismatch:
+    """Return the error for calls that differ, as ``rank`` sees it.
+
+    Args:
+        headers: of the calls, by rank, as far as they are known.
+        epoch: the number of the call.
+        algorithms: names, in the order of their codes in headers.
+        differing: the ranks at fault, for the case that no header is known.
+    """
+    known = {r: Header.decode(words, algorithms) for r, words in sorted(headers.items())}
     fields = _differing(_FIELDS, known.values()) or _differing(_LAUNCH_FIELDS, known.values())
-    differing = fault.ranks
     if known:
         found = list(known.values())
         # the largest group of equal calls is taken to be right; of equally large ones, the one of the lowest rank

@@ -48,6 +48,11 @@ def gpu_of(local_rank: int) -> int:
     return local_rank % torch.cuda.device_count() if env.share_gpus() else local_rank
 
 
+def gpus_are_shared() -> bool:
+    """Return whether several ranks of this machine run on one GPU, which NCCL refuses."""
+    return env.share_gpus() and torch.cuda.device_count() < local_world_size()
+
+
 def local_world_size() -> int:
     """Return how many ranks of the job run on this machine."""
     job = env.job()

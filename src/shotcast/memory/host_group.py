@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from shotcast.errors import CollectiveTimeout
 from shotcast.memory.agreed_number import agreed_number
 
-_NAMING = threading.Lock()
 _LONGEST_PAUSE_S = 0.02
 """Time between two looks for a value, and for the end of the process that is to send it, at most."""
 
@@ -26,46 +23,13 @@ def _job_store() -> dist.Store:
     return _get_default_store()
 
 
-def new_group(job_ranks: Sequence[int], name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Create a process group that only its members take part in creating.
-
-    PyTorch names such a group after the number of groups in this process, which differs between ranks: they would wait
-    for one another under different names. So this function replaces that name by ``name``, on which the ranks agree.
-
-    Args:
-        job_ranks: the members by rank in the job, ascending.
-        name: a name that no other group of the job has.
-        backend: as ``dist.get_backend_config`` returns it.
-        timeout_s: for the group's operations.
-    """
-    from torch.distributed import distributed_c10d
-
-    with _NAMING:
-        original, thread = distributed_c10d._process_group_name, threading.get_ident()
-
-        def agreed_name(ranks: Any, use_hashed_name: bool) -> Any:
-            return name if threading.get_ident() == thread else original(ranks, use_hashed_name)
-
-        distributed_c10d._process_group_name = agreed_name
-        try:
-            return dist.new_group(
-                list(job_ranks),
-                timeout=timedelta(seconds=timeout_s),
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=name,
-            )
-        finally:
-            distributed_c10d._process_group_name = original
-
-
 class StoreGroup:
     """A :class:`~shotcast.memory.symmetric.HostGroup` on the store of a torch.distributed process group.
 
     ``steps`` is the number of exchanges that this rank has completed.
 
     Args:
-        group: the process group.
+        group: a process group that has all the ranks, and perhaps others.
         timeout_s: the default for how long a rank is awaited.
         order: for each rank of the communicator, its rank in the process group.
         name: a name that no other object of the job has, on which the ranks agree; None to agree on one now, which is

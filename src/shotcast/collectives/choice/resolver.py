@@ -10,7 +10,7 @@ import torch
 from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
-from shotcast.collectives.arguments import operation
+from shotcast.collectives.arguments import REDUCTIONS, operation
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
@@ -18,7 +18,6 @@ from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
 from shotcast.collectives.handshake import Handshake
 from shotcast.collectives.interface import BoundCall, Enqueue, Executor
-from shotcast.collectives.vendor import REDUCTIONS
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
@@ -110,7 +109,7 @@ class Resolver:
         # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
         code = problem.root
         if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            code = list(REDUCTIONS).index(problem.reduction)
+            code = REDUCTIONS.index(problem.reduction)
         elif sizes:
             code = UNEVEN
         elif norm is not None:
@@ -161,6 +160,4 @@ class Resolver:
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
         by_library = self.topology.algorithms[candidate.algorithm].library
-        executor = self.executor
-        memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
-        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory)
+        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode, by_library)

@@ -1,0 +1,98 @@
+"""Agreement on the ranks at fault, after a call of the vendor library has failed.
+
+The library says that a call failed, and not whose fault it is. So each rank whose call fails reports that to the job's
+store. A rank that has not reported a moment later is not in the call: it is late, stopped or dead. So is one whose call
+began after the first report. The first rank to decide writes its verdict for all others, also for a late rank that
+comes afterwards, so all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shotcast.wire import HeaderWords
+
+_PATIENCE_S = 0.5
+"""Time from a rank's report to its decision; calls of ranks that wait for the same rank fail within that."""
+
+
+class Verdict(NamedTuple):
+    """What the ranks know of a failed call.
+
+    Attributes:
+        reason: ``late``, ``dead`` or ``interrupted``; ``mismatch`` if the calls differ; ``library`` if all ranks are in
+            the same call, so that nobody is at fault.
+        ranks: the ranks at fault.
+        headers: those of the calls that failed, by rank.
+    """
+
+    reason: str
+    ranks: tuple[int, ...]
+    headers: dict[int, HeaderWords]
+
+
+class Blame:
+    """The agreement on one fault at most.
+
+    Args:
+        store: a part of the job's store for this agreement alone.
+        rank: of this process.
+        gone: ranks whose processes have ended.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, gone: Collection[int]):
+        self._store, self._rank, self._gone = store, rank, gone
+
+    def raised(self) -> bool:
+        """Return whether some rank has reported a fault."""
+        return bool(self._store.check(["alarm"]))
+
+    def verdict(
+        self, members: Sequence[int], header: HeaderWords | None, waited_s: float, interrupted: bool = False
+    ) -> Verdict:
+        """Report that this rank's call failed, and return the verdict.
+
+        Args:
+            members: the ranks that make the call.
+            header: of the call, if it is known.
+            waited_s: the time since the call began.
+            interrupted: a signal ended it.
+        """
+        now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
+        self._store.compare_set("alarm", "", repr(now))
+        report = json.dumps({"header": header, "begun": now - waited_s, "interrupted": interrupted})
+        self._store.set(f"report/{self._rank}", report)
+        until = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until and not interrupted and not self._store.check(["verdict"]):
+            if all(self._store.check([f"report/{rank}"]) for rank in members):
+                break
+            time.sleep(0.01)
+        if not self._store.check(["verdict"]):
+            self._store.compare_set("verdict", "", self._decide(members))
+        found = json.loads(self._store.get("verdict"))
+        headers = {int(rank): HeaderWords(*words) for rank, words in found["headers"].items()}
+        if header is not None:
+            headers[self._rank] = header
+        return Verdict(found["reason"], tuple(found["ranks"]), headers)
+
+    def _decide(self, members: Sequence[int]) -> str:
+        """Return the verdict of this rank, as text."""
+        came = [rank for rank in members if self._store.check([f"report/{rank}"])]
+        reports = {rank: json.loads(self._store.get(f"report/{rank}")) for rank in came}
+        alarm = float(self._store.get("alarm"))
+        reports = {rank: report for rank, report in reports.items() if report["begun"] <= alarm}
+        headers = {rank: report["header"] for rank, report in reports.items() if report["header"]}
+        absent = [rank for rank in members if rank not in reports]
+        dead = [rank for rank in absent if rank in self._gone]
+        interrupted = [rank for rank, report in reports.items() if report["interrupted"]]
+        found = list(headers.values())
+        usual = max(found, key=found.count, default=None)
+        differing = [rank for rank, words in headers.items() if words != usual]
+        causes = {"interrupted": interrupted, "dead": dead, "mismatch": differing, "late": absent}
+        reason = next((cause for cause, ranks in causes.items() if ranks), "library")
+        return json.dumps({"reason": reason, "ranks": causes.get(reason, []), "headers": headers})

@@ -1,0 +1,183 @@
+"""Calls on CPU tensors by Gloo, on connections of the communicator's own."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shotcast import wire
+from shotcast.collectives.vendor.interface import CallError, RefusedError
+from shotcast.wire import CallPlan, HeaderWords, Op
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+_SLICE = timedelta(milliseconds=20)
+"""Time between two looks for Ctrl-C, and for faults elsewhere, while a call waits."""
+_SLICE_ENDED = "Operation timed out!"
+"""The text of a wait that ended before the call."""
+_OVERTIME_S = 0.3
+"""Time from the deadline, which Gloo keeps by itself, until the call is given up."""
+# The texts by which Gloo reports that a call failed after it had begun; it has no error class for that.
+_FAILURES = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout")
+
+
+class GlooGroup:
+    """Ranks connected by Gloo. Construction is collective. Satisfies ``VendorGroup``.
+
+    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL.
+
+    Args:
+        store: a part of the job's store for this group alone.
+        rank, world_size: in this group.
+        timeout_s: the deadline of calls.
+        connect_s: the limit for the construction.
+        interrupted: raises CallError if a call must not wait any longer.
+    """
+
+    library = "gloo"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        connect_s: float,
+        interrupted: Callable[[], None],
+    ):
+        self._rank, self._world_size = rank, world_size
+        self._waits = False
+        self._interrupted = interrupted
+        try:
+            self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=connect_s))
+        except RuntimeError as error:
+            raise CallError(f"gloo did not connect: {error}") from error
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def progress(self) -> tuple[int, int]:
+        return 0, 0
+
+    def headers(self, own: HeaderWords) -> list[HeaderWords]:
+        mine = torch.tensor(own)
+        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
+        self._wait(lambda: self._group.allgather([rows], [mine]))
+        return [HeaderWords(*row.tolist()) for row in rows]
+
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        if any(tensor is not None and tensor.is_cuda for tensor in (x, out)):
+            self._run_by_host(plan, x, out, reduction)
+            return
+        if plan.dtype == "bool" and reduction == "sum":
+            reduction = "max"  # Gloo adds the bytes, and True + True is no bool
+        if plan.op is Op.BARRIER:
+            self._wait(lambda: self._group.barrier())
+            return
+        if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            assert x is not None
+            assert out is not None
+            self._reduce(plan, x.view(-1), out.view(-1), reduction)
+            return
+        # data that is only moved is sent as bytes, as the library knows few dtypes
+        x = None if x is None else x.view(-1).view(torch.uint8)
+        out = None if out is None else out.view(-1).view(torch.uint8)
+        self._move(plan, x, out)
+
+    def _run_by_host(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        result = None if out is None else torch.empty_like(out, device="cpu")
+        self.run(plan, None if x is None else x.cpu(), result, reduction)
+        if out is not None and result is not None:
+            out.copy_(result)
+
+    def _reduce(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
+        if plan.op is Op.ALL_REDUCE:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(_REDUCTIONS[reduction])
+            self._wait(lambda: self._group.allreduce([out], options))
+            return
+        parts = list(x.view(self._world_size, -1))
+        scatter = dist.ReduceScatterOptions()
+        scatter.reduceOp = dist.ReduceOp(_REDUCTIONS[reduction])
+        self._wait(lambda: self._group.reduce_scatter([out], [parts], scatter))
+
+    def _move(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        if plan.op in (Op.SEND, Op.RECV, Op.BROADCAST):
+            # A message is a broadcast between two ranks: Gloo's waits for messages cannot be looked into.
+            data = x if out is None else out
+            assert data is not None
+            if plan.op is Op.BROADCAST and x is not None and data.data_ptr() != x.data_ptr():
+                data.copy_(x)
+            options = dist.BroadcastOptions()
+            options.rootRank = self._rank if plan.op is Op.SEND else plan.root
+            options.rootTensor = 0
+            self._wait(lambda: self._group.broadcast([data], options))
+            return
+        assert x is not None
+        assert out is not None
+        if plan.op is Op.ALL_TO_ALL:
+            self._wait(lambda: self._group.alltoall_base(out, x, [], []))
+            return
+        assert plan.op is Op.ALL_GATHER
+        scale = wire.DTYPES[plan.dtype]
+        sizes = [size * scale for size in plan.sizes] or [out.numel() // self._world_size] * self._world_size
+        widest = max(sizes)
+        if x.numel() < widest:
+            x = torch.cat([x, x.new_zeros(widest - x.numel())])
+        parts = out.split(sizes)
+        rows = list(parts) if min(sizes) == widest else [out.new_empty(widest) for _ in sizes]
+        self._wait(lambda: self._group.allgather([rows], [x]))
+        if min(sizes) < widest:
+            for part, row in zip(parts, rows, strict=True):
+                part.copy_(row[: part.numel()])
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        """Begin a call of the library, and wait for its end."""
+        try:
+            work = begin()
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise _meaning(error) from error
+        self._waits = True
+        until = time.monotonic() + self._timeout_s + _OVERTIME_S
+        while True:
+            completed = work.is_completed()  # which is never true of some operations
+            try:
+                work.wait(_SLICE)
+                self._waits = False
+                return
+            except (RuntimeError, ValueError, TypeError) as error:
+                if completed or _SLICE_ENDED not in str(error):
+                    self._waits = False
+                    raise _meaning(error) from error
+                if time.monotonic() > until:
+                    raise CallError(f"gloo went on after its deadline: {error}") from error
+            self._interrupted()
+
+    def stop(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and self._waits:
+            # to destroy the group would be to wait for its call, which ends at its own deadline
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    close = stop
+
+
+def _meaning(error: Exception) -> CallError | RefusedError:
+    """Return what an error of the library means."""
+    if any(text in str(error) for text in _FAILURES):
+        return CallError(str(error))
+    return RefusedError(str(error))

@@ -1,0 +1,277 @@
+"""Calls on GPUs by NCCL, on a communicator of its own that can be aborted."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shotcast import wire
+from shotcast.collectives.vendor import nccl_library
+from shotcast.collectives.vendor.interface import CallError, RefusedError
+from shotcast.collectives.vendor.nccl_library import DTYPES, REDUCTIONS, UniqueId, error_text, library
+from shotcast.memory import driver
+from shotcast.memory.streams import raw_stream
+from shotcast.wire import CallPlan, HeaderWords, Op
+
+_BYTES = DTYPES["uint8"]
+_WARM_BYTES = (1 << 10, 16 << 20)
+"""Sizes of the first calls: NCCL connects ranks at the first use of each of its algorithms, small and large."""
+_LOCK_S = 1.0
+"""The limit for a thread that is inside the library, before its communicator is aborted under it."""
+_DESTROY_S = 5.0
+"""The limit for the end of a communicator; NCCL keeps those that captured graphs use until the graphs are gone."""
+
+
+class NcclGroup:
+    """Ranks connected by NCCL. Construction is collective. Satisfies ``VendorGroup``.
+
+    Calls are enqueued on the current stream. Before and after each the device writes a count into the host's memory,
+    so :meth:`progress` shows what waits, in eager calls and in replays of graphs.
+
+    Args:
+        store: a part of the job's store for this group alone.
+        rank, world_size: in this group.
+        device: of this rank.
+        connect_s: the limit for the construction.
+        interrupted: raises CallError if the construction must not wait any longer.
+
+    Raises:
+        CallError: the ranks were not connected.
+    """
+
+    library = "nccl"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        connect_s: float,
+        interrupted: Callable[[], None],
+    ):
+        self._rank, self._world_size, self._device = rank, world_size, device
+        self._comm = ctypes.c_void_p()
+        self._inside = threading.Lock()
+        self._stopped = False
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._marks = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._words = (ctypes.c_int64 * 2).from_address(self._marks.data_ptr())
+        torch.cuda.current_stream(device).synchronize()  # the count is zero
+        trouble: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                with torch.cuda.device(device):
+                    self._connect(store)
+            except Exception as error:  # given to the thread that waits
+                trouble.append(error)
+
+        thread = threading.Thread(target=connect, name="shotcast-nccl-connect", daemon=True)
+        thread.start()
+        until = time.monotonic() + connect_s
+        try:
+            while thread.is_alive():
+                thread.join(0.01)
+                interrupted()
+                if time.monotonic() > until:
+                    raise CallError(f"nccl did not connect within {connect_s:g} s")
+            if trouble:
+                raise CallError(f"nccl did not connect: {trouble[0]}") from trouble[0]
+        except BaseException:
+            self.stop()
+            raise
+
+    def _connect(self, store: dist.Store) -> None:
+        """Make the communicator, and the first call of each operation, so that later ones do not wait on the host."""
+        name = UniqueId()
+        if self._rank == 0:
+            self._check(library().ncclGetUniqueId(ctypes.byref(name)))
+            store.set("id", base64.b64encode(bytes(name)).decode())
+        else:
+            while not store.check(["id"]) and not self._stopped:
+                time.sleep(0.001)
+            name = UniqueId.from_buffer_copy(base64.b64decode(store.get("id")))
+        comm = ctypes.c_void_p()
+        self._check(library().ncclCommInitRank(ctypes.byref(comm), self._world_size, name, self._rank))
+        with self._inside:
+            self._comm = comm
+            if self._stopped:
+                self._abort()
+                return
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            for nbytes in _WARM_BYTES:
+                self._warm_up(torch.zeros(nbytes * self._world_size, dtype=torch.uint8, device=self._device))
+        stream.synchronize()
+
+    def _warm_up(self, data: torch.Tensor) -> None:
+        nbytes = data.numel()
+        whole, part = torch.empty_like(data), torch.empty_like(data[: nbytes // self._world_size])
+        for op, x, out in (
+            (Op.ALL_REDUCE, data, whole),
+            (Op.REDUCE_SCATTER, data, part),
+            (Op.ALL_GATHER, part, whole),
+            (Op.BROADCAST, data, whole),
+            (Op.ALL_TO_ALL, data, whole),
+        ):
+            self._enqueue(CallPlan(op, "vendor", "uint8", nbytes), x, out, "sum")
+
+    def progress(self) -> tuple[int, int]:
+        ended = self._words[1]  # before the other, which is never behind it
+        return self._words[0], ended
+
+    def headers(self, own: HeaderWords) -> list[HeaderWords]:
+        return [own]
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Do nothing: the watch has the deadline."""
+
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            plan, reduction = _reducible(plan, reduction)
+        with torch.cuda.device(self._device):
+            self._count.add_(1)
+            self._mark(0)
+            try:
+                self._enqueue(plan, x, out, reduction)
+            finally:
+                self._mark(1)
+
+    def _mark(self, place: int) -> None:
+        """Let the device copy its count into the host's memory."""
+        target = ctypes.c_void_p(self._marks.data_ptr() + 8 * place)
+        stream = ctypes.c_void_p(raw_stream(self._device.index))
+        source = ctypes.c_uint64(self._count.data_ptr())
+        driver.check(
+            driver.library().cuMemcpyDtoHAsync_v2(target, source, ctypes.c_size_t(8), stream), "copying a count"
+        )
+
+    def _enqueue(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        with self._inside:
+            if self._stopped:
+                raise CallError("the calls were aborted")
+            self._enqueue_inside(plan, x, out, reduction)
+
+    def _enqueue_inside(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        nccl, comm, stream = library(), self._comm, raw_stream(self._device.index)
+        source = 0 if x is None else x.data_ptr()
+        target = 0 if out is None else out.data_ptr()
+        nbytes = plan.nbytes
+        if plan.op is Op.BARRIER:
+            count = self._count.data_ptr()  # any memory does, as long as its value stays
+            self._check(nccl.ncclAllReduce(count, count, 1, DTYPES["int64"], REDUCTIONS["max"], comm, stream))
+        elif plan.op is Op.SEND:
+            self._check(nccl.ncclSend(source, nbytes, _BYTES, plan.root, comm, stream))
+        elif plan.op is Op.RECV:
+            self._check(nccl.ncclRecv(target, nbytes, _BYTES, plan.root, comm, stream))
+        elif plan.op is Op.BROADCAST:
+            self._check(nccl.ncclBroadcast(source, target, nbytes, _BYTES, plan.root, comm, stream))
+        elif plan.op is Op.ALL_TO_ALL:
+            part = nbytes // self._world_size
+            with _Grouped(self._check):
+                for peer in range(self._world_size):
+                    self._check(nccl.ncclSend(source + peer * part, part, _BYTES, peer, comm, stream))
+                    self._check(nccl.ncclRecv(target + peer * part, part, _BYTES, peer, comm, stream))
+        elif plan.op is Op.ALL_GATHER and plan.sizes:
+            sizes = [size * wire.DTYPES[plan.dtype] for size in plan.sizes]
+            starts = itertools.accumulate(sizes, initial=target)
+            with _Grouped(self._check):
+                for root, (size, start) in enumerate(zip(sizes, starts, strict=False)):
+                    sent = source if root == self._rank else start
+                    if size:
+                        self._check(nccl.ncclBroadcast(sent, start, size, _BYTES, root, comm, stream))
+        elif plan.op is Op.ALL_GATHER:
+            self._check(nccl.ncclAllGather(source, target, nbytes // self._world_size, _BYTES, comm, stream))
+        else:
+            dtype, code = DTYPES[plan.dtype], REDUCTIONS[reduction]
+            count = nbytes // wire.DTYPES[plan.dtype]
+            if plan.op is Op.ALL_REDUCE:
+                self._check(nccl.ncclAllReduce(source, target, count, dtype, code, comm, stream))
+            else:
+                assert plan.op is Op.REDUCE_SCATTER
+                part = count // self._world_size
+                self._check(nccl.ncclReduceScatter(source, target, part, dtype, code, comm, stream))
+
+    def _check(self, result: int) -> None:
+        """Raise what a result of NCCL means: RefusedError for calls that it does not serve, CallError for others."""
+        if result == nccl_library.SUCCESS:
+            return
+        if result in (nccl_library.INVALID_ARGUMENT, nccl_library.INVALID_USAGE) and not self._stopped:
+            raise RefusedError(error_text(result))
+        raise CallError(error_text(result))
+
+    def stop(self) -> None:
+        """Abort the calls under way: their kernels end. Does not block, and needs no other rank."""
+        if self._stopped:
+            return
+        self._stopped = True
+
+        def abort() -> None:
+            held = self._inside.acquire(timeout=_LOCK_S)  # a thread inside may itself wait for a rank
+            try:
+                self._abort()
+            finally:
+                if held:
+                    self._inside.release()
+
+        threading.Thread(target=abort, name="shotcast-nccl-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            with torch.cuda.device(self._device):
+                library().ncclCommAbort(comm)
+
+    def close(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+
+        def destroy() -> None:
+            comm, self._comm = self._comm, ctypes.c_void_p()
+            with torch.cuda.device(self._device):
+                library().ncclCommDestroy(comm)
+
+        thread = threading.Thread(target=destroy, name="shotcast-nccl-destroy", daemon=True)
+        thread.start()
+        thread.join(_DESTROY_S)
+
+
+class _Grouped:
+    """A context in which calls of NCCL are parts of one operation."""
+
+    def __init__(self, check: Callable[[int], None]):
+        self._check = check
+
+    def __enter__(self) -> None:
+        self._check(library().ncclGroupStart())
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        result = library().ncclGroupEnd()
+        if error is None:
+            self._check(result)
+
+
+def _reducible(plan: CallPlan, reduction: str) -> tuple[CallPlan, str]:
+    """Return a plan and a reduction that NCCL has, for the same bytes. Raises RefusedError if there are none."""
+    dtype = plan.dtype
+    if dtype == "bool":
+        # of bytes that are 0 or 1; True + True is True
+        dtype, reduction = "uint8", {"sum": "max", "prod": "min"}.get(reduction, reduction)
+    elif dtype in ("complex64", "complex128") and reduction == "sum":
+        dtype = {"complex64": "float32", "complex128": "float64"}[dtype]
+    if dtype not in DTYPES:
+        raise RefusedError(
+            f"nccl has no {reduction} of {plan.dtype}; it has those of {', '.join(DTYPES)}, bool and complex"
+        )
+    return dataclasses.replace(plan, dtype=dtype), reduction

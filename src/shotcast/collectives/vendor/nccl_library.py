@@ -1,0 +1,71 @@
+"""NCCL's functions, called directly: PyTorch's process groups end the whole job where a call times out."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+SUCCESS, INVALID_ARGUMENT, INVALID_USAGE = 0, 4, 5
+"""Values of ncclResult_t."""
+
+DTYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+    "float8_e4m3fn": 10,
+    "float8_e5m2": 11,
+}
+"""ncclDataType_t by dtype: what NCCL reduces (FP8 since 2.24, from compute capability 9.0 on)."""
+REDUCTIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
+"""ncclRedOp_t by reduction."""
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: names the group that ranks are to make."""
+
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
+    "ncclCommInitRank": (ctypes.POINTER(_POINTER), _INT, UniqueId, _INT),
+    "ncclCommAbort": (_POINTER,),
+    "ncclCommDestroy": (_POINTER,),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    # sent, received, count, type, [reduction or root,] communicator, stream
+    "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclReduceScatter": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _POINTER, _POINTER),
+    "ncclSend": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclRecv": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+}
+"""Arguments of the functions, from nccl.h; each returns an ncclResult_t."""
+
+
+@functools.cache
+def library() -> Any:
+    """Return the library that PyTorch was installed with. Raises OSError if there is none."""
+    found = ctypes.CDLL("libnccl.so.2")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    found.ncclGetErrorString.restype = ctypes.c_char_p
+    found.ncclGetLastError.argtypes, found.ncclGetLastError.restype = (ctypes.c_void_p,), ctypes.c_char_p
+    return found
+
+
+def error_text(result: int) -> str:
+    """Return what a result other than SUCCESS means."""
+    last = (library().ncclGetLastError(None) or b"").decode().strip()
+    return f"{library().ncclGetErrorString(result).decode()}{f' ({last})' if last else ''}"

@@ -1,0 +1,358 @@
+"""The calls of a communicator that the vendor library serves, with the communicator's deadline."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shotcast.collectives.algorithm import Algorithms
+from shotcast.collectives.faults import mismatch_of
+from shotcast.collectives.vendor.blame import Blame
+from shotcast.collectives.vendor.gloo import GlooGroup
+from shotcast.collectives.vendor.interface import CallError, RefusedError, VendorGroup
+from shotcast.collectives.vendor.watch import WATCH
+from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError
+from shotcast.memory.host_group import StoreGroup
+from shotcast.wire import CallPlan, HeaderWords, Op
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_LIMIT_S = 120.0
+"""The limit for connecting ranks that have met: the library sets up its memory and its threads meanwhile."""
+_ALARM_AFTER_S = 0.25
+"""Time between two looks for faults of other ranks, which ask the job's store."""
+_SETTLE_S = 0.3
+"""Time from the end of a process to the end of calls with it, which may have all that they need from it."""
+_REMEMBERED = 1024
+"""Calls on a device whose headers are kept, to compare them should one fail."""
+
+
+class _Begun(NamedTuple):
+    """A call that this rank has made."""
+
+    op: str
+    number: int
+    header: HeaderWords | None
+
+
+@dataclasses.dataclass
+class _Connected:
+    """Connected ranks, and what is known of their calls.
+
+    Attributes:
+        calls: how many this rank has made.
+        recent: the last of them.
+        captured: some call was captured in a graph, so the device may begin more calls than this rank has made.
+        waiting: the number of the call that the device waited in at the last look; -1 for none.
+        since: the time of the first look at that.
+    """
+
+    group: VendorGroup
+    members: tuple[int, ...]
+    calls: int = 0
+    recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    captured: bool = False
+    waiting: int = -1
+    since: float = 0.0
+
+    def begun(self, number: int) -> _Begun:
+        """Return the call that the device has begun as its ``number``-th."""
+        known = [] if self.captured else [one for one in self.recent if one.number == number]
+        return known[0] if known else _Begun("a captured call" if self.captured else "a call", number, None)
+
+
+class Vendor:
+    """Serves calls by NCCL or Gloo, on connections of its own that end with the communicator.
+
+    Ranks connect at the first call that needs it: all ranks for collectives, two for messages. A call that fails stops
+    the communicator: :meth:`check` raises on every rank that waits, and no call is made until :meth:`reset`. The
+    communicator holds its lock during all methods but :meth:`check` and :meth:`look`.
+
+    Args:
+        host: the ranks.
+        device: of the tensors.
+        algorithms: of the communicator.
+        timeout_s: the deadline of a call.
+        library: ``nccl`` or ``gloo``.
+        compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
+        stopped: returns whether own kernels have stopped the communicator.
+
+    Attributes:
+        failed: a call has failed since the last reset.
+    """
+
+    def __init__(
+        self,
+        host: StoreGroup,
+        device: torch.device,
+        algorithms: Algorithms,
+        timeout_s: float,
+        library: str,
+        compares: bool,
+        stopped: Callable[[], bool],
+    ):
+        self._host, self._device, self._algorithms = host, device, algorithms
+        self._timeout_s, self._library = timeout_s, library
+        self._compares, self._stopped = compares, stopped
+        self._all = tuple(range(host.world_size))
+        self._retired: list[VendorGroup] = []
+        self._retired_at: list[int] = []
+        self._halting = threading.Lock()
+        self._gone_at: dict[int, float] = {}
+        self._looked = 0.0
+        self._begin(0)
+        if library == "nccl":
+            WATCH.add(self)
+
+    def _begin(self, generation: int) -> None:
+        """Begin without connections; ``generation`` tells them from those before a reset."""
+        self.generation = generation
+        self._store = self._host.store(f"vendor/{generation}")
+        self._blame = Blame(self._store, self._host.rank, self._host.gone)
+        self._connected: dict[tuple[int, ...], _Connected] = {}
+        self._error: ShotcastError | None = None
+        self._decided = threading.Event()
+        self.failed = False
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def connected(self, plan: CallPlan) -> bool:
+        """Return whether the ranks of a call are connected."""
+        return self._members(plan) in self._connected
+
+    def _members(self, plan: CallPlan) -> tuple[int, ...]:
+        if plan.op in (Op.SEND, Op.RECV):
+            return tuple(sorted((self._host.rank, plan.root)))
+        return self._all
+
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+        """Make the call; ``x`` and ``out`` are contiguous, None where the operation has none.
+
+        Where the ranks are not connected yet, it connects them.
+
+        Raises:
+            UnsupportedError: the library cannot serve the call.
+            CollectiveTimeout, CollectiveMismatch: other ranks are not in the same call.
+            ShotcastError: the library failed.
+        """
+        self.check()
+        members = self._members(plan)
+        sent = dataclasses.replace(plan, root=self._host.rank) if plan.op is Op.SEND else plan
+        header = self._algorithms.header(sent)
+        known = self._connected.get(members)
+        call = _Begun(plan.op.label, known.calls + 1 if known else 1, header)
+        begun = self._looked = time.monotonic()
+        try:
+            known = known or self._connect(members, self._timeout_s)
+            known.calls += 1
+            if self._library == "nccl":
+                known.recent.append(call)
+                known.captured |= torch.cuda.is_current_stream_capturing()
+            if self._compares and not known.captured:
+                self._compare(known, call)
+            root = members.index(plan.root) if plan.op in (Op.BROADCAST, Op.SEND, Op.RECV) else plan.root
+            with torch.no_grad():  # otherwise out would carry the gradient of a copy
+                known.group.run(dataclasses.replace(plan, root=root), x, out, reduction)
+        except RefusedError as error:
+            what = f"{plan.op.label}({reduction}) of {plan.dtype}"
+            raise UnsupportedError(f"neither own kernels nor {self._library} served {what}: {error}") from error
+        except CallError as error:
+            self._fail(members, call, str(error), begun)
+            self.check()
+        except KeyboardInterrupt:
+            self._fail(members, call, "a signal ended it", begun, interrupted=True)
+            raise
+
+    def _compare(self, known: _Connected, call: _Begun) -> None:
+        """Compare the headers of a call between its ranks. Raises CallError if they differ."""
+        assert call.header is not None
+        headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
+        if len(set(headers.values())) > 1:
+            if self._halt():
+                self._error = mismatch_of(self._host.rank, headers, call.number, self._algorithms.names)
+                self._decided.set()
+            raise CallError("the calls differ")
+
+    def connect(self, limit_s: float) -> None:
+        """Connect all ranks, which call this together. Raises what :meth:`run` raises."""
+        call, begun = _Begun("connecting", 0, None), time.monotonic()
+        try:
+            self._connect(self._all, limit_s)
+        except CallError as error:
+            self._fail(self._all, call, str(error), begun)
+            self.check()
+
+    def _connect(self, members: tuple[int, ...], patience_s: float) -> _Connected:
+        """Connect ``members``. Raises CallError if one of them does not come within ``patience_s``, or ends."""
+        name = "-".join(map(str, members)) if members != self._all else "all"
+        store = dist.PrefixStore(name, self._store)
+        self._meet(store, "come", members, patience_s)
+        rank = members.index(self._host.rank)
+        arguments = store, rank, len(members)
+
+        def interrupted() -> None:
+            self._interrupted(members)
+
+        group: VendorGroup
+        if self._library == "nccl":
+            from shotcast.collectives.vendor.nccl import NcclGroup
+
+            group = NcclGroup(*arguments, self._device, _CONNECT_LIMIT_S, interrupted)
+        else:
+            group = GlooGroup(*arguments, self._timeout_s, _CONNECT_LIMIT_S, interrupted)
+        try:
+            self._meet(store, "connected", members, _CONNECT_LIMIT_S)
+        except BaseException:
+            group.stop()
+            raise
+        known = self._connected[members] = _Connected(group, members)
+        return known
+
+    def _meet(self, store: dist.Store, what: str, members: tuple[int, ...], limit_s: float) -> None:
+        """Wait until all ``members`` have come to this point. Raises CallError."""
+        store.set(f"{what}/{self._host.rank}", "")
+        until, pause = time.monotonic() + limit_s, 0.0005
+        while not all(store.check([f"{what}/{rank}"]) for rank in members):
+            if time.monotonic() > until:
+                raise CallError("ranks did not come to connect")
+            self._interrupted(members)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the error that stopped the calls, if there is one."""
+        if self.failed:
+            self._decided.wait()
+            assert self._error is not None
+            raise copy.copy(self._error)
+        if self._replayed():
+            raise ShotcastError(
+                f"a graph was replayed that was captured before reset(); its calls by {self._library} did nothing: "
+                f"capture it again, and reset()"
+            )
+
+    def needs_reset(self) -> bool:
+        """Return whether :meth:`check` would raise."""
+        return self.failed or self._replayed()
+
+    def _replayed(self) -> bool:
+        """Return whether the device has begun calls on connections that are no more."""
+        return self._retired_at != [group.progress()[0] for group in self._retired]
+
+    def _interrupted(self, members: tuple[int, ...]) -> None:
+        """Raise CallError if a call with ``members`` must not wait any longer, whatever its deadline."""
+        if self._stopped():
+            raise CallError("own kernels stopped the communicator")
+        now = time.monotonic()
+        for rank in members:
+            if rank in self._host.gone and now - self._gone_at.setdefault(rank, now) > _SETTLE_S:
+                raise CallError(f"the process of rank {rank} has ended")
+        if now - self._looked > _ALARM_AFTER_S:
+            self._looked = now
+            if self._blame.raised():
+                raise CallError("a call of another rank failed")
+
+    def _fail(
+        self, members: tuple[int, ...], call: _Begun, detail: str, begun: float, interrupted: bool = False
+    ) -> None:
+        """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on."""
+        if not self._halt():
+            return
+        rank = self._host.rank
+        self._error = self._library_error(call, detail)
+        try:
+            if self._stopped():
+                self._error = ShotcastError(f"rank {rank}: own kernels stopped the communicator during {call.op}")
+                return
+            found = self._blame.verdict(members, call.header, time.monotonic() - begun, interrupted)
+            if found.reason == "mismatch":
+                names = self._algorithms.names
+                self._error = mismatch_of(rank, found.headers, call.number, names, found.ranks)
+            elif found.reason != "library":
+                reason, limit = found.reason, self._timeout_s
+                self._error = CollectiveTimeout(rank, found.ranks, call.op, call.number, limit, reason)
+        except Exception as error:
+            # without the store, which ends with the process that holds it, this rank decides alone
+            logger.warning("rank %d: the ranks could not agree on who is at fault: %s", rank, error)
+            dead = [peer for peer in members if peer in self._host.gone]
+            if dead:
+                self._error = CollectiveTimeout(rank, dead, call.op, call.number, self._timeout_s, "dead")
+        finally:
+            self._decided.set()
+
+    def _library_error(self, call: _Begun, detail: str) -> ShotcastError:
+        return ShotcastError(
+            f"rank {self._host.rank}: {self._library} failed in {call.op} (call {call.number}): {detail}. The "
+            f"communicator is stopped: reset() it, or close() it and build a new one"
+        )
+
+    def _halt(self) -> bool:
+        """End all calls under way. Returns whether this is the first fault, so that the caller sets the error."""
+        with self._halting:
+            if self.failed:
+                return False
+            self.failed = True
+        for known in list(self._connected.values()):
+            known.group.stop()
+        return True
+
+    def look(self, now: float) -> None:
+        """Find calls on the device that must not go on, and end them. On the thread of the watch."""
+        if self.failed:
+            return
+        for known in list(self._connected.values()):
+            begun, ended = known.group.progress()
+            if begun == ended or begun != known.waiting:
+                known.waiting, known.since, self._looked = (-1 if begun == ended else begun), now, now
+                continue
+            detail = "the deadline has passed"
+            try:
+                self._interrupted(known.members)
+                if now - known.since <= self._timeout_s:
+                    continue
+            except CallError as error:
+                detail = str(error)
+            # in a thread of its own, as other communicators are to be looked at meanwhile
+            arguments = known.members, known.begun(begun), detail, known.since
+            threading.Thread(target=self._fail, args=arguments, daemon=True).start()
+            return
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later calls, and of replays of captured ones."""
+        self._timeout_s = timeout_s
+        if not self.failed:
+            for known in self._connected.values():
+                known.group.set_timeout(timeout_s)
+
+    def reset(self, generation: int) -> None:
+        """Forget all connections and the fault, with no call under way; later calls connect anew.
+
+        Args:
+            generation: the same number on all ranks, higher than before.
+        """
+        for known in self._connected.values():
+            known.group.stop()
+            if known.captured:
+                self._retired.append(known.group)
+        self._retired_at = [group.progress()[0] for group in self._retired]
+        self._begin(generation)
+
+    def close(self) -> None:
+        """Let go of all connections, with no call under way. Needs no other rank."""
+        WATCH.remove(self)
+        for known in self._connected.values():
+            known.group.close()
+        self._connected = {}

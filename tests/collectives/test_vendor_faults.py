@@ -1,0 +1,276 @@
+"""Calls of the vendor library that cannot complete: the error names the ranks at fault, in time, and a reset helps.
+
+Nine ranks are more than own kernels serve, so nothing but the library connects them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import vendor_fault_targets as targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shotcast
+from shotcast.collectives.registry import registered
+from shotcast.collectives.vendor import blame
+from shotcast.collectives.vendor.blame import Blame
+from shotcast.collectives.vendor.vendor import Vendor, _Begun, _Connected
+from shotcast.collectives.vendor.watch import CallWatch
+from shotcast.errors import RankFailed
+from shotcast.wire import HeaderWords
+
+SLACK_S = 1.0
+
+
+def names(outcome: dict[str, Any], ranks: tuple[int, ...], reason: str = "late") -> bool:
+    found = outcome["class"], outcome["missing"], outcome["reason"]
+    return found == ("CollectiveTimeout", ranks, reason)
+
+
+@pytest.mark.timing
+class TestWithoutOwnKernels:
+    def test_a_late_rank(self) -> None:
+        results = shotcast.spawn(targets.late_for_each_operation, 9, 1, timeout_s=100)
+        for rank, seen in enumerate(results):
+            for name, outcome in seen.items():
+                assert names(outcome, (1,)), (rank, name, outcome)
+                assert outcome["took"] < 0.5 + SLACK_S, (rank, name, outcome)
+        assert len(results[0]) == 8
+        assert "message" not in results[2]
+
+    def test_different_calls(self) -> None:
+        for rank, seen in enumerate(shotcast.spawn(targets.different_calls, 9, 4, timeout_s=60)):
+            for outcome, fields in zip(seen, (("op", "nbytes"), ("dtype",), ("nbytes",), ("root",)), strict=True):
+                assert outcome["class"] == "CollectiveMismatch", rank
+                assert outcome["differing"] == (4,)
+                assert outcome["fields"] == fields
+                assert outcome["took"] < SLACK_S, (rank, outcome)
+
+    def test_a_message_meets_a_collective(self) -> None:
+        for rank, outcome in enumerate(shotcast.spawn(targets.meets_a_message, 9, 3, timeout_s=60)):
+            assert outcome["class"] == "CollectiveMismatch", (rank, outcome)
+            assert outcome["differing"] == (3,)
+
+    def test_a_killed_rank_is_named_within_a_second(self) -> None:
+        results = shotcast.spawn(targets.killed, 9, 4, timeout_s=60, return_exceptions=True)
+        assert isinstance(results.pop(4), RankFailed)
+        for outcome in results:
+            assert names(outcome, (4,), "dead"), outcome
+            assert outcome["took"] < 0.3 + SLACK_S
+
+    def test_an_interrupted_rank(self) -> None:
+        results = shotcast.spawn(targets.interrupted, 9, 4, timeout_s=60)
+        kind, took, _ = results.pop(4)
+        assert kind == "KeyboardInterrupt"
+        assert took < 0.4 + SLACK_S
+        for kind, took, _ in results:
+            assert kind == "interrupted (4,)"
+            assert took < 1.2 + SLACK_S
+        for _, _, after in results:
+            assert names(after, (4,), "interrupted")
+
+
+@pytest.mark.timing
+class TestBesideOwnKernels:
+    def test_a_rank_stopped_inside_the_library(self) -> None:
+        results = shotcast.spawn(targets.stopped_inside, 3, 1, timeout_s=60)
+        for rank, outcome in enumerate(results):
+            assert names(outcome, (1,)), (rank, outcome)
+            assert rank == 1 or outcome["took"] < 0.6 + SLACK_S
+
+    def test_calls_that_are_not_compared(self) -> None:
+        env = {"SHOTCAST_CHECK_VENDOR": "0"}
+        results = shotcast.spawn(targets.absent_at_the_connection, 3, 1, env=env, timeout_s=60)
+        for rank in (0, 2):
+            assert names(results[rank], (1,)), results[rank]
+            assert results[rank]["took"] < 0.5 + SLACK_S
+
+
+HEADERS = st.sampled_from([HeaderWords(1 << 47 | 8, 5), HeaderWords(1 << 47 | 16, 5), None])
+REPORTS = st.dictionaries(st.integers(0, 5), st.tuples(HEADERS, st.booleans()), min_size=1)
+
+
+class TestBlame:
+    @settings(max_examples=60)
+    @given(reports=REPORTS, gone=st.sets(st.integers(0, 5)), late=st.integers(0, 5), in_time=st.booleans())
+    def test_all_ranks_get_one_verdict(
+        self, reports: dict[int, tuple[HeaderWords | None, bool]], gone: set[int], late: int, in_time: bool
+    ) -> None:
+        """Compare the verdict with the rules; a late rank, before or after the decision, gets the same one."""
+        store, members = dist.HashStore(), range(6)
+        verdicts: dict[int, Any] = {}
+
+        def report(rank: int, header: HeaderWords | None, interrupted: bool, waited_s: float = 1.0) -> None:
+            verdicts[rank] = Blame(store, rank, gone).verdict(members, header, waited_s, interrupted)
+
+        interrupting = [rank for rank, (_, interrupted) in reports.items() if interrupted]
+        came = {rank: reports[rank] for rank in interrupting[:1] or reports if rank != late}
+        if not came:
+            return
+        threads = [threading.Thread(target=report, args=(rank, *what)) for rank, what in came.items()]
+        with mock.patch.object(blame, "_PATIENCE_S", 0.1):
+            for thread in threads:
+                thread.start()
+            time.sleep(0.02 if in_time else 0.15)
+            report(late, None, False, 0.0)
+            for thread in threads:
+                thread.join()
+        found = verdicts[late]
+        assert all(each[:2] == found[:2] for each in verdicts.values())
+        absent = {*members} - {*came}
+        known = {rank: header for rank, (header, _) in came.items() if header is not None}
+        if interrupting and interrupting[0] in came:
+            assert found[:2] == ("interrupted", tuple(interrupting[:1]))
+        elif absent & gone:
+            assert found[:2] == ("dead", tuple(sorted(absent & gone)))
+        elif len(set(known.values())) > 1:
+            assert found.reason == "mismatch"
+            assert 0 < len(found.ranks) <= len(known) / 2
+        else:
+            assert found[:2] == ("late", tuple(sorted(absent)))
+        assert Blame(store, 0, gone).raised()
+
+    def test_nobody_is_at_fault_if_all_are_in_the_call(self) -> None:
+        store, found = dist.HashStore(), []
+        header = HeaderWords(1 << 47 | 8, 5)
+
+        def report(rank: int) -> None:
+            found.append(Blame(store, rank, ()).verdict(range(3), header, 1.0)[:2])
+
+        threads = [threading.Thread(target=report, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [("library", ())] * 3
+
+    def test_nothing_is_raised_at_first(self) -> None:
+        assert not Blame(dist.HashStore(), 0, ()).raised()
+
+
+class Device:
+    """A group whose calls run on a device: the test says how far they are."""
+
+    library = "nccl"
+
+    def __init__(self) -> None:
+        self.begun = self.ended = self.stops = 0
+
+    def progress(self) -> tuple[int, int]:
+        return self.begun, self.ended
+
+    def stop(self) -> None:
+        self.stops += 1
+        self.ended = self.begun  # the kernels of an aborted call end
+
+    def run(self, *_: Any) -> None:
+        self.begun += 1
+
+
+class TestCallsOnADevice:
+    """What the watch does with calls that a GPU has begun and not ended."""
+
+    @pytest.fixture
+    def parts(self) -> Any:
+        store, gone, faults = dist.HashStore(), set[int](), list[int]()
+        host = types.SimpleNamespace(rank=0, world_size=2, gone=gone, store=lambda name: dist.PrefixStore(name, store))
+        cpu = torch.device("cpu")
+        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults))  # type: ignore[arg-type]
+        device: Any = Device()
+        known = _Connected(device, (0, 1))
+        vendor._connected[0, 1] = known
+        return types.SimpleNamespace(vendor=vendor, device=device, gone=gone, faults=faults, store=store, known=known)
+
+    def look(self, parts: Any, limit_s: float) -> float:
+        """Look as the watch does until a fault is found. Return the seconds that it took, or ``limit_s``."""
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < limit_s and not parts.vendor.failed:
+            parts.vendor.look(time.monotonic())
+            time.sleep(0.005)
+        return min(waited, limit_s)
+
+    def test_a_call_that_progresses_is_left_alone(self, parts: Any) -> None:
+        for _ in range(4):
+            parts.device.begun += 1
+            assert self.look(parts, 0.15) == 0.15  # less than the deadline each, more together
+            parts.device.ended += 1
+        assert self.look(parts, 0.3) == 0.3
+        parts.vendor.check()
+        assert parts.device.stops == 0
+
+    def test_the_deadline(self, parts: Any) -> None:
+        parts.device.begun = 1
+        parts.known.recent.append(_Begun("all_to_all", 1, HeaderWords(1 << 47 | 8, 5)))
+        assert 0.19 < self.look(parts, 2) < 0.5
+        with pytest.raises(shotcast.CollectiveTimeout, match="all_to_all") as caught:
+            parts.vendor.check()
+        assert (caught.value.missing, caught.value.reason, caught.value.epoch) == ((1,), "late", 1)
+        assert parts.device.stops == 1
+
+    def test_a_changed_deadline(self, parts: Any) -> None:
+        parts.device.set_timeout = lambda timeout_s: None
+        parts.vendor.set_timeout(60)
+        parts.device.begun = 1
+        assert self.look(parts, 0.5) == 0.5
+
+    def test_a_dead_rank(self, parts: Any) -> None:
+        parts.vendor._timeout_s = 600.0
+        parts.device.begun = 1
+        parts.gone.add(1)
+        assert self.look(parts, 3) < 0.8
+        with pytest.raises(shotcast.CollectiveTimeout) as caught:
+            parts.vendor.check()
+        assert (caught.value.missing, caught.value.reason) == ((1,), "dead")
+
+    def test_a_fault_of_own_kernels(self, parts: Any) -> None:
+        parts.vendor._timeout_s = 600.0
+        parts.device.begun = 1
+        parts.faults.append(1)
+        assert self.look(parts, 3) < 0.5
+        with pytest.raises(shotcast.ShotcastError, match="own kernels stopped the communicator"):
+            parts.vendor.check()
+        assert parts.device.stops == 1
+
+    def test_a_fault_of_another_rank(self, parts: Any) -> None:
+        parts.vendor._timeout_s = 600.0
+        parts.device.begun = 1
+        header = HeaderWords(1 << 47 | 8, 5)
+        other = Blame(dist.PrefixStore("vendor/0", parts.store), 1, ())
+        threading.Thread(target=other.verdict, args=((0, 1), header, 1.0, True)).start()
+        assert self.look(parts, 3) < 0.8
+        with pytest.raises(shotcast.CollectiveTimeout) as caught:
+            parts.vendor.check()
+        assert (caught.value.missing, caught.value.reason) == ((1,), "interrupted")
+
+    def test_graphs_captured_before_a_reset_are_found_out(self, parts: Any) -> None:
+        parts.device.begun = parts.device.ended = 3
+        parts.known.captured = True
+        parts.vendor.reset(1)
+        parts.vendor.check()
+        parts.device.begun = parts.device.ended = 4
+        with pytest.raises(shotcast.ShotcastError, match=r"captured before reset\(\)"):
+            parts.vendor.check()
+        assert parts.vendor.needs_reset()
+        parts.vendor.reset(2)
+        parts.vendor.check()
+
+    def test_the_watch_looks_until_it_is_told_to_stop(self, parts: Any) -> None:
+        watch = CallWatch()
+        watch.add(parts.vendor)
+        parts.device.begun = 1
+        until = time.monotonic() + 5
+        while not parts.vendor.failed and time.monotonic() < until:
+            time.sleep(0.01)
+        assert parts.vendor.failed
+        watch.remove(parts.vendor)
+        while watch._thread is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert watch._thread is None

@@ -1,0 +1,171 @@
+"""Functions that a rank of tests/collectives/test_vendor_faults.py runs: calls of the vendor library that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shotcast
+from shotcast import Communicator
+
+Outcome = dict[str, Any]
+
+
+def _outcome(call: Callable[[], Any]) -> Outcome:
+    """Make a call that fails. Return the class, the text and the facts of its error, and the seconds that it took."""
+    begun = time.monotonic()
+    with pytest.raises(shotcast.ShotcastError) as caught:
+        call()
+    facts = {name: getattr(caught.value, name, None) for name in ("missing", "reason", "differing", "fields")}
+    took = time.monotonic() - begun
+    return {"class": type(caught.value).__name__, "text": str(caught.value), "took": took, **facts}
+
+
+def calls_of(comm: Communicator) -> dict[str, Callable[[], Any]]:
+    """Return a call of each operation."""
+    x, n = torch.ones(4 * comm.world_size), comm.world_size
+    neighbour = comm.rank ^ 1
+    message = (lambda: comm.send(x, neighbour)) if comm.rank % 2 == 0 else (lambda: comm.recv(x, neighbour))
+    return {
+        "all_reduce": lambda: comm.all_reduce(x, algorithm="vendor"),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, algorithm="vendor"),
+        "all_gather": lambda: comm.all_gather(x, algorithm="vendor"),
+        "uneven all_gather": lambda: comm.all_gather(
+            x[: comm.rank + 1], sizes=list(range(1, n + 1)), algorithm="vendor"
+        ),
+        "all_to_all": lambda: comm.all_to_all(x, algorithm="vendor"),
+        "broadcast": lambda: comm.broadcast(x.clone(), n - 1, algorithm="vendor"),
+        "barrier": comm.barrier,
+        "message": message if neighbour < n else lambda: None,
+    }
+
+
+def late_for_each_operation(victim: int) -> dict[str, Outcome]:
+    """Have the victim stay away from one call of each operation, and work again after a reset."""
+    seen = {}
+    with Communicator(device="cpu", timeout_s=20) as comm:
+        for name, call in calls_of(comm).items():
+            comm.barrier()
+            comm.set_timeout(0.5)
+            takes_part = name != "message" or comm.rank == victim ^ 1
+            if comm.rank == victim or not takes_part:
+                time.sleep(0.8)
+                if comm.rank == victim:
+                    seen[name] = _outcome(call)
+            else:
+                seen[name] = _outcome(call)
+                with pytest.raises(shotcast.CollectiveTimeout):
+                    comm.check()
+            comm.set_timeout(20)
+            comm.reset()
+            assert comm.all_reduce(torch.ones(3)).tolist() == [float(comm.world_size)] * 3
+            for again in calls_of(comm).values():
+                again()
+    return seen
+
+
+def different_calls(odd: int) -> list[Outcome]:
+    """Have one rank make another call than the others; return each error."""
+    seen = []
+    with Communicator(device="cpu", timeout_s=20) as comm:
+        x = torch.ones(4 * comm.world_size)
+        for usual, other in (
+            (lambda: comm.all_reduce(x), lambda: comm.all_gather(x)),
+            (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x.int())),
+            (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x[:-1])),
+            (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, reduction="max")),
+        ):
+            seen.append(_outcome(other if comm.rank == odd else usual))
+            comm.reset()
+            assert comm.all_reduce(torch.ones(3)).tolist() == [float(comm.world_size)] * 3
+    return seen
+
+
+def meets_a_message(odd: int) -> Outcome | None:
+    """Have one rank send a message to rank 0, which calls a collective as all others do."""
+    with Communicator(device="cpu", timeout_s=1) as comm:
+        x = torch.ones(4)
+        return _outcome(lambda: comm.send(x, 0) if comm.rank == odd else comm.all_reduce(x))
+
+
+def killed(victim: int) -> Outcome:
+    """Kill the victim while the others wait for it, with ten minutes to the deadline."""
+    comm = Communicator(device="cpu")
+    comm.barrier()
+    if comm.rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = _outcome(lambda: comm.all_reduce(torch.ones(5)))
+    comm.close()
+    return found
+
+
+def interrupted(victim: int) -> tuple[str, float, Outcome]:
+    """Interrupt the victim, which waits for rank 0. Return what it saw, and what its next call raised."""
+    comm = Communicator(device="cpu", timeout_s=60)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(1.2)
+    elif comm.rank == victim:
+        threading.Timer(0.4, signal.raise_signal, (signal.SIGINT,)).start()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun, kind = time.monotonic(), ""
+    try:
+        comm.all_reduce(torch.ones(5))
+    except KeyboardInterrupt:
+        kind = "KeyboardInterrupt"
+    except shotcast.CollectiveTimeout as error:
+        kind = f"{error.reason} {error.missing}"
+    took = time.monotonic() - begun
+    after = _outcome(lambda: comm.all_reduce(torch.ones(5)))
+    comm.reset()
+    assert comm.all_reduce(torch.ones(3)).tolist() == [float(comm.world_size)] * 3
+    comm.close()
+    return kind, took, after
+
+
+def stopped_inside(victim: int) -> Outcome | None:
+    """Stop the victim after all have begun a call, within the library, for longer than the deadline."""
+    with Communicator(device="cpu", timeout_s=20) as comm:
+        x = torch.ones(100_000).long()
+        comm.all_reduce(x)
+        pids = comm._host.all_gather(os.getpid())
+        comm.set_timeout(0.6)
+        if comm.rank == victim:
+            vendor: Any = comm._vendor
+            run = vendor.run
+
+            def stop_first(*args: Any) -> None:
+                vendor.run = run
+                os.kill(os.getpid(), signal.SIGSTOP)
+                run(*args)
+
+            vendor.run = stop_first
+        elif comm.rank == (victim + 1) % comm.world_size:
+            threading.Timer(2.0, os.kill, (pids[victim], signal.SIGCONT)).start()
+        seen = _outcome(lambda: comm.all_reduce(x))
+        if comm.rank == (victim + 1) % comm.world_size:
+            time.sleep(2.0)
+        comm.set_timeout(20)
+        comm.reset()
+        assert comm.all_reduce(x)[0] == comm.world_size
+        assert comm.all_reduce(torch.ones(3)).tolist() == [float(comm.world_size)] * 3
+        return seen
+
+
+def absent_at_the_connection(victim: int) -> Outcome | None:
+    """Let calls not be compared, so that the first one is also the first sign of a rank that stays away."""
+    with contextlib.suppress(shotcast.ClosedError), Communicator(device="cpu", timeout_s=0.5) as comm:
+        if comm.rank == victim:
+            time.sleep(1.2)
+            return None
+        return _outcome(lambda: comm.all_reduce(torch.ones(3).long()))
+    return None
