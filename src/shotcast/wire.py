@@ -184,6 +184,10 @@ def sizes_digest(sizes: Sequence[int]) -> int:
     return _fnv(",".join(map(str, sizes)))
 
 
+ANSWER = 1
+"""The piece in the header by which the receiver of a message answers its sender, before the vendor library sends it."""
+
+
 class HeaderWords(NamedTuple):
     """The two words of a header, 48 bits each. The sender puts the 16 low bits of the epoch above each of them.
 
@@ -271,7 +275,8 @@ class Header:
             end = _NORM_CODES.get(self.root, "")
         elif self.root:
             end = f", reduction {self.root}"
-        return f"{self.op}({self.dtype}, {size}, {self.algorithm}{end})"
+        what = "the answer to a send" if self.op == "send" and self.piece == ANSWER else self.op
+        return f"{what}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
 TIMEOUT, MISMATCH, DEAD, INTERRUPTED = 1, 2, 3, 4

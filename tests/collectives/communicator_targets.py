@@ -479,6 +479,19 @@ def messages_by_gloo(times: int) -> list[float]:
     return got
 
 
+def crossed_messages_by_gloo() -> tuple[shotcast.CollectiveMismatch, float]:
+    """Have both ranks send before they receive. Return each rank's error, and after how long."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        comm.barrier()
+        began = time.monotonic()
+        with pytest.raises(shotcast.CollectiveMismatch) as caught:
+            comm.send(torch.ones(4), 1 - comm.rank)
+        took = time.monotonic() - began
+        comm.reset()
+        assert float(comm.all_reduce(torch.ones(3), algorithm="one_shot")[0]) == comm.world_size
+        return caught.value, took
+
+
 def different_messages_by_gloo() -> Any:
     """Have rank 0 send floats where rank 1 receives integers. Return each rank's error."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:

@@ -45,3 +45,11 @@ def test_messages_that_differ() -> None:
     assert isinstance(sender, shotcast.CollectiveMismatch)
     assert receiver.fields == ("dtype",)
     assert other is None
+
+
+@pytest.mark.parametrize("kernels", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}])
+def test_two_ranks_that_both_send_first_are_told(kernels: dict[str, str]) -> None:
+    env = {"SHOTCAST_ALGORITHM": "vendor", **kernels}
+    for error, took in shotcast.spawn(targets.crossed_messages_by_gloo, 2, env=env, timeout_s=100):
+        assert "the answer to a send(float32, 16 B, vendor" in str(error)
+        assert took < 15

@@ -11,7 +11,8 @@ from shotcast.memory.operands import NormTensors
 class Handshake:
     """Header messages in both directions: the sender's, and the receiver's answer. A BoundCall.
 
-    Neither end enters the library before the other is there with the same call. No other rank takes part.
+    Neither end enters the library before the other is there with the same call. No other rank takes part. An answer
+    tells itself from a message, so two ranks that both send first are told, and do not wait in the library.
 
     Args:
         own: sends or receives the header of the message, as this rank does with its data.

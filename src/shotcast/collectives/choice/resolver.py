@@ -130,7 +130,8 @@ class Resolver:
             other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
             form = Form(self.executor.form(plan), problem.root, self.executor.form(other))
             if by_library:
-                bound, name = Handshake(bound, self.executor.bind(other)), f"handshake/{plan.dtype}"
+                answer = dataclasses.replace(other, piece=wire.ANSWER)  # no message passes for one
+                bound, name = Handshake(bound, self.executor.bind(answer)), f"handshake/{plan.dtype}"
                 form = Form(name, problem.root, name)
         needs = {form: Needed(form, bound)}
         if self.graphs and not capturing and launch is None:
