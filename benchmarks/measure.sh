@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused faults faults_cpu fuzz"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused faults faults_cpu fuzz stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -42,6 +42,14 @@ tests() {
     limit=$1 name=$2
     shift 2
     timeout -k 5 "$limit" python3 -m pytest -q -m gpu -p no:cacheprovider --junit-xml "$out/$name.xml" "$@" >"$out/$name.txt" 2>&1
+    ran "$name" $?
+}
+
+# seconds, name, arguments of a script of this folder
+script() {
+    limit=$1 name=$2
+    shift 2
+    timeout -k 5 "$limit" python3 "$@" >"$out/$name.txt" 2>&1
     ran "$name" $?
 }
 
@@ -116,6 +124,26 @@ for part in "$@"; do
         export SERVER_FUZZ_JSON="$out/server_fuzz.json"
         tests 3600 fuzz -m "full or not full" --hypothesis-seed=1 tests/server/test_fuzz.py
         unset SERVER_FUZZ_JSON
+        ;;
+    stress_x2) # a million calls added to the runs so far; the first minutes compile, so run it twice on one machine
+        kept=benchmarks/data/h200/stress.json
+        [ -f "$out/stress.json" ] || [ ! -f "$kept" ] || cp "$kept" "$out/stress.json"
+        script 595 stress_x2 benchmarks/stress.py --device cuda --world-size 2 --calls 1000000 --minutes 9 --timeout 10 \
+            --json "$out/stress.json"
+        ;;
+    sanitizer_*) # two ranks, which take turns where there is one GPU; the first command compiles
+        share=""
+        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" = 1 ] && share=--share-gpu
+        script 280 "${part}_compiled" benchmarks/sanitize.py --tool none --limit 270 $share
+        script 310 "$part" benchmarks/sanitize.py --tool "${part#sanitizer_}" --limit 300 $share
+        ;;
+    headers_x[24]) # against headers of one word: first, where git is, sh benchmarks/earlier_sources.sh 87a944a
+        ranks=${part#headers_x}
+        before="benchmarks/compare_sources.py --before earlier/87a944a/src --rounds 5 --most 2"
+        script 300 "headers_x$ranks" $before --json "$out/headers_x$ranks.json" -- all-reduce --device cuda -b 1K -e 64K -f 8 \
+            --seconds 0.2 --algorithms one_shot,two_shot --world-size "$ranks"
+        script 250 "headers_host_x$ranks" $before --json "$out/headers_host_x$ranks.json" -- all-reduce --device cuda --host \
+            -b 8K -e 8K --seconds 0.2 --algorithms one_shot,two_shot --world-size "$ranks"
         ;;
     *)
         echo "no part $part; parts: $parts" >&2

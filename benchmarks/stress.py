@@ -40,7 +40,7 @@ def one_run(plan: Plan, world_size: int) -> dict[str, Any]:
         failed = ""
         plan = dataclasses.replace(plan, progress=str(progress))
         try:
-            shotcast.spawn(run, world_size, plan, timeout_s=plan.seconds + 10 * plan.timeout_s)
+            shotcast.spawn(run, world_size, plan, timeout_s=plan.seconds + 2 * plan.timeout_s + 60)
         except ShotcastError as error:
             failed = str(error)
         states = {file.suffix[1:]: json.loads(file.read_text()) for file in Path(folder).glob("progress.*")}
@@ -81,7 +81,7 @@ def add(file: Path, record: dict[str, Any]) -> dict[str, dict[str, int]]:
     return totals(runs)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--world-size", type=int, required=True)
@@ -92,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, help="the most elements of a message")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a call waits for late ranks")
     parser.add_argument("--json", type=Path, help="the file that the run is added to")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = options()
     asked = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 31) if asked.seed is None else asked.seed
     largest = asked.largest or LARGEST[asked.device]

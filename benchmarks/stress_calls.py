@@ -28,6 +28,14 @@ SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45, 
 EPS = 1e-5
 LEAST = 1 << 16
 """The fewest elements of a pool: the longest rows of all ranks fit in half of it."""
+FUSED_FORMS = {
+    f"{op}{'_fp8' if quantized else ''}": (scatter, gather, quantized)
+    for op, scatter, gather in (
+        ("all_reduce", False, False), ("reduce_scatter", True, False), ("reduce_scatter_all_gather", True, True)
+    )
+    for quantized in (False, True)
+}  # fmt: skip
+"""Fused calls by name: whether each rank gets its rows alone, whether norms are gathered, and whether they are FP8."""
 BLOCK = 500
 """Calls between two looks at the results. On a GPU the calls of a block are enqueued without a wait."""
 SMALL_BYTES = 1 << 16
@@ -37,6 +45,12 @@ WEIGHTS = {
     "all_to_all": 8, "broadcast": 8, "send_recv": 8, "barrier": 1, "fused": 9, "graph": 3,
 }  # fmt: skip
 """Kinds of calls, and weights by which they are drawn; graphs on GPUs only."""
+ALGORITHMS = {
+    "all_reduce": ("auto", "auto", "one_shot", "two_shot", "two_shot", "ring"),
+    "reduce_scatter": ("auto", "one_shot", "ring"),
+    "all_gather": ("auto", "one_shot", "ring"),
+}
+"""Algorithms that are drawn for a kind of calls, and seldom ``two_shot_fp8``; others leave the choice to ``auto``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,12 @@ class Plan:
 
 
 class Case(NamedTuple):
-    """One call: its kind, and what is drawn for it. ``start`` is the first element in the pools."""
+    """One call: its kind, and what is drawn for it.
+
+    Attributes:
+        start: the first element in the pools.
+        form: of a fused call, a key of FUSED_FORMS; drawn if it is empty.
+    """
 
     number: int
     kind: str
@@ -72,17 +91,26 @@ class Case(NamedTuple):
     algorithm: str
     place: str
     rng: random.Random
+    form: str = ""
 
 
 def differing(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Count the elements that differ in any bit, as a 0-d tensor on the device. All NaNs count as equal."""
+    """Count the elements that differ in any bit, as a 0-d tensor on the device.
+
+    All NaNs of the dtypes that kernels add up count as equal: one of them stands for data that has not arrived.
+    """
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return torch.ones((), dtype=torch.int64, device=got.device)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(got.element_size(), torch.int64)
     same = got.reshape(-1).view(kind) == wanted.reshape(-1).view(kind)
-    if got.is_floating_point():
+    if got.dtype in FLOATS.values():
         same |= (got.reshape(-1) != got.reshape(-1)) & (wanted.reshape(-1) != wanted.reshape(-1))
     return (~same).sum()
+
+
+def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors of any dtype one after the other. (PyTorch cannot join all of them on a GPU.)"""
+    return torch.cat([x.view(torch.uint8) for x in xs]).view(xs[0].dtype)
 
 
 def beyond_rounding(normed: torch.Tensor, new_residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -113,6 +141,7 @@ class Stress:
         self.counts: dict[str, Counter[str]] = {"kinds": Counter(), "algorithms": Counter(), "dtypes": Counter()}
         self.nbytes = 0
         self._kinds = {kind: weight for kind, weight in WEIGHTS.items() if self._cuda or kind != "graph"}
+        self._synchronize()
 
     def _floats(self, name: str) -> list[torch.Tensor]:
         """Return every rank's pool: values of many magnitudes, and in the last quarter special ones among them."""
@@ -149,13 +178,7 @@ class Stress:
         start = rng.randrange(largest - count + 1)
         if rng.random() < 0.6:
             start -= start % 16  # 16 bytes, whatever the dtype
-        algorithms = {
-            "all_reduce": ["auto", "auto", "one_shot", "two_shot", "two_shot", "ring"],
-            "reduce_scatter": ["auto", "one_shot", "ring"],
-            "all_gather": ["auto", "one_shot", "ring"],
-            "fused": ["auto"],
-        }
-        algorithm = rng.choice(algorithms.get(kind, ["auto"]))
+        algorithm = rng.choice(ALGORITHMS.get(kind, ("auto",)))
         if kind == "all_reduce" and rng.random() < (0.01 if self._cuda else 0.1):
             algorithm = "two_shot_fp8"
         return Case(number, kind, dtype, count, start, algorithm, rng.choice(["new", "given", "in place"]), rng)
@@ -222,6 +245,7 @@ class Stress:
             key = case.dtype, case.count
             if key not in self._fp8_sums:
                 self._fp8_sums[key] = reference.all_reduce(xs, case.algorithm)
+                self._synchronize()  # calls on other streams compare with it too
             return differing(got, self._fp8_sums[key])
         # "auto" may take what the contract of numerics allows alone: the ring where it has the same bits
         return differing(got, reference.all_reduce(xs, "one_shot" if case.algorithm == "auto" else case.algorithm))
@@ -250,17 +274,17 @@ class Stress:
         xs = self._windows(case._replace(count=case.count // self._size))
         x, out = self._placed(case, xs[self._rank], (xs[0].numel() * self._size,))
         got = self._communicator(case).all_gather(x, out=None if out is x else out, algorithm=case.algorithm)
-        return differing(got, torch.cat(xs))
+        return differing(got, joined(xs))
 
     def _uneven_all_gather(self, case: Case) -> torch.Tensor:
         sizes = [case.rng.randrange(case.count // self._size + 1) for _ in range(self._size)]
         xs = [x[:size] for x, size in zip(self._windows(case), sizes, strict=True)]
-        return differing(self._communicator(case).all_gather(xs[self._rank], sizes=sizes), torch.cat(xs))
+        return differing(self._communicator(case).all_gather(xs[self._rank], sizes=sizes), joined(xs))
 
     def _all_to_all(self, case: Case) -> torch.Tensor:
         xs = self._windows(case._replace(count=case.count // self._size * self._size))
         got = self._communicator(case).all_to_all(xs[self._rank])
-        return differing(got, torch.cat([x.view(self._size, -1)[self._rank] for x in xs]))
+        return differing(got, joined([x.view(self._size, -1)[self._rank] for x in xs]))
 
     def _broadcast(self, case: Case) -> torch.Tensor:
         root = case.rng.randrange(self._size)
@@ -292,9 +316,11 @@ class Stress:
         """Make a fused call: the sum and the new residual have exact bits, the norm is compared with float64."""
         hidden = 4096 if self._cuda else case.rng.choice([64, 520, 2048])
         dtype = "bfloat16" if self._cuda else case.dtype  # each dtype is another kernel to compile
-        shards = case.rng.choice([1, self._size])
-        gather = shards > 1 and case.rng.random() < 0.5
-        tame = self._plan.largest // 2
+        scatter = case.rng.choice([False, True])
+        gather = scatter and case.rng.random() < 0.5
+        if case.form:
+            scatter, gather, _ = FUSED_FORMS[case.form]
+        shards, tame = self._size if scatter else 1, self._plan.largest // 2
         rows = max(1, min(16, case.count // (hidden * self._size), tame // (hidden * shards)))
         count = rows * shards * hidden
         case = case._replace(dtype=dtype, count=count, start=case.rng.randrange(tame - count + 1) // 16 * 16)
@@ -306,15 +332,14 @@ class Stress:
         every = reference.add_residual(total, torch.cat(residuals))
         new_residual = every.view(shards, rows, hidden)[shard]
         operands = (xs[self._rank], residuals[shard].contiguous(), weight, EPS)
-        quantized = case.rng.random() < 0.5
+        quantized = FUSED_FORMS[case.form][2] if case.form else case.rng.random() < 0.5
+        comm, options = self._comm, {"with_normed": True} if quantized else {}
         got: Any
-        if shards == 1:
-            got = (self._comm.all_reduce_rms_norm_fp8 if quantized else self._comm.all_reduce_rms_norm)(
-                *operands, **({"with_normed": True} if quantized else {})
-            )
+        if scatter:
+            make = comm.reduce_scatter_rms_norm_fp8 if quantized else comm.reduce_scatter_rms_norm
+            got = make(*operands, gather=gather, **options)
         else:
-            make = self._comm.reduce_scatter_rms_norm_fp8 if quantized else self._comm.reduce_scatter_rms_norm
-            got = make(*operands, gather=gather, **({"with_normed": True} if quantized else {}))
+            got = (comm.all_reduce_rms_norm_fp8 if quantized else comm.all_reduce_rms_norm)(*operands, **options)
         normed, residual = (got.normed, got.new_residual) if isinstance(got, Fp8Normed) else got
         wrong = differing(residual, new_residual)
         wrong = wrong + beyond_rounding(normed, every if gather else new_residual, weight)
@@ -341,7 +366,7 @@ class Stress:
                 self._comm.all_gather(x, out=gathered)
 
             calls()
-            torch.cuda.synchronize(self._comm.device)
+            self._synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 calls()
@@ -360,7 +385,7 @@ class Stress:
         x.copy_(xs[self._rank])
         graph.replay()
         name = "one_shot" if captured.algorithm == "auto" else captured.algorithm
-        wrong = differing(out, reference.all_reduce(xs, name)) + differing(gathered, torch.cat(xs))
+        wrong = differing(out, reference.all_reduce(xs, name)) + differing(gathered, joined(xs))
         for stream in self._streams[1:]:
             stream.wait_stream(current)
         return wrong
@@ -371,13 +396,23 @@ class Stress:
         """Make calls, wait for their results, and return the numbers of those that were wrong."""
         for number in range(first, first + calls):
             self.run(self.case(number))
-        if self._cuda:
-            torch.cuda.synchronize(self._comm.device)
+        slots = self.wrong()
+        return [number for number in range(first, first + calls) if number % BLOCK in slots]
+
+    def wrong(self) -> list[int]:
+        """Wait for the calls since the last look. Return the numbers, modulo BLOCK, of those with wrong results."""
+        self._synchronize()
         self._comm.check()
         self._small.check()
-        slots = self._wrong.tolist()
+        slots = self._wrong.nonzero().view(-1).tolist()
         self._wrong.zero_()
-        return [number for number in range(first, first + calls) if slots[number % BLOCK]]
+        self._synchronize()
+        return slots
+
+    def _synchronize(self) -> None:
+        """Wait for the work on all streams."""
+        if self._cuda:
+            torch.cuda.synchronize(self._comm.device)
 
     def close(self) -> None:
         """Close the second communicator; the first is the caller's."""
