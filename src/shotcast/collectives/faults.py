@@ -18,7 +18,7 @@ _PATIENCE_S = 0.2
 
 
 def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algorithms: Sequence[str]) -> ShotcastError:
-    """Return the error for a fault as ``rank`` sees it. Synchronises with the device.
+    """Return the error for a fault as ``rank`` sees it. Waits for no stream, which may itself wait for a lost rank.
 
     Args:
         algorithms: names, in the order of their codes in headers.

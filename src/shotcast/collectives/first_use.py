@@ -18,7 +18,7 @@ _COMPILE_LIMIT_S = 300.0
 _MESSAGE_PATIENCE_S = 5.0
 """The limit for the partner of the first message of a kind, while it does not compile."""
 _HEADERS_AFTER_S = 0.5
-"""Time after which a rank looks whether others have begun another call; the look waits for work on a GPU."""
+"""Time after which a rank looks whether others have begun another call."""
 
 
 class Form(NamedTuple):
@@ -113,6 +113,8 @@ class FirstUse:
 
     def _in_a_call(self, ranks: list[int]) -> bool:
         """Return whether one of ``ranks`` has begun this call, as another one with kernels that it knows."""
+        if not self._executor.idle():
+            return False  # calls before this one are under way, so its number is not known
         headers = self._executor.headers(self._executor.epoch + 1)
         return any(headers[rank] is not None for rank in ranks)
 

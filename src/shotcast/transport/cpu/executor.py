@@ -372,6 +372,10 @@ class CpuExecutor:
     def keep(self) -> None:
         """Do nothing: no graph has these addresses."""
 
+    def idle(self) -> bool:
+        """Return True: calls block."""
+        return True
+
     def drain(self) -> None:
         """Return when no call runs any more: at once, since calls block."""
 

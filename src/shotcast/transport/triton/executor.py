@@ -341,7 +341,7 @@ class TritonExecutor:
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return what each rank called in ``epoch``, None where no such header came.
 
-        The epoch is one of the workspace whose call was stopped, if one was. Synchronises.
+        The epoch is one of the workspace whose call was stopped, if one was.
         """
         return self._stopped_or_last.headers(epoch)
 
@@ -349,7 +349,7 @@ class TritonExecutor:
     def epoch(self) -> int:
         """The number of collective calls begun so far; replays of graphs with an earlier workspace count apart.
 
-        If one of those was stopped, it is the number of its call. Synchronises.
+        If one of those was stopped, it is the number of its call.
         """
         return self._stopped_or_last.epoch
 
@@ -381,6 +381,10 @@ class TritonExecutor:
                 return
             for workspace in self.workspaces:
                 workspace.mark_gone(self._gone)
+
+    def idle(self) -> bool:
+        """Return whether all work of the current stream has ended."""
+        return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def drain(self) -> None:
         """Wait for this rank's kernels."""

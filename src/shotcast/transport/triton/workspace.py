@@ -12,6 +12,7 @@ import torch
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import has_float8_conversions, supports_pdl
+from shotcast.errors import ClosedError
 from shotcast.memory import driver
 from shotcast.memory.symmetric import SymmetricBuffer
 from shotcast.transport.triton import layout
@@ -71,13 +72,22 @@ class Workspace:
 
     @property
     def stopped(self) -> bool:
-        """True if a fault has stopped the calls of this workspace. Synchronises."""
-        return bool(self._control[layout.ABORT].item())
+        """True if a fault has stopped the calls of this workspace."""
+        return bool(self._read(layout.ABORT)[0])
 
     @property
     def epoch(self) -> int:
-        """The number of collective calls begun so far. Synchronises."""
-        return int(self._control[layout.EPOCH].item()) - 1
+        """The number of collective calls begun so far."""
+        return self._read(layout.EPOCH)[0] - 1
+
+    def _read(self, first: int, count: int = 1) -> list[int]:
+        """Return words of this rank's control memory as they are now, whatever its streams wait for."""
+        if not self._control.numel():
+            raise ClosedError("this workspace was given back")
+        address = self.context.own_address + 8 * first
+        if self._device.type == "cuda":
+            return driver.side_stream(self._device.index).read_words(address, count)
+        return list((ctypes.c_int64 * count).from_address(address))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
@@ -94,10 +104,10 @@ class Workspace:
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return what each rank called in ``epoch``, None where no such header came.
 
-        After a mismatch between a send and a recv, it gives the headers of the two ranks. Synchronises.
+        After a mismatch between a send and a recv, it gives the headers of the two ranks.
         """
         width = layout.HEADER_WORDS
-        record = self._control[layout.MESSAGE_MISMATCH : layout.MESSAGE_MISMATCH + 2 * width].tolist()
+        record = self._read(layout.MESSAGE_MISMATCH, 2 * width)
         came, expected = (HeaderWords.of_cells(record[at : at + width]) for at in (0, width))
         if expected:
             headers: list[HeaderWords | None] = [None] * self._world
@@ -105,7 +115,7 @@ class Workspace:
             headers[wire.Header.decode(expected).root] = came
             return headers
         row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE * width
-        words = self._control[row : row + self._world * width].tolist()
+        words = self._read(row, self._world * width)
         return [HeaderWords.of_cells(words[at : at + width], epoch) for at in range(0, len(words), width)]
 
     def mark_gone(self, ranks: int) -> None:
