@@ -396,9 +396,10 @@ class TritonExecutor:
         with self._marking:
             for workspace in self.workspaces:
                 workspace.clear(epoch, self._timeout_s)
+            self._status_word.value = 0
+            self.drain()  # marks are stored past the stream
+            for workspace in self.workspaces:
                 workspace.mark_gone(self._gone)
-        self._status_word.value = 0
-        self.drain()
 
     def close(self) -> None:
         """Give the memory back. This rank has drained; other ranks may not have. A second call does nothing."""
