@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from datetime import timedelta
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,3 +68,66 @@ def many_splits(device: str, count: int, vendor_every: int) -> list[Resources]:
                 held.append(resources(device))
                 comm._host.barrier()
     return held
+
+
+def replays_across_growth(nbytes: list[int]) -> list[int]:
+    """Capture a call of each size, and replay all captured before it after each growth. Return the bytes held."""
+    held, replays = [], []
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        for size in nbytes:
+            x, out = torch.full((2, size // 4), comm.rank + 1.0, device=comm.device)
+            comm.all_reduce(x, out=out, algorithm="two_shot")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                comm.all_reduce(x, out=out, algorithm="two_shot")
+            replays.append((graph, x, out))
+            for number in range(12):
+                for graph, x, out in replays:
+                    x.fill_(comm.rank + number)
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    comm.check()
+                    wanted = sum(rank + number for rank in range(comm.world_size))
+                    assert bool((out == wanted).all()), (size, number)
+                eager = comm.all_reduce(torch.ones(100, device=comm.device))
+                assert bool((eager == comm.world_size).all())
+            held.append(comm.explain(x).held_bytes)
+    assert arena.held()[str(comm.device)] == (0, 0)
+    return held
+
+
+def one_full_gpu(full: int) -> list[str]:
+    """Leave one GPU less than a workspace of free memory, at construction and at growth. Return the errors."""
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank)
+    errors = []
+
+    def fill(left_mib: int) -> list[torch.Tensor]:
+        torch.cuda.empty_cache()
+        if rank != full:
+            return []
+        spare = torch.cuda.mem_get_info(device)[0] - (left_mib << 20)
+        return [torch.empty(max(0, spare), dtype=torch.uint8, device=device)]
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    torch.cuda.set_device(device)
+    kept = fill(20)
+    with pytest.raises(shotcast.ConfigError) as caught:
+        shotcast.Communicator(device="cuda", timeout_s=60)
+    errors.append(str(caught.value))
+    kept.clear()
+    torch.cuda.empty_cache()
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        x = torch.ones(16 << 20, device=device)
+        comm.all_reduce(x[:100])
+        kept = fill(100)
+        for _ in range(2):
+            with pytest.raises(shotcast.ConfigError) as caught:
+                comm.all_reduce(x, algorithm="two_shot")
+            errors.append(str(caught.value))
+        assert comm.all_reduce(x[:100]).sum().item() == 100 * comm.world_size
+        kept.clear()
+        torch.cuda.empty_cache()
+        assert comm.all_reduce(x, algorithm="two_shot")[-1].item() == comm.world_size
+        comm.check()
+    return errors

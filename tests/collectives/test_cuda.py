@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from resource_targets import many_splits
+from resource_targets import many_splits, one_full_gpu, replays_across_growth
 from workers import (
     FLOATS,
     SIGNALS,
@@ -30,6 +31,7 @@ from workers import (
 import shotcast
 from shotcast.collectives import reference
 from shotcast.collectives.rank_device import enough_gpus
+from shotcast.transport.triton.layout import Layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 WORLD_SIZES = [n for n in (2, 3, 4, 8) if enough_gpus(n)]
@@ -56,6 +58,23 @@ def test_closing_releases_everything(count: int) -> None:
         assert late.symmetric == early.symmetric
         assert late.gpu_mib - early.gpu_mib < 64
         assert late.memory_kib - early.memory_kib < 20_000 + 40 * count
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_graphs_go_on_in_the_workspace_that_they_were_captured_with(world_size: int) -> None:
+    mib = 1 << 20
+    sizes = [8192, 16 * mib, 64 * mib]
+    regions = [Layout.for_messages(room, mailboxes=room == 8 * mib).nbytes for room in (8 * mib, 32 * mib, 64 * mib)]
+    wanted = list(itertools.accumulate(regions))
+    assert shotcast.spawn(replays_across_growth, world_size, sizes, timeout_s=200) == [wanted] * world_size
+
+
+def test_one_full_gpu_is_an_error_of_all_ranks() -> None:
+    for errors in shotcast.spawn(one_full_gpu, 2, 1, timeout_s=200):
+        assert len(errors) == 3
+        for error in errors:
+            assert "rank 1: cuda:1 cannot hold" in error
+            assert "are free" in error
 
 
 def test_messages_larger_than_four_gib() -> None:
