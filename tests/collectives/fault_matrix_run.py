@@ -97,7 +97,8 @@ def _end_of(job: RankGroup, last: Case, limit_s: float, outcome: Outcome) -> boo
             return False
         dies = last.cell.fault == "killed" and rank.rank == last.victim
         if rank.process.exitcode != (-9 if dies else 0):
-            outcome.wrong.append(f"rank {rank.rank} ended with code {rank.process.exitcode}")
+            why = rank.failure.detail if rank.failure else "no error"
+            outcome.wrong.append(f"rank {rank.rank} ended with code {rank.process.exitcode}: {why}")
     outcome.exit_s = time.monotonic() - started
     return True
 

@@ -140,6 +140,7 @@ def _fail(comm: Communicator, case: Case, calls: _Calls, begin: float, report: R
             _sleep_until(begin + case.deadline_s + LATE_S)
             while not store.check(["complained"]) and time.monotonic() < begin + case.deadline_s + _PATIENCE_S:
                 time.sleep(0.01)  # a sender first fills the mailbox
+        calls.begun_at = time.monotonic()
 
     if fault == "absent":
         _sleep_until(begin + case.deadline_s + 0.5)
@@ -270,7 +271,7 @@ class _Calls:
 
     Attributes:
         usual: makes the call; so does ``odd`` with the call of a mismatched rank.
-        begun_at: when the last call was begun; a sender makes several.
+        begun_at: when the last call was begun, as a sender makes several, or when the rank at fault went on with it.
         takes_part: this rank has a part in the call, as not every rank has in a message.
     """
 
