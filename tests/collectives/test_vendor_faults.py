@@ -5,6 +5,7 @@ Nine ranks are more than own kernels serve, so nothing but the library connects 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import types
@@ -22,10 +23,12 @@ import shotcast
 from shotcast.collectives.registry import registered
 from shotcast.collectives.vendor import blame
 from shotcast.collectives.vendor.blame import Blame
+from shotcast.collectives.vendor.gloo import GlooGroup
+from shotcast.collectives.vendor.interface import CallError
 from shotcast.collectives.vendor.vendor import Vendor, _Begun, _Connected
 from shotcast.collectives.vendor.watch import CallWatch
 from shotcast.errors import RankFailed
-from shotcast.wire import HeaderWords
+from shotcast.wire import CallPlan, HeaderWords, Op
 
 SLACK_S = 1.0
 
@@ -154,6 +157,38 @@ class TestBlame:
 
     def test_nothing_is_raised_at_first(self) -> None:
         assert not Blame(dist.HashStore(), 0, ()).raised()
+
+
+class TestGloo:
+    def test_a_call_that_is_given_up_leaves_no_threads_and_files(self) -> None:
+        store, groups = dist.HashStore(), dict[int, GlooGroup]()
+
+        def held() -> tuple[int, int]:
+            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+        def interrupted() -> None:
+            raise CallError("another rank failed")
+
+        def connect(rank: int) -> None:
+            groups[rank] = GlooGroup(store, rank, 2, 1.0, 30.0, interrupted)
+
+        before = held()
+        threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        plan, x = CallPlan(Op.ALL_REDUCE, "vendor", "float32", 12), torch.ones(3)
+        began = time.monotonic()
+        with pytest.raises(CallError, match="another rank failed"):
+            groups[0].run(plan, x, x, "sum")
+        groups.pop(0).stop()
+        assert time.monotonic() - began < 0.5, "to stop is not to wait for the call"
+        groups.pop(1).stop()
+        until = time.monotonic() + 5
+        while held() > before and time.monotonic() < until:
+            time.sleep(0.02)
+        assert held() <= before
 
 
 class Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -56,7 +56,7 @@ class GlooGroup:
         interrupted: Callable[[], None],
     ):
         self._rank, self._world_size = rank, world_size
-        self._waits = False
+        self._work: Any = None
         self._interrupted = interrupted
         try:
             self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=connect_s))
@@ -151,29 +151,39 @@ class GlooGroup:
             work = begin()
         except (RuntimeError, ValueError, TypeError) as error:
             raise _meaning(error) from error
-        self._waits = True
+        self._work = work
         until = time.monotonic() + self._timeout_s + _OVERTIME_S
-        while True:
-            completed = work.is_completed()  # which is never true of some operations
-            try:
-                work.wait(_SLICE)
-                self._waits = False
-                return
-            except (RuntimeError, ValueError, TypeError) as error:
-                if completed or _SLICE_ENDED not in str(error):
-                    self._waits = False
-                    raise _meaning(error) from error
-                if time.monotonic() > until:
-                    raise CallError(f"gloo went on after its deadline: {error}") from error
+        while (ended := _end_of(work)) is None:
+            if time.monotonic() > until:
+                raise CallError("gloo went on after its deadline")
             self._interrupted()
+        self._work = None
+        if isinstance(ended, Exception):
+            raise _meaning(ended) from ended
 
     def stop(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and self._waits:
-            # to destroy the group would be to wait for its call, which ends at its own deadline
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        group, work, self._group, self._work = self._group, self._work, None, None
+        if group is not None and work is not None:
+            # to destroy the group would be to wait for its call, which ends at its deadline or when other ranks let go
+            threading.Thread(target=_outlive, args=(group, work), name="shotcast gloo", daemon=True).start()
 
     close = stop
+
+
+def _end_of(work: Any) -> Exception | bool | None:
+    """Wait a moment for a call. Return True if it is done, the error if it failed, None if it goes on."""
+    completed = work.is_completed()  # which is never true of some operations
+    try:
+        work.wait(_SLICE)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return error if completed or _SLICE_ENDED not in str(error) else None
+    return True
+
+
+def _outlive(group: Any, work: Any) -> None:
+    """Hold a group until its call has ended."""
+    while _end_of(work) is None:
+        pass
 
 
 def _meaning(error: Exception) -> CallError | RefusedError:
