@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,21 @@ def test_doctor() -> None:
     assert result.returncode == 0, result.stderr
     for words in ("processor", "cores usable", "/dev/shm", "torch ", "CPU ranks"):
         assert words in result.stdout
+
+
+def test_doctor_says_which_packaged_tables_earlier_kernels_made() -> None:
+    from shotcast.cli.doctor import _packaged_tables
+    from shotcast.collectives.choice.table import all_packaged
+    from shotcast.collectives.registry import registered
+
+    host = SimpleNamespace(gpus=[SimpleNamespace(name="NVIDIA H200")])
+    lines = _packaged_tables(host)
+    aged = [table for table in all_packaged(registered()) if table.earlier_kernels]
+    assert len(lines) == len(aged)
+    for table, line in zip(aged, lines, strict=True):
+        assert line.startswith(f"packaged table {table.name}: made by earlier kernels (")
+        assert line.endswith(f"; {table.earlier_kernels}; `shotcast tune` makes one for SHOTCAST_TABLE")
+    assert _packaged_tables(SimpleNamespace(gpus=[])) == []
 
 
 class TestBench:

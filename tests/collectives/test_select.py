@@ -6,11 +6,13 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from predicted import predicted_us
 from shotcast import wire
+from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, Algorithm, Algorithms, CollectiveProblem, Form, Topology
 from shotcast.collectives.choice import select
 from shotcast.collectives.choice.candidates import (
@@ -510,6 +512,25 @@ class TestLaunch:
                     resolver.resolve(case, algorithm, False, launch)
             else:
                 assert resolver.resolve(case, algorithm, False, launch).plan.launch == shape
+
+    @pytest.mark.parametrize(
+        ("recorded", "said"),
+        [
+            (None, ""),
+            ("0123", "; made by earlier kernels (two_shot); measured in spring"),
+            ("", "; the fingerprints of the kernels that made it were not recorded; measured in spring"),
+        ],
+    )
+    def test_explain_says_which_kernels_made_the_table(self, recorded: str | None, said: str) -> None:
+        if recorded is None:
+            recorded = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "compiled")["two_shot"]
+        kernels = {("eager", "all_reduce", "float32"): {"two_shot": recorded}} if recorded else {}
+        made = dataclasses.replace(
+            table([None, "two_shot", None]), kernels=kernels, earlier_kernels="measured in spring"
+        )
+        resolver = Resolver(make_topology(), "auto", (("SHOTCAST_TABLE", made),), (), None, False)
+        explanation = resolver.explain(torch.ones(64), "all_reduce", "auto", "sum", "eager")
+        assert explanation.reason == f"t: two_shot for any size{said}"
 
     def test_more_programs_than_tiles_are_not_tried(self) -> None:
         for shape in launch_shapes(problem(nbytes=64 << 10, topology=make_topology("triton")), "two_shot"):
