@@ -532,6 +532,18 @@ class TestLaunch:
         explanation = resolver.explain(torch.ones(64), "all_reduce", "auto", "sum", "eager")
         assert explanation.reason == f"t: two_shot for any size{said}"
 
+    def test_tables_of_one_name_are_told_apart(self) -> None:
+        """A user's table may be called like the packaged one that it was made of."""
+        other, own = (
+            table([None, "two_shot", None], dtype=dtype, name="same.json") for dtype in ("float16", "float32")
+        )
+        own = dataclasses.replace(own, kernels={("eager", "all_reduce", "float32"): {"two_shot": "of old"}})
+        tables = ("user table", other), ("packaged table", own)
+        resolver = Resolver(make_topology(), "auto", tables, (), None, False)
+        explanation = resolver.explain(torch.ones(256), "all_reduce", "auto", "sum", "eager")
+        assert explanation.source == "packaged table"
+        assert "made by earlier kernels (two_shot)" in explanation.reason
+
     def test_more_programs_than_tiles_are_not_tried(self) -> None:
         for shape in launch_shapes(problem(nbytes=64 << 10, topology=make_topology("triton")), "two_shot"):
             assert shape.programs <= -(-(16 << 10) // 4 // shape.block_words)

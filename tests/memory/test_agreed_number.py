@@ -104,6 +104,27 @@ def test_a_rank_that_died_having_come_is_named() -> None:
         assert error.missing == (2,)
 
 
+def test_a_rank_that_died_having_accepted_is_named() -> None:
+    store = dist.HashStore()
+
+    class Accepts:
+        """The store of a rank that dies when it has accepted."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def set(self, key: str, value: str) -> None:
+            store.set(key, value)
+            if key.startswith("accepted"):
+                raise DeathError
+
+    leader, survivor, dead = together([attempt(store, 0, 0.5), attempt(store, 1, 0.5), attempt(Accepts(), 2)])
+    assert isinstance(dead, DeathError)
+    assert survivor == 0
+    assert isinstance(leader, CollectiveTimeout)
+    assert leader.missing == (2,)
+
+
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_a_rank_that_died_at_any_moment_is_replaced(victim: int) -> None:
     store, numbers, died, last = dist.HashStore(), set(), True, 0

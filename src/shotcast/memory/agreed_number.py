@@ -44,13 +44,14 @@ def agreed_number(store: dist.Store, rank: int, world_size: int, timeout_s: floa
     deadline = time.monotonic() + timeout_s
     if rank == 0:
         number = store.add("numbers", 1) - 1
-        agreed = _lead(store, number, world_size, deadline)
+        missing = _lead(store, number, world_size, deadline)
     else:
         number, agreed = _follow(store, rank, token, deadline)
-    if not agreed:
-        if rank:
+        missing = [] if agreed else _missing(store, number, world_size)
+        if missing:
             store.delete_key(f"invited/{token}")
-        raise CollectiveTimeout(rank, _missing(store, number, world_size), what, 0, timeout_s)
+    if missing:
+        raise CollectiveTimeout(rank, missing, what, 0, timeout_s)
     return number
 
 
@@ -68,8 +69,8 @@ def _token(store: dist.Store, rank: int) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> bool:
-    """Invite the other ranks until all have accepted ``number``; return whether they have."""
+def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> list[int]:
+    """Invite the other ranks until all have accepted ``number``; return the ranks that are missing, if any are."""
     others = range(1, world_size)
     here, accepted = [f"here/{rank}" for rank in others], [f"accepted/{number}/{rank}" for rank in others]
     invited: list[str] = []
@@ -95,15 +96,15 @@ def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> b
 
     if others:
         if not _poll(all_accept, deadline):
-            return False
+            return _missing(store, number, world_size)
         for token in invited:
             store.set(f"invited/{token}", f"{_HOLDS}{number}")
         if not _poll(none_is_here, deadline):
-            return False
+            return [rank for rank, token in zip(others, tokens(), strict=True) if token in invited]
         for key in accepted:
             store.delete_key(key)
     store.set("here/0", "")
-    return True
+    return []
 
 
 def _follow(store: dist.Store, rank: int, token: str, deadline: float) -> tuple[int, bool]:

@@ -20,13 +20,13 @@ class Choice:
     """The chosen candidate, the source of the decision, and the reason in words.
 
     Attributes:
-        entry: the name of the table that decided, and the key of its rows; None where none did.
+        entry: the number of the table that decided, and the key of its rows; None where none did.
     """
 
     candidate: Candidate
     source: str
     reason: str
-    entry: tuple[str, tuple[str, str, str]] | None = None
+    entry: tuple[int, tuple[str, str, str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

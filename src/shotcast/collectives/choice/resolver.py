@@ -155,8 +155,8 @@ class Resolver:
         if choice.source in ("packaged table", "cost model"):
             reason = "; ".join((reason, *self.passed))
         if choice.entry is not None:
-            table = next(table for _, table in self.tables if table.name == choice.entry[0])
-            made_by = fingerprints.of_table(table, choice.entry[1], self.topology.algorithms, self.topology.kernels)
+            (number, key), topology = choice.entry, self.topology
+            made_by = fingerprints.of_table(self.tables[number][1], key, topology.algorithms, topology.kernels)
             reason += f"; {made_by}" if made_by else ""
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)

@@ -55,7 +55,7 @@ def choose(
     passed = []
     if environment != "auto":
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
-    for source, table in tables:
+    for number, (source, table) in enumerate(tables):
         op = problem.op
         row = table.lookup(op.label, problem.dtype, problem.nbytes, mode)
         tuned = row.launch if row else None
@@ -77,7 +77,7 @@ def choose(
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
         other_mode = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
         reason = "; ".join((f"{table.name}: {row.algorithm} for {limit}{other_mode}", *passed))
-        return Choice(candidate, source, reason, (table.name, (row.mode, op.label, problem.dtype)))
+        return Choice(candidate, source, reason, (number, (row.mode, op.label, problem.dtype)))
     choice = _by_model(problem, legal)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 
