@@ -69,6 +69,14 @@ class TestWithoutOwnKernels:
             assert names(outcome, (4,), "dead"), outcome
             assert outcome["took"] < 0.3 + SLACK_S
 
+    def test_a_killed_rank_of_another_host(self) -> None:
+        """No process of another host can be watched: its connections say that it has ended."""
+        results = shotcast.spawn(targets.killed_elsewhere, 9, 4, timeout_s=60, return_exceptions=True)
+        assert isinstance(results.pop(4), RankFailed)
+        for outcome in results:
+            assert names(outcome, (4,), "dead"), outcome
+            assert outcome["took"] < 0.3 + SLACK_S
+
     def test_an_interrupted_rank(self) -> None:
         results = shotcast.spawn(targets.interrupted, 9, 4, timeout_s=60)
         kind, took, _ = results.pop(4)
@@ -112,7 +120,7 @@ class TestBlame:
         verdicts: dict[int, Any] = {}
 
         def report(rank: int, header: HeaderWords | None, interrupted: bool, waited_s: float = 1.0) -> None:
-            verdicts[rank] = Blame(store, rank, gone).verdict(members, header, waited_s, interrupted)
+            verdicts[rank] = Blame(store, rank, gone).verdict(members, header, waited_s, "other", interrupted)
 
         interrupting = [rank for rank, (_, interrupted) in reports.items() if interrupted]
         came = {rank: reports[rank] for rank in interrupting[:1] or reports if rank != late}
@@ -198,6 +206,7 @@ class Device:
 
     def __init__(self) -> None:
         self.begun = self.ended = self.stops = 0
+        self.trouble: CallError | None = None
 
     def progress(self) -> tuple[int, int]:
         return self.begun, self.ended
@@ -206,8 +215,9 @@ class Device:
         self.stops += 1
         self.ended = self.begun  # the kernels of an aborted call end
 
-    def run(self, *_: Any) -> None:
-        self.begun += 1
+    def check(self) -> None:
+        if self.trouble is not None:
+            raise self.trouble
 
 
 class TestCallsOnADevice:
@@ -265,6 +275,16 @@ class TestCallsOnADevice:
             parts.vendor.check()
         assert (caught.value.missing, caught.value.reason) == ((1,), "dead")
 
+    @pytest.mark.parametrize(("cause", "reason"), [("connection", "dead"), ("other", "late")])
+    def test_a_broken_connection(self, parts: Any, cause: str, reason: str) -> None:
+        """NCCL says that the connection to another host broke, where no process can be watched."""
+        parts.vendor._timeout_s = 600.0
+        parts.device.begun, parts.device.trouble = 1, CallError("remote process exited", cause)
+        assert self.look(parts, 3) < 0.5
+        with pytest.raises(shotcast.CollectiveTimeout) as caught:
+            parts.vendor.check()
+        assert (caught.value.missing, caught.value.reason) == ((1,), reason)
+
     def test_a_fault_of_own_kernels(self, parts: Any) -> None:
         parts.vendor._timeout_s = 600.0
         parts.device.begun = 1
@@ -279,7 +299,7 @@ class TestCallsOnADevice:
         parts.device.begun = 1
         header = HeaderWords(1 << 47 | 8, 5)
         other = Blame(dist.PrefixStore("vendor/0", parts.store), 1, ())
-        threading.Thread(target=other.verdict, args=((0, 1), header, 1.0, True)).start()
+        threading.Thread(target=other.verdict, args=((0, 1), header, 1.0, "other", True)).start()
         assert self.look(parts, 3) < 0.8
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             parts.vendor.check()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import shotcast
 from shotcast import Communicator
+from shotcast.launcher.process_watch import ProcessId
 
 Outcome = dict[str, Any]
 
@@ -106,6 +109,13 @@ def killed(victim: int) -> Outcome:
     found = _outcome(lambda: comm.all_reduce(torch.ones(5)))
     comm.close()
     return found
+
+
+def killed_elsewhere(victim: int) -> Outcome:
+    """Kill the victim, with each rank on a host of its own as far as the watch of processes knows."""
+    own = ProcessId.own()
+    with mock.patch.object(ProcessId, "own", return_value=dataclasses.replace(own, space=f"{own.space}/{own.pid}")):
+        return killed(victim)
 
 
 def interrupted(victim: int) -> tuple[str, float, Outcome]:

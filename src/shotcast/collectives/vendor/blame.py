@@ -53,7 +53,12 @@ class Blame:
         return bool(self._store.check(["alarm"]))
 
     def verdict(
-        self, members: Sequence[int], header: HeaderWords | None, waited_s: float, interrupted: bool = False
+        self,
+        members: Sequence[int],
+        header: HeaderWords | None,
+        waited_s: float,
+        cause: str = "other",
+        interrupted: bool = False,
     ) -> Verdict:
         """Report that this rank's call failed, and return the verdict.
 
@@ -61,11 +66,13 @@ class Blame:
             members: the ranks that make the call.
             header: of the call, if it is known.
             waited_s: the time since the call began.
+            cause: that of the :class:`CallError` which ended it.
             interrupted: a signal ended it.
         """
         now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
         self._store.compare_set("alarm", "", repr(now))
-        report = json.dumps({"header": header, "begun": now - waited_s, "interrupted": interrupted})
+        facts = {"header": header, "begun": now - waited_s, "cause": cause, "interrupted": interrupted}
+        report = json.dumps(facts)
         self._store.set(f"report/{self._rank}", report)
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until and not interrupted and not self._store.check(["verdict"]):
@@ -89,10 +96,13 @@ class Blame:
         headers = {rank: report["header"] for rank, report in reports.items() if report["header"]}
         absent = [rank for rank in members if rank not in reports]
         dead = [rank for rank in absent if rank in self._gone]
+        causes = {report["cause"] for report in reports.values()}
+        if "connection" in causes and "deadline" not in causes:
+            dead = absent  # nobody gave up before, so a process that ended has broken the connection
         interrupted = [rank for rank, report in reports.items() if report["interrupted"]]
         found = list(headers.values())
         usual = max(found, key=found.count, default=None)
         differing = [rank for rank, words in headers.items() if words != usual]
-        causes = {"interrupted": interrupted, "dead": dead, "mismatch": differing, "late": absent}
-        reason = next((cause for cause, ranks in causes.items() if ranks), "library")
-        return json.dumps({"reason": reason, "ranks": causes.get(reason, []), "headers": headers})
+        reasons = {"interrupted": interrupted, "dead": dead, "mismatch": differing, "late": absent}
+        reason = next((each for each, ranks in reasons.items() if ranks), "library")
+        return json.dumps({"reason": reason, "ranks": reasons.get(reason, []), "headers": headers})

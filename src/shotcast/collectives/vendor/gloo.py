@@ -27,8 +27,9 @@ _SLICE_ENDED = "Operation timed out!"
 """The text of a wait that ended before the call."""
 _OVERTIME_S = 0.3
 """Time from the deadline, which Gloo keeps by itself, until the call is given up."""
-# The texts by which Gloo reports that a call failed after it had begun; it has no error class for that.
-_FAILURES = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout")
+# The texts by which Gloo reports that a call failed after it had begun; it has no error classes for that.
+_LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe")
+_LATE = ("Timed out", "timeout")
 
 
 class GlooGroup:
@@ -155,11 +156,14 @@ class GlooGroup:
         until = time.monotonic() + self._timeout_s + _OVERTIME_S
         while (ended := _end_of(work)) is None:
             if time.monotonic() > until:
-                raise CallError("gloo went on after its deadline")
+                raise CallError("gloo went on after its deadline", "deadline")
             self._interrupted()
         self._work = None
         if isinstance(ended, Exception):
             raise _meaning(ended) from ended
+
+    def check(self) -> None:
+        """Do nothing: calls that fail raise."""
 
     def stop(self) -> None:
         group, work, self._group, self._work = self._group, self._work, None, None
@@ -188,6 +192,7 @@ def _outlive(group: Any, work: Any) -> None:
 
 def _meaning(error: Exception) -> CallError | RefusedError:
     """Return what an error of the library means."""
-    if any(text in str(error) for text in _FAILURES):
-        return CallError(str(error))
+    for cause, texts in (("connection", _LOST), ("deadline", _LATE)):
+        if any(text in str(error) for text in texts):
+            return CallError(str(error), cause)
     return RefusedError(str(error))

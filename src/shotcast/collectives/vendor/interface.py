@@ -10,7 +10,16 @@ from shotcast.wire import CallPlan, HeaderWords
 
 
 class CallError(Exception):
-    """A call by the library ended without a result: the deadline passed, a connection broke, or another rank failed."""
+    """A call by the library ended without a result: the deadline passed, a connection broke, or another rank failed.
+
+    Attributes:
+        cause: ``deadline``; ``connection`` if one broke, as it does when the process at its other end ends; or
+            ``other``, for example the fault of another rank.
+    """
+
+    def __init__(self, text: str, cause: str = "other"):
+        super().__init__(text)
+        self.cause = cause
 
 
 class RefusedError(Exception):
@@ -37,6 +46,9 @@ class VendorGroup(Protocol):
 
     def progress(self) -> tuple[int, int]:
         """Return how many calls the device has begun and ended; equal where calls block the host."""
+
+    def check(self) -> None:
+        """Raise CallError if the library knows of calls under way that they cannot complete."""
 
     def stop(self) -> None:
         """End the calls under way, and let go of the connections. Needs no other rank, and does not block."""

@@ -210,6 +210,19 @@ class NcclGroup:
             raise RefusedError(error_text(result))
         raise CallError(error_text(result))
 
+    def check(self) -> None:
+        """Ask the library, whose threads notice when the connection to another host breaks."""
+        if self._inside.acquire(blocking=False):  # what a thread is inside of reports by itself
+            try:
+                result = ctypes.c_int()
+                if not self._stopped and self._comm:
+                    library().ncclCommGetAsyncError(self._comm, ctypes.byref(result))
+                if result.value not in (nccl_library.SUCCESS, nccl_library.IN_PROGRESS):
+                    cause = "connection" if result.value == nccl_library.REMOTE_ERROR else "other"
+                    raise CallError(error_text(result.value), cause)
+            finally:
+                self._inside.release()
+
     def stop(self) -> None:
         """Abort the calls under way: their kernels end. Does not block, and needs no other rank."""
         if self._stopped:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import Any
 
-SUCCESS, INVALID_ARGUMENT, INVALID_USAGE = 0, 4, 5
+SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 4, 5, 6, 7
 """Values of ncclResult_t."""
 
 DTYPES = {
@@ -38,6 +38,7 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
     "ncclCommInitRank": (ctypes.POINTER(_POINTER), _INT, UniqueId, _INT),
+    "ncclCommGetAsyncError": (_POINTER, ctypes.POINTER(_INT)),
     "ncclCommAbort": (_POINTER,),
     "ncclCommDestroy": (_POINTER,),
     "ncclGroupStart": (),

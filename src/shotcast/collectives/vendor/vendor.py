@@ -166,10 +166,10 @@ class Vendor:
             what = f"{plan.op.label}({reduction}) of {plan.dtype}"
             raise UnsupportedError(f"neither own kernels nor {self._library} served {what}: {error}") from error
         except CallError as error:
-            self._fail(members, call, str(error), begun)
+            self._fail(members, call, begun, error)
             self.check()
         except KeyboardInterrupt:
-            self._fail(members, call, "a signal ended it", begun, interrupted=True)
+            self._fail(members, call, begun, CallError("a signal ended it"), interrupted=True)
             raise
 
     def _compare(self, known: _Connected, call: _Begun) -> None:
@@ -188,7 +188,7 @@ class Vendor:
         try:
             self._connect(self._all, limit_s)
         except CallError as error:
-            self._fail(self._all, call, str(error), begun)
+            self._fail(self._all, call, begun, error)
             self.check()
 
     def _connect(self, members: tuple[int, ...], patience_s: float) -> _Connected:
@@ -223,7 +223,7 @@ class Vendor:
         until, pause = time.monotonic() + limit_s, 0.0005
         while not all(store.check([f"{what}/{rank}"]) for rank in members):
             if time.monotonic() > until:
-                raise CallError("ranks did not come to connect")
+                raise CallError("ranks did not come to connect", "deadline")
             self._interrupted(members)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
@@ -264,27 +264,27 @@ class Vendor:
                 raise CallError("a call of another rank failed")
 
     def _fail(
-        self, members: tuple[int, ...], call: _Begun, detail: str, begun: float, interrupted: bool = False
+        self, members: tuple[int, ...], call: _Begun, begun: float, error: CallError, interrupted: bool = False
     ) -> None:
         """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on."""
         if not self._halt():
             return
         rank = self._host.rank
-        self._error = self._library_error(call, detail)
+        self._error = self._library_error(call, str(error))
         try:
             if self._stopped():
                 self._error = ShotcastError(f"rank {rank}: own kernels stopped the communicator during {call.op}")
                 return
-            found = self._blame.verdict(members, call.header, time.monotonic() - begun, interrupted)
+            found = self._blame.verdict(members, call.header, time.monotonic() - begun, error.cause, interrupted)
             if found.reason == "mismatch":
                 names = self._algorithms.names
                 self._error = mismatch_of(rank, found.headers, call.number, names, found.ranks)
             elif found.reason != "library":
                 reason, limit = found.reason, self._timeout_s
                 self._error = CollectiveTimeout(rank, found.ranks, call.op, call.number, limit, reason)
-        except Exception as error:
+        except Exception as trouble:
             # without the store, which ends with the process that holds it, this rank decides alone
-            logger.warning("rank %d: the ranks could not agree on who is at fault: %s", rank, error)
+            logger.warning("rank %d: the ranks could not agree on who is at fault: %s", rank, trouble)
             dead = [peer for peer in members if peer in self._host.gone]
             if dead:
                 self._error = CollectiveTimeout(rank, dead, call.op, call.number, self._timeout_s, "dead")
@@ -316,15 +316,16 @@ class Vendor:
             if begun == ended or begun != known.waiting:
                 known.waiting, known.since, self._looked = (-1 if begun == ended else begun), now, now
                 continue
-            detail = "the deadline has passed"
+            failure = CallError("the deadline has passed", "deadline")
             try:
+                known.group.check()
                 self._interrupted(known.members)
                 if now - known.since <= self._timeout_s:
                     continue
             except CallError as error:
-                detail = str(error)
+                failure = error
             # in a thread of its own, as other communicators are to be looked at meanwhile
-            arguments = known.members, known.begun(begun), detail, known.since
+            arguments = known.members, known.begun(begun), known.since, failure
             threading.Thread(target=self._fail, args=arguments, daemon=True).start()
             return
 
