@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused faults faults_cpu fuzz stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -109,6 +109,9 @@ for part in "$@"; do
         wait
         tests 500 fused_e "$fused" -k "4] and two_thousand" # last, when most of its kernels are compiled
         tests 200 fused_f "$fused" -k "(4- or 4]) and (killed or late or mismatch)"
+        ;;
+    tests_vendor) # calls that NCCL serves, with their deadlines
+        tests 400 vendor tests/collectives/test_vendor_cuda.py
         ;;
     faults) # the fault matrix on two GPUs
         export FAULT_MATRIX_JSON="$out/fault_matrix.json"
