@@ -5,6 +5,7 @@ Nine ranks are more than own kernels serve, so nothing but the library connects 
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -127,10 +128,20 @@ class TestBlame:
         if not came:
             return
         threads = [threading.Thread(target=report, args=(rank, *what)) for rank, what in came.items()]
-        with mock.patch.object(blame, "_PATIENCE_S", 0.1):
+        ticks = itertools.count()
+
+        def monotonic() -> float:
+            """Let patience end once all have reported that will."""
+            return float(next(ticks)) if all(store.check([f"report/{rank}"]) for rank in came) else -1.0
+
+        clock = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic)
+        with mock.patch.object(blame, "time", clock), mock.patch.object(blame, "_ANSWER_S", 20.0):
             for thread in threads:
                 thread.start()
-            time.sleep(0.02 if in_time else 0.15)
+            while in_time and not store.check(["alarm"]):
+                time.sleep(0.001)
+            for thread in threads if not in_time else ():
+                thread.join()
             report(late, None, False, 0.0)
             for thread in threads:
                 thread.join()
@@ -162,6 +173,27 @@ class TestBlame:
         for thread in threads:
             thread.join()
         assert found == [("library", ())] * 3
+
+    def test_a_store_that_does_not_answer_is_not_waited_for(self) -> None:
+        """As when the process that holds it is the one that is stopped."""
+        answers = threading.Event()
+
+        def wait(*_: Any) -> None:
+            answers.wait(20)
+
+        silent: Any = types.SimpleNamespace(check=wait, compare_set=wait, set=wait)
+        one = Blame(silent, 0, ())
+        begun = time.monotonic()
+        assert not one.raised()
+        assert time.monotonic() - begun < 0.6
+        threads = threading.active_count()
+        for _ in range(50):
+            assert not one.raised()
+        assert threading.active_count() == threads, "no more threads wait"
+        with pytest.raises(blame.SilentStoreError, match="may be stopped"):
+            one.verdict(range(2), None, 1.0)
+        assert time.monotonic() - begun < 2.0
+        answers.set()
 
     def test_nothing_is_raised_at_first(self) -> None:
         assert not Blame(dist.HashStore(), 0, ()).raised()

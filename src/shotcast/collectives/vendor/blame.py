@@ -4,14 +4,18 @@ The library says that a call failed, and not whose fault it is. So each rank who
 store. A rank that has not reported a moment later is not in the call: it is late, stopped or dead. So is one whose call
 began after the first report. The first rank to decide writes its verdict for all others, also for a late rank that
 comes afterwards, so all raise the same error.
+
+The store may belong to the very process that is stopped, and PyTorch waits for its answer without end. So threads ask
+it, and nobody waits for them longer than a moment.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -19,6 +23,13 @@ from shotcast.wire import HeaderWords
 
 _PATIENCE_S = 0.5
 """Time from a rank's report to its decision; calls of ranks that wait for the same rank fail within that."""
+
+_ANSWER_S = 0.3
+"""The limit for the store's answer, beyond the patience."""
+
+
+class SilentStoreError(Exception):
+    """The job's store has not answered."""
 
 
 class Verdict(NamedTuple):
@@ -47,10 +58,36 @@ class Blame:
 
     def __init__(self, store: dist.Store, rank: int, gone: Collection[int]):
         self._store, self._rank, self._gone = store, rank, gone
+        self._asking: threading.Thread | None = None
 
     def raised(self) -> bool:
-        """Return whether some rank has reported a fault."""
-        return bool(self._store.check(["alarm"]))
+        """Return whether some rank has reported a fault, as far as the store answers."""
+        if self._asking is not None and self._asking.is_alive():
+            return False
+        try:
+            return bool(self._asked(lambda: self._store.check(["alarm"]), _ANSWER_S))
+        except SilentStoreError:
+            return False
+
+    def _asked(self, question: Callable[[], Any], limit_s: float) -> Any:
+        """Return what ``question()`` returns, on a thread. Raises SilentStoreError after ``limit_s``."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append((question(), None))
+            except Exception as error:  # given to the thread that waits
+                answers.append((None, error))
+
+        self._asking = threading.Thread(target=ask, name="shotcast store", daemon=True)
+        self._asking.start()
+        self._asking.join(limit_s)
+        if not answers:
+            raise SilentStoreError("the job's store does not answer; the process that holds it may be stopped")
+        answer, error = answers[0]
+        if error is not None:
+            raise error
+        return answer
 
     def verdict(
         self,
@@ -68,7 +105,17 @@ class Blame:
             waited_s: the time since the call began.
             cause: that of the :class:`CallError` which ended it.
             interrupted: a signal ended it.
+
+        Raises:
+            SilentStoreError: the store does not answer.
         """
+        arguments = members, header, waited_s, cause, interrupted
+        found: Verdict = self._asked(lambda: self._agree(*arguments), _PATIENCE_S + _ANSWER_S)
+        return found
+
+    def _agree(
+        self, members: Sequence[int], header: HeaderWords | None, waited_s: float, cause: str, interrupted: bool
+    ) -> Verdict:
         now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
         self._store.compare_set("alarm", "", repr(now))
         facts = {"header": header, "begun": now - waited_s, "cause": cause, "interrupted": interrupted}

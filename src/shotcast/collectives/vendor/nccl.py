@@ -25,7 +25,7 @@ from shotcast.wire import CallPlan, HeaderWords, Op
 _BYTES = DTYPES["uint8"]
 _WARM_BYTES = (1 << 10, 16 << 20)
 """Sizes of the first calls: NCCL connects ranks at the first use of each of its algorithms, small and large."""
-_LOCK_S = 1.0
+_LOCK_S = 0.3
 """The limit for a thread that is inside the library, before its communicator is aborted under it."""
 _DESTROY_S = 5.0
 """The limit for the end of a communicator; NCCL keeps those that captured graphs use until the graphs are gone."""

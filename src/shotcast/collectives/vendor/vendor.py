@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import threading
 import time
 from collections import deque
@@ -23,8 +22,6 @@ from shotcast.collectives.vendor.watch import WATCH
 from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError
 from shotcast.memory.host_group import StoreGroup
 from shotcast.wire import CallPlan, HeaderWords, Op
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_LIMIT_S = 120.0
 """The limit for connecting ranks that have met: the library sets up its memory and its threads meanwhile."""
@@ -283,8 +280,8 @@ class Vendor:
                 reason, limit = found.reason, self._timeout_s
                 self._error = CollectiveTimeout(rank, found.ranks, call.op, call.number, limit, reason)
         except Exception as trouble:
-            # without the store, which ends with the process that holds it, this rank decides alone
-            logger.warning("rank %d: the ranks could not agree on who is at fault: %s", rank, trouble)
+            # without the store, which ends or stops with the process that holds it, this rank decides alone
+            self._error = self._library_error(call, f"{error}. Who is at fault is not known: {trouble}")
             dead = [peer for peer in members if peer in self._host.gone]
             if dead:
                 self._error = CollectiveTimeout(rank, dead, call.op, call.number, self._timeout_s, "dead")
