@@ -267,7 +267,7 @@ def multicast_of_one_rank(without: int) -> tuple[bool, bool, list[str]]:
 
     Return whether it says that it uses multicast, whether its kernels do, and its candidates; they work.
     """
-    from multicast_targets import EmulatedBuffer, with_multicast
+    from emulated_multicast import EmulatedBuffer, with_multicast
 
     def build() -> tuple[bool, bool, list[str]]:
         with communicator() as comm:
