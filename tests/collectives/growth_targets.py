@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import time
@@ -223,11 +224,14 @@ def little_memory(limit: int) -> Iterator[None]:
 
 def without_memory(short: int) -> list[str]:
     """Run out of memory on one rank, at construction and at growth. Return the errors of this rank."""
-    errors = []
+    errors, files = [], []
     rank = int(os.environ["RANK"])
     with little_memory(0 if rank == short else 1 << 40):
-        with pytest.raises(shotcast.ConfigError) as caught, communicator():
-            pass
+        for _ in range(4):
+            with pytest.raises(shotcast.ConfigError) as caught, communicator():
+                pass
+            files.append(len(os.listdir("/proc/self/fd")))
+        assert files[1] == files[3], "what failed leaves nothing"
         errors.append(str(caught.value))
     with communicator() as comm:
         one_call(comm, "two_shot", 4, 1)
@@ -244,22 +248,26 @@ def without_memory(short: int) -> list[str]:
     return errors
 
 
-def failing_on_one_rank(failing: int) -> str:
-    """Have one rank fail after its memory has been shared. Return the error of this rank."""
+def failing_on_one_rank(failing: int) -> list[str]:
+    """Have one rank fail before its memory is shared, and after it. Return the errors of this rank."""
     from shotcast.transport.triton import executor
 
     def fails(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError("no room for cells")
+        raise torch.OutOfMemoryError("no room")
 
-    real = executor.Workspace
-    executor.Workspace = fails if int(os.environ["RANK"]) == failing else real  # type: ignore[misc,assignment]
-    try:
-        with pytest.raises(shotcast.ConfigError) as caught, communicator():
-            pass
-    finally:
-        executor.Workspace = real  # type: ignore[misc]
-    assert arena.held()["cpu"] == (0, 0)
-    return str(caught.value)
+    errors = []
+    for name in ("_host_word", "Workspace"):
+        real = getattr(executor, name)
+        setattr(executor, name, fails if int(os.environ["RANK"]) == failing else real)
+        try:
+            with pytest.raises(shotcast.ConfigError) as caught, communicator():
+                pass
+        finally:
+            setattr(executor, name, real)
+        gc.collect()
+        assert arena.held().get("cpu", (0, 0)) == (0, 0)
+        errors.append(str(caught.value))
+    return errors
 
 
 def multicast_of_one_rank(without: int) -> tuple[bool, bool, list[str]]:

@@ -101,7 +101,16 @@ class Communicator:
     ):
         self._start(group, device, max_bytes, timeout_s, allow_fp8)
 
-    def _start(
+    def _start(self, *arguments: Any) -> None:
+        """Build this communicator with the arguments of :meth:`_build`; on failure, release what would outlive it."""
+        try:
+            self._build(*arguments)
+        except BaseException:
+            if hasattr(self, "_peers"):
+                self._peers.close()
+            raise
+
+    def _build(
         self,
         group: dist.ProcessGroup | None,
         device: str | torch.device | None,

@@ -156,6 +156,11 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def _host_word(device: torch.device) -> torch.Tensor:
+    """Return a word of the host's memory into which kernels of ``device`` can store."""
+    return torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 def _wait_for_stream(device: torch.device) -> None:
     """Wait for the current stream alone: kernels on other streams may wait for calls that this rank has yet to make."""
     if device.type == "cuda":
@@ -203,10 +208,15 @@ class TritonExecutor:
         self._lease, self._group, self._rooms = lease, group, layout.rooms(max_bytes)
         self.device = device
         self._algorithms = algorithms
-        self._status = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
+        failure = ""
+        try:
+            self._status = _host_word(device)
+            if on_gpu:
+                driver.side_stream(device.index)  # made here, as the thread of the mark has no context
+        except RuntimeError as error:
+            failure = f"there is too little memory for a communicator on {device}: {error}"
+        raise_failures(group, failure)
         self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())
-        if on_gpu:
-            driver.side_stream(device.index)  # made here, as the thread of the mark has no context
         self._timeout_s = timeout_s
         self._marking, self._gone, self._closed = threading.Lock(), 0, False
         self.workspaces: list[Workspace] = []
