@@ -80,7 +80,7 @@ PROGRAMS: dict[str, tuple[Program, Reference]] = {
     ),
     "received": (received, lambda xs, zs: [(xs[rank - 1] * 3).detach() * x for rank, x in enumerate(xs)]),
 }
-"""What each rank computes of its x and z, and the same of all ranks' by plain PyTorch."""
+"""The program of each rank on its x and z, and the same on all ranks' by plain PyTorch."""
 
 
 def reductions(name: str, reduced: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, tuple[Program, Reference]]:

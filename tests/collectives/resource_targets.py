@@ -17,7 +17,7 @@ from shotcast.memory import arena
 
 
 class Resources(NamedTuple):
-    """What a process holds."""
+    """Resources that a process holds."""
 
     files: int
     threads: int

@@ -253,7 +253,7 @@ class Device:
 
 
 class TestCallsOnADevice:
-    """What the watch does with calls that a GPU has begun and not ended."""
+    """The watch and calls that a GPU has begun and not ended."""
 
     @pytest.fixture
     def parts(self) -> Any:

@@ -112,4 +112,4 @@ OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {
     "all_reduce_rms_norm": (SumNorm.keep, SumNorm.traced),
     "reduce_scatter_rms_norm": (SumNorm.keep, SumNorm.traced_scattered),
 }
-"""As in :mod:`shotcast.collectives.torch_ops.autograd`."""
+"""The same as in :mod:`shotcast.collectives.torch_ops.autograd`."""

@@ -33,7 +33,7 @@ class SilentStoreError(Exception):
 
 
 class Verdict(NamedTuple):
-    """What the ranks know of a failed call.
+    """The ranks' common knowledge of a failed call.
 
     Attributes:
         reason: ``late``, ``dead`` or ``interrupted``; ``mismatch`` if the calls differ; ``library`` if all ranks are in
