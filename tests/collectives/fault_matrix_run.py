@@ -6,7 +6,10 @@ import datetime
 import json
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_matrix_targets as targets
+import torch.distributed as dist
 from fault_matrix import FUSED, MESSAGES, Case
 from fault_matrix_targets import Report
 
@@ -178,6 +182,50 @@ def _operations(operation: str) -> tuple[str, ...]:
         return MESSAGES
     parts = ("all_reduce", "reduce_scatter", "all_gather") if operation in FUSED else ()
     return (operation.removesuffix("_int"), *parts)
+
+
+# -- programs of users ------------------------------------------------------------------------------------------------
+
+
+def run_uncaught(device: str, path: str, limit_s: float) -> tuple[int, float, str]:
+    """Run ``uncaught_error.py`` on two ranks. Return rank 0's exit code, its seconds in the call, and what it wrote."""
+    folder = Path(__file__).parent
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, str(folder / "uncaught_error.py"), device, path]
+    processes = []
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            for rank in range(2):
+                env = {
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+                output = None if rank else subprocess.PIPE
+                processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=errors, text=True))
+            first = processes[0]
+            timer = threading.Timer(limit_s, first.kill)
+            timer.start()
+            assert first.stdout is not None
+            first.stdout.readline()
+            began = time.monotonic()
+            code = first.wait()
+            took = time.monotonic() - began
+            timer.cancel()
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        errors.seek(0)
+        return code, took, errors.read()
 
 
 # -- records ----------------------------------------------------------------------------------------------------------

@@ -36,15 +36,28 @@ QUICK = {
         ("killed", "reduce_scatter"),
     ],
 }
+INSIDE = ("stopped", "vendor")
 
 
 def quick(path: str) -> list[Case]:
-    return [usual(Cell(fault, path, operation, "eager"), 2, 0.3, "reset") for fault, operation in QUICK[path]]
+    """Return the cases of a path; the vendor library's stopped rank stops inside the library."""
+    cells = [Cell(fault, path, operation, "eager", (fault, path) == INSIDE) for fault, operation in QUICK[path]]
+    return [usual(cell, 2, 0.3, "reset") for cell in cells]
 
 
 @pytest.mark.parametrize("path", matrix.PATHS)
 def test_a_few_cells(path: str) -> None:
     assert runs.complaints(runs.run(quick(path), "cpu", 40)) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", ["own", "vendor", "inside"])
+def test_an_uncaught_error_ends_the_process(path: str) -> None:
+    code, took, written = runs.run_uncaught("cpu", path, 60)
+    assert "shotcast.errors.CollectiveTimeout: rank 0: all_reduce" in written
+    assert "missing ranks: 1." in written
+    assert code == 1
+    assert 0.9 < took < 10, "the deadline, the error, and the end of the interpreter"
 
 
 def test_every_value_is_among_the_few() -> None:

@@ -55,6 +55,14 @@ def test_every_cell_once(path: str, mode: str) -> None:
     assert run_all("every", jobs) == []
 
 
+@pytest.mark.parametrize("path", ["own", "vendor", "inside"])
+def test_an_uncaught_error_ends_the_process(path: str) -> None:
+    code, took, written = runs.run_uncaught("cuda", path, 120)
+    assert "shotcast.errors.CollectiveTimeout: rank 0: all_reduce" in written
+    assert code == 1
+    assert 0.9 < took < 10, "the deadline, the error, and the end of the interpreter and of CUDA"
+
+
 def test_random_draws() -> None:
     drawn = matrix.draws(DRAWS, SEED, "cuda", (2,), (DEADLINE_S, DEADLINE_S))
     assert run_all("draws", [[case] for case in drawn], seed=SEED) == []
