@@ -129,7 +129,7 @@ class Stress:
         self._plan, self._comm = plan, comm
         self._small = comm.split(0, max_bytes=SMALL_BYTES)
         self._rank, self._size = comm.rank, comm.world_size
-        self._cuda = comm.device.type == "cuda"
+        self._cuda, self._compiled = comm.device.type == "cuda", comm.topology.kernels == "compiled"
         self._own = random.Random(f"{plan.seed} rank {comm.rank}")
         self._wrong = torch.zeros(BLOCK, dtype=torch.int64, device=comm.device)
         self._pools = {name: self._floats(name) for name in FLOATS}
@@ -221,9 +221,9 @@ class Stress:
             time.sleep(0.1)
 
     def _communicator(self, case: Case) -> shotcast.Communicator:
-        """Return one of two communicators; on GPUs only small calls of the second, which leave room for the others."""
+        """Return one of two communicators. The second serves large messages where they pass in chunks: on the CPU."""
         small = case.count * wire.DTYPES[case.dtype] <= SMALL_BYTES // self._size
-        return self._small if case.rng.random() < 0.2 and (small or not self._cuda) else self._comm
+        return self._small if case.rng.random() < 0.2 and (small or self._compiled) else self._comm
 
     def _placed(self, case: Case, x: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the input and the ``out`` of a call."""
@@ -273,7 +273,9 @@ class Stress:
     def _all_gather(self, case: Case) -> torch.Tensor:
         xs = self._windows(case._replace(count=case.count // self._size))
         x, out = self._placed(case, xs[self._rank], (xs[0].numel() * self._size,))
-        got = self._communicator(case).all_gather(x, out=None if out is x else out, algorithm=case.algorithm)
+        moved = case.dtype in FLOATS or self._compiled  # by the ring
+        algorithm = "auto" if case.algorithm == "ring" and not moved else case.algorithm
+        got = self._communicator(case).all_gather(x, out=None if out is x else out, algorithm=algorithm)
         return differing(got, joined(xs))
 
     def _uneven_all_gather(self, case: Case) -> torch.Tensor:
