@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -95,16 +96,17 @@ def compile_late(late_s: float, compile_s: float, kill: bool) -> Any:
     x = torch.full([777], comm.rank + 1.0)
     killed_at = comm._host.all_gather(time.monotonic() + late_s + 0.3)[0]
     if comm.rank == 1:
-        load = BoundCall.load
+        bound: Any = sys.modules[type(comm._executor).__module__]
+        load = bound.BoundCall.load
 
-        def slow_load(self: BoundCall) -> None:
+        def slow_load(self: Any) -> None:
             if kill:
                 time.sleep(max(0.0, killed_at - time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(compile_s)
             load(self)
 
-        BoundCall.load = slow_load  # type: ignore[method-assign]  # in this process alone
+        bound.BoundCall.load = slow_load  # in this process alone
         time.sleep(late_s)
     try:
         total = comm.all_reduce(x, algorithm="two_shot")
@@ -112,6 +114,74 @@ def compile_late(late_s: float, compile_s: float, kill: bool) -> Any:
         return error, time.monotonic() - killed_at
     comm.close()
     return float(total[0])
+
+
+def host_of_the_store_killed(port: int) -> Any:
+    """Kill rank 0, which hosts the store of the job, while it compiles. Return the others' errors and their delay."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    comm = shotcast.Communicator(device="cpu", timeout_s=30)
+    killed_at = comm._host.all_gather(time.monotonic() + 0.5)[0]
+    if rank == 0:
+        time.sleep(max(0.0, killed_at - time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveTimeout) as caught:
+        comm.all_reduce(torch.ones(777), algorithm="two_shot")
+    return caught.value, time.monotonic() - killed_at
+
+
+def compile_in_vain(compile_s: float) -> tuple[str, float, float, float]:
+    """Have rank 1 fail to compile, and take ``compile_s`` when it tries again after a reset.
+
+    Return the error, its delay, that of the sum after the reset, and the sum.
+    """
+    comm = shotcast.Communicator(device="cpu", timeout_s=0.8)
+    load, attempts = BoundCall.load, 0
+
+    def failing_load(self: BoundCall) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise MemoryError("no memory to compile")
+        time.sleep(compile_s)
+        load(self)
+
+    if comm.rank == 1:
+        BoundCall.load = failing_load  # type: ignore[method-assign]  # in this process alone
+    x, error = torch.full([777], comm.rank + 1.0), ""
+    comm._host.barrier()
+    began = time.monotonic()
+    try:
+        comm.all_reduce(x, algorithm="two_shot")
+    except CollectiveTimeout as late:
+        error = f"{late.reason} {late.missing}"
+    except MemoryError:
+        error = "no memory"
+    took, began = time.monotonic() - began, time.monotonic()
+    comm.reset()
+    total = comm.all_reduce(x, algorithm="two_shot")
+    again = time.monotonic() - began
+    comm.close()
+    return error, took, again, float(total[0])
+
+
+def fault_during_a_first_call() -> tuple[str, float]:
+    """Have ranks 1 and 2 make different calls while rank 0 waits for them in a first call. Return errors and delays."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for _ in range(2):
+            comm.send(torch.ones(5), 2) if comm.rank == 1 else comm.recv(torch.ones(5), 1) if comm.rank == 2 else None
+        comm._host.barrier()
+        began, error = time.monotonic(), ""
+        try:
+            if comm.rank == 0:
+                comm.all_reduce(torch.ones(777), algorithm="two_shot")
+            else:
+                time.sleep(0.3)
+                comm.send(torch.ones(5), 2) if comm.rank == 1 else comm.recv(torch.ones(6), 1)
+        except ShotcastError as caught:
+            error = type(caught).__name__
+        return error, time.monotonic() - began
 
 
 def absent_from_a_first_call() -> tuple[CollectiveTimeout, float, float] | None:

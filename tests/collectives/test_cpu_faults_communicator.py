@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -160,6 +161,30 @@ class TestFirstUse:
         for error, delay in results:
             assert (error.missing, error.reason) == ((1,), "dead")
             assert delay < 1
+
+    def test_a_rank_killed_while_it_compiles_that_hosts_the_store(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = shotcast.spawn(targets.host_of_the_store_killed, 3, port, timeout_s=60, return_exceptions=True)
+        for error, delay in results[1:]:
+            assert (error.missing, error.reason) == ((0,), "dead")
+            assert delay < 1.5
+
+    def test_a_rank_that_fails_to_compile(self) -> None:
+        """The others wait for it no longer than for any; after a reset, all meet again, whatever the deadline."""
+        for rank, (error, took, again, total) in enumerate(
+            shotcast.spawn(targets.compile_in_vain, 3, 2.0, timeout_s=40)
+        ):
+            assert error == ("no memory" if rank == 1 else "late (1,)")
+            assert took < 1.8
+            assert again > 1.9
+            assert total == 6.0
+
+    def test_a_fault_while_others_are_awaited(self) -> None:
+        results = shotcast.spawn(targets.fault_during_a_first_call, 3, timeout_s=40)
+        assert [error for error, _ in results[::2]] == ["CollectiveMismatch"] * 2
+        assert max(took for _, took in results) < 2
 
     def test_a_rank_that_stays_away(self) -> None:
         for rank, (error, took, total) in enumerate(shotcast.spawn(targets.absent_from_a_first_call, 3, timeout_s=30)):

@@ -17,6 +17,8 @@ _COMPILE_LIMIT_S = 300.0
 """The limit for a rank that compiles, and lives: far longer than any compilation takes."""
 _MESSAGE_PATIENCE_S = 5.0
 """The limit for the partner of the first message of a kind, while it does not compile."""
+_NOTICE_S = 1.0
+"""Time within which the end of a process is known to the others."""
 _HEADERS_AFTER_S = 0.5
 """Time after which a rank looks whether others have begun another call."""
 
@@ -35,10 +37,14 @@ class Form(NamedTuple):
 class FirstUse:
     """Make ranks meet after each has compiled what a call needs: all ranks, or the two ends of a message.
 
-    A rank reports through the job's store what it compiles, and later that it is ready. A rank that compiles is waited
-    for, whatever the deadline, unless its process ends. A rank that has not come is waited for until the deadline,
-    which counts while no rank compiles. A rank that makes another call will not come: then this call begins, and its
-    header exchange names the mismatch.
+    A rank reports through the job's store what it compiles, and later that it is ready, or that it could not. A rank
+    that compiles is waited for, whatever the deadline, unless its process ends. A rank that has not come is waited for
+    until the deadline, which counts while no rank compiles. A rank that makes another call will not come: then this
+    call begins, and its header exchange names the mismatch. Nor will any come once a fault has stopped the calls.
+
+    Attributes:
+        known: the forms that the ranks have met for, and those of messages that this rank has compiled. A call that
+            failed before is none of them: after a reset, the ranks meet again.
     """
 
     def __init__(self, host: StoreGroup, executor: Executor):
@@ -59,18 +65,46 @@ class FirstUse:
         if form in self.known:
             return
         self.known.add(form)
+        met = False
+        try:
+            met = self._compile_and_meet(form, compile_it, what, timeout_s)
+        except dist.DistError as error:  # the process that hosted the store may have been a rank
+            if dead := self._dead_soon():
+                raise self._timeout(dead, what, timeout_s, "dead") from error
+            raise
+        finally:
+            if not met:
+                self.known.discard(form)
+
+    def _compile_and_meet(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> bool:
+        """Return whether the ranks need not meet for ``form`` again."""
         own = self._host.rank
-        self._store.set(f"begun/{form.name}/{own}", "")
+        begun = f"begun/{form.name}/{own}"
+        self._store.set(begun, "")
         self._store.set(f"now/{own}", json.dumps([form.partner, form.name, form.partner_name or form.name]))
         try:
-            compile_it()
+            try:
+                compile_it()
+            except BaseException:
+                self._store.delete_key(begun)  # the others wait for a rank that does not compile
+                raise
             self._store.set(f"ready/{form.name}/{own}", "")
-            self._meet(form, what, timeout_s)
+            return self._meet(form, what, timeout_s)
         finally:
             self._store.set(f"now/{own}", "")
 
-    def _meet(self, form: Form, what: str, timeout_s: float) -> None:
-        """Wait until every rank that the call needs is ready, or makes another call."""
+    def _dead_soon(self) -> list[int]:
+        """Return the ranks whose processes have ended, or end within a moment."""
+        deadline = time.monotonic() + _NOTICE_S
+        while not self._host.gone and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return sorted(self._host.gone)
+
+    def _meet(self, form: Form, what: str, timeout_s: float) -> bool:
+        """Wait until every rank that the call needs is ready, or will not come. Returns whether they have met.
+
+        Ranks that exchange messages need not: the sender of one may be far ahead of its receiver.
+        """
         message = form.partner >= 0
         awaited = [(form.name, rank) for rank in range(self._host.world_size)]
         if message:
@@ -81,13 +115,13 @@ class FirstUse:
         while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
             if dead := [rank for rank in late if rank in self._host.gone]:
                 raise self._timeout(dead, what, timeout_s, "dead")
-            if any(self._elsewhere(rank) for rank in late):
-                return
+            if self._executor.fault() is not None or any(self._elsewhere(rank) for rank in late):
+                return message
             if waited > _HEADERS_AFTER_S and not message and self._in_a_call(late):
-                return
+                return False
             if waited > patience_s or compiled > _COMPILE_LIMIT_S:
                 if message:
-                    return
+                    return True
                 raise self._timeout(late, what, timeout_s, "late")
             time.sleep(pause)
             pause, before, looked = min(2 * pause, 0.02), looked, time.monotonic()
@@ -95,6 +129,7 @@ class FirstUse:
                 compiled += looked - before
             else:
                 waited += looked - before
+        return True
 
     def _elsewhere(self, rank: int) -> bool:
         """Return whether ``rank`` waits for this one before another call, which this one does not make first.
