@@ -19,7 +19,6 @@ from workers import (
     differing,
     inputs,
     killed,
-    larger_than_four_gib,
     late_then_reset,
     matrix,
     mismatched,
@@ -75,11 +74,6 @@ def test_one_full_gpu_is_an_error_of_all_ranks() -> None:
         for error in errors:
             assert "rank 1: cuda:1 cannot hold" in error
             assert "are free" in error
-
-
-def test_messages_larger_than_four_gib() -> None:
-    """Own kernels serve the sum, in pieces, and the message; the vendor the broadcast, which the workspace is below."""
-    shotcast.spawn(larger_than_four_gib, 2, "cuda", (1 << 32) + 64, torch.bfloat16, timeout_s=300)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

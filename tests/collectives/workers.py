@@ -384,35 +384,4 @@ def mismatched(device: str, what: str, odd: int, timeout_s: float) -> dict[str, 
         return {"error": error, "took": took}
 
 
-def larger_than_four_gib(device: str, nbytes: int, dtype: torch.dtype) -> None:
-    """Sum, broadcast and send ``nbytes``, with values at the borders where an offset could lose its high bits."""
-    count = nbytes // dtype.itemsize
-    borders = [1 << bits for bits in (29, 30, 31, 32) if 1 << bits < count]
-    marks = [0, count - 1, *(border + near for border in borders for near in (-1, 0, 1) if border + near < count)]
-    with shotcast.Communicator(device=device, timeout_s=120) as comm:
-        x = torch.zeros(count, dtype=dtype, device=comm.device)
-        if comm.rank == 0:
-            for number, mark in enumerate(marks, start=1):
-                x[mark] = number
-        out = torch.full_like(x, 9) if comm.rank else x
-
-        def arrived() -> None:
-            settle(comm)
-            assert [int(out[mark]) for mark in marks] == list(range(1, len(marks) + 1))
-            assert sum(int(part.count_nonzero()) for part in out.split(1 << 28)) == len(marks)
-            out.fill_(9) if comm.rank else None
-
-        if dtype.is_floating_point:
-            out.copy_(x)
-            comm.all_reduce(out, out=out, algorithm="two_shot")
-            arrived()
-        comm.broadcast(out, 0)
-        arrived()
-        if comm.rank == 0:
-            comm.send(out, 1)
-        elif comm.rank == 1:
-            comm.recv(out, 0)
-        arrived()
-
-
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
