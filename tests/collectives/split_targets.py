@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast import Communicator
+from shotcast.launcher.process_watch import WATCH
 
 
 def every_operation(comm: Communicator, job_ranks: list[int], mine: int, algorithm: str) -> None:
@@ -183,3 +185,23 @@ def reasons_of_each_size() -> list[str]:
             said = one.explain(x)
             reasons.append(f"{said.source}: {said.reason}")
     return reasons
+
+
+def failed_constructions(count: int) -> tuple[int, int]:
+    """Make communicators whose sizes differ between ranks. Return what more is open and watched afterwards."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for _ in range(3):
+            _disagree(comm)
+        files, watched = len(os.listdir("/proc/self/fd")), _watched()
+        for _ in range(count):
+            _disagree(comm)
+        return len(os.listdir("/proc/self/fd")) - files, _watched() - watched
+
+
+def _disagree(comm: shotcast.Communicator) -> None:
+    with pytest.raises(shotcast.ConfigError, match="max_bytes"):
+        comm.split(0, max_bytes=(1 + comm.rank) << 20)
+
+
+def _watched() -> int:
+    return sum(len(callbacks) for callbacks in WATCH._callbacks.values())

@@ -64,3 +64,7 @@ def test_closing_releases_everything(count: int) -> None:
         assert late.memory_kib - early.memory_kib < 2000 + 6 * count, (
             "a closed communicator and the store keep a little"
         )
+
+
+def test_a_construction_that_fails_leaves_nothing() -> None:
+    assert shotcast.spawn(targets.failed_constructions, 2, 20, timeout_s=50) == [(0, 0)] * 2

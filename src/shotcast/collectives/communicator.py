@@ -828,9 +828,9 @@ class Communicator:
             self._closed = True
             if self._fast_path is not None:
                 self._fast_path.close()
-            self._peers.close()
-            self._drain()
+            self._drain()  # while the ends of processes are still watched, as no call waits for dead ranks
             self._vendor.close()
+            self._peers.close()
             if self._executor is not None:
                 self._executor.close()
         finally:
