@@ -92,6 +92,13 @@ class TestWithoutOwnKernels:
 
 @pytest.mark.timing
 class TestBesideOwnKernels:
+    def test_a_handler_that_raises_inside_the_library(self) -> None:
+        env = {"SHOTCAST_CHECK_VENDOR": "0"}
+        (other, waited), (own, took) = shotcast.spawn(targets.ended_by_a_handler, 2, env=env, timeout_s=60)
+        assert (other, own) == ("interrupted (1,)", "")
+        assert took < 0.4 + SLACK_S
+        assert waited < SLACK_S
+
     def test_a_rank_stopped_inside_the_library(self) -> None:
         results = shotcast.spawn(targets.stopped_inside, 3, 1, timeout_s=60)
         for rank, outcome in enumerate(results):

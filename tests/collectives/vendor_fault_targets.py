@@ -142,6 +142,34 @@ def interrupted(victim: int) -> tuple[str, float, Outcome]:
     return kind, took, after
 
 
+def ended_by_a_handler() -> tuple[str, float]:
+    """Have a signal's handler raise a TimeoutError while rank 1 waits for rank 0. Return what each saw, and when."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    with Communicator(device="cpu", timeout_s=60) as comm:
+        x = torch.ones(5).int()
+        comm.all_reduce(x)
+        comm._host.barrier()
+        if comm.rank == 0:
+            time.sleep(1.2)
+        else:
+            signal.signal(signal.SIGALRM, give_up)
+            signal.setitimer(signal.ITIMER_REAL, 0.4)
+        begun = time.monotonic()
+        if comm.rank == 0:
+            with contextlib.suppress(shotcast.CollectiveTimeout):
+                comm.all_reduce(x)  # the library may complete what rank 1 had begun
+        with pytest.raises((TimeoutError, shotcast.CollectiveTimeout)) as caught:
+            comm.all_reduce(x)
+        took = time.monotonic() - begun
+        comm.reset()
+        assert comm.all_reduce(x).tolist() == [2] * 5
+        error = caught.value
+        return f"{error.reason} {error.missing}" if isinstance(error, shotcast.CollectiveTimeout) else "", took
+
+
 def stopped_inside(victim: int) -> Outcome | None:
     """Stop the victim after all have begun a call, within the library, for longer than the deadline."""
     with Communicator(device="cpu", timeout_s=20) as comm:

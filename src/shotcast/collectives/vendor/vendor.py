@@ -165,7 +165,7 @@ class Vendor:
         except CallError as error:
             self._fail(members, call, begun, error)
             self.check()
-        except KeyboardInterrupt:
+        except BaseException:  # the handler of a signal may raise anything
             self._fail(members, call, begun, CallError("a signal ended it"), interrupted=True)
             raise
 
