@@ -316,6 +316,9 @@ class _Calls:
         A graph of an own kernel is replayed as it is; one of the library, whose communicator is another, is captured
         anew.
         """
+        if self._case.cell.path == "vendor":
+            self._eager[False].run()  # ranks connect outside of captures
+            settle(self._comm)
         if False not in self._graphs or self._case.cell.path == "vendor":
             self._capture(False)
         same = True

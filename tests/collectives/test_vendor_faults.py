@@ -182,7 +182,7 @@ class TestBlame:
         assert found == [("library", ())] * 3
 
     def test_a_store_that_does_not_answer_is_not_waited_for(self) -> None:
-        """As when the process that holds it is the one that is stopped."""
+        """It does not answer when the process that holds it is the one that is stopped."""
         answers = threading.Event()
 
         def wait(*_: Any) -> None:
