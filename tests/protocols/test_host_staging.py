@@ -102,32 +102,44 @@ def two_shot(state: RankState, number: int, call: Call, chunks: int) -> Steps:
                 yield Read(results)
 
 
-def ring(state: RankState, number: int, call: Call, chunks: int) -> Steps:
-    """All-reduce in 2N - 2 steps a chunk; each rank reads what its left neighbour staged in the step before."""
+def ring(state: RankState, number: int, call: Call, chunks: int, first_hop: int = 0, last_hop: int = -1) -> Steps:
+    """Pass slices around; each rank reads what its left neighbour staged in the step before.
+
+    An all-reduce takes hops 0 to 2N - 2. Up to hop N - 1 they make a reduce-scatter, from there on an all-gather.
+    """
     first = state.step
+    last_hop = 2 * state.ranks - 2 if last_hop < 0 else last_hop
     for chunk in range(chunks):
-        for hop in range(2 * state.ranks - 1):
-            if hop == 0:
-                if state.step > first and state.rules.ring_permission:
-                    yield from state.await_peers(state.right)
-            elif hop == 1 and chunk == 0 and state.rules.ring_awaits_all:
-                yield from state.await_peers(*state.others)
-            elif hop == 2 * state.ranks - 2 or not state.rules.ring_permission:
-                yield from state.await_peers(state.left)
-            else:
-                yield from state.await_peers(*{state.left: 0, state.right: 0})
-            if hop > 0:
+        for hop in range(first_hop, last_hop + 1):
+            sends, receives = hop < last_hop, hop > first_hop
+            awaited: list[int] = []
+            if state.step == first + 1 and state.rules.ring_awaits_all:
+                awaited += state.others
+            if receives:
+                awaited.append(state.left)
+            if sends and state.step > first and state.rules.ring_permission:
+                awaited.append(state.right)
+            yield from state.await_peers(*dict.fromkeys(awaited))
+            if receives:
                 terms, slice_index = min(hop, state.ranks), (state.rank - 1 - hop) % state.ranks
                 yield Read({state.staging(state.left, state.step - 1): Sum(terms, number, (chunk, slice_index))})
-            if hop < 2 * state.ranks - 2:
+            if sends:
                 terms, slice_index = min(hop + 1, state.ranks), (state.rank - 1 - hop) % state.ranks
                 passed = state.staging(state.rank, state.step), Sum(terms, number, (chunk, slice_index))
                 yield Store(*passed)
                 yield from state.publish()
-                if hop >= state.ranks:
+                if hop >= state.ranks or (hop == state.ranks - 1 and not receives):
                     yield Read(dict([passed]))  # into the result, which need not lie where others read
     if state.rules.ring_end:
         yield from state.await_peers(state.right)
+
+
+def ring_reduce_scatter(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    yield from ring(state, number, call, chunks, 0, state.ranks - 1)
+
+
+def ring_all_gather(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    yield from ring(state, number, call, chunks, state.ranks - 1, 2 * state.ranks - 2)
 
 
 def broadcast(state: RankState, number: int, call: Call, chunks: int) -> Steps:
@@ -155,7 +167,15 @@ def barrier(state: RankState, number: int, call: Call, chunks: int) -> Steps:
     yield from state.await_peers(*state.others)
 
 
-SCHEDULES = {"one_shot": one_shot, "two_shot": two_shot, "ring": ring, "broadcast": broadcast, "barrier": barrier}
+SCHEDULES = {
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+    "ring": ring,
+    "ring_reduce_scatter": ring_reduce_scatter,
+    "ring_all_gather": ring_all_gather,
+    "broadcast": broadcast,
+    "barrier": barrier,
+}
 
 
 def rank_program(rank: int, ranks: int, calls: Sequence[Call], chunks: int, rules: Rules) -> Steps:
@@ -197,7 +217,7 @@ def test_protocol_holds(op: str, ranks: int, verify) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("op", ["one_shot", "two_shot", "ring", "broadcast"])
+@pytest.mark.parametrize("op", [op for op in SCHEDULES if op != "barrier"])
 def test_messages_of_several_chunks(op: str, ranks: int, verify) -> None:
     verify(model(ranks, [op] * 2, chunks=3))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +20,12 @@ import torch
 
 from local_ranks import LocalGroup, run_ranks
 from shotcast.collectives.registry import registered
+from shotcast.transport.cpu.layout import OUTBOX_SLOTS
 from shotcast.wire import CallPlan, LaunchShape, Op
 
+from . import test_send_recv as send_recv
 from .machine import Await, Start, Steps, Store
-from .test_host_staging import Rules, rank_program
+from .test_host_staging import SCHEDULES, Rules, rank_program
 from .words import Call
 
 PACKAGE = "shotcast.transport.cpu"
@@ -32,16 +35,28 @@ OPERATIONS = {
     "one_shot": (Op.ALL_REDUCE, "one_shot"),
     "two_shot": (Op.ALL_REDUCE, "two_shot"),
     "ring": (Op.ALL_REDUCE, "ring"),
+    "reduce_scatter": (Op.REDUCE_SCATTER, "one_shot"),
+    "all_gather": (Op.ALL_GATHER, "one_shot"),
+    "all_to_all": (Op.ALL_TO_ALL, "one_shot"),
+    "ring_reduce_scatter": (Op.REDUCE_SCATTER, "ring"),
+    "ring_all_gather": (Op.ALL_GATHER, "ring"),
     "broadcast": (Op.BROADCAST, "one_shot"),
     "barrier": (Op.BARRIER, "one_shot"),
 }
-SEQUENCE = ("one_shot", "ring", "broadcast", "two_shot", "barrier", "broadcast", "ring", "two_shot", "one_shot")
+"""Operations and algorithms, by the model's schedule or, where every rank reads from all, by their own name."""
+PARTS = ("reduce_scatter", "all_gather", "all_to_all", "ring_reduce_scatter", "ring_all_gather")
+"""Those in which each rank has a part of the message."""
+SEQUENCE = (
+    *("one_shot", "ring", "broadcast", "two_shot", "barrier", "broadcast", "ring", "two_shot", "one_shot"),
+    *("ring_reduce_scatter", "reduce_scatter", "all_gather", "ring_all_gather", "all_to_all", "ring_all_gather"),
+)
 
 
 class Event(NamedTuple):
     """An access to a word of the model: "await", "read", "stage", "publish" or "header", of rank ``owner``.
 
-    ``value`` is the progress waited for or published, the generation of staging, or the parity of a header.
+    ``value`` is the progress waited for or published, the generation of staging, or the parity of a header. In
+    messages, the action also says the counter, or the part of the slot, and the rank that it is for.
     """
 
     call: int
@@ -75,21 +90,36 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
     def note(action: str, address: int, value: int | None = None) -> None:
         for owner, base in enumerate(regions):
             offset = address - base
-            if not 0 <= offset < layout.CONTROL_BYTES + 2 * executor._generation:
+            outbox = offset - layout.CONTROL_BYTES - 2 * executor._generation
+            if not 0 <= offset < executor._buffer.nbytes:
                 continue
-            if offset >= layout.CONTROL_BYTES:
+            if outbox >= 0:
+                slot_bytes = layout.OUTBOX_HEADER_BYTES + executor._context[layout.OUTBOX_CHUNK // 8]
+                slot, place = divmod(outbox, slot_bytes)
+                if action in ("stage", "read"):
+                    receiver, slot = divmod(slot, layout.OUTBOX_SLOTS)
+                    what = "header" if place < layout.OUTBOX_HEADER_BYTES else "data"
+                    events.append(Event(call, f"{action} {what} {receiver}", owner, slot))
+            elif offset >= layout.CONTROL_BYTES:
                 generation = (offset - layout.CONTROL_BYTES) // executor._generation
                 if action in ("stage", "read"):
                     events.append(Event(call, action, owner, generation))
             elif offset == layout.PROGRESS and action in ("await", "publish"):
                 events.append(Event(call, action, owner, value or 0))
+            elif action in ("await", "publish") and layout.SENT <= offset < layout.RECEIVED + 8 * layout.LINE:
+                counter, peer = divmod(offset - layout.SENT, layout.RECEIVED - layout.SENT)
+                events.append(
+                    Event(call, f"{action} {('sent', 'received')[counter]} {peer // layout.LINE}", owner, value or 0)
+                )
             elif layout.HEADERS <= offset < layout.HEADERS + 32 and action in ("acquire", "publish"):
                 events.append(Event(call, "header", owner, (offset - layout.HEADERS) // 16))
 
     def load(address: int) -> int:
+        note("read", address)
         return ctypes.c_int64.from_address(address).value
 
     def store(address: int, value: int) -> None:
+        note("stage", address)
         ctypes.c_int64.from_address(address).value = value
 
     def load_acquire(address: int) -> int:
@@ -158,13 +188,25 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
 
 def plan_of(op: str, number: int, ranks: int) -> CallPlan:
     operation, algorithm = OPERATIONS[op]
-    nbytes = 0 if op == "barrier" else CHUNKS * CHUNK_BYTES
+    nbytes = 0 if op == "barrier" else CHUNKS * CHUNK_BYTES * (ranks if op in PARTS else 1)
     root = number % ranks if op == "broadcast" else 0
     return CallPlan(operation, algorithm, "float32", nbytes, root=root, launch=LaunchShape(1, 128, 1, CHUNK_BYTES))
 
 
+def message_plan(number: int, rank: int, chunk_bytes: int) -> CallPlan | None:
+    sender, receiver, chunks = MESSAGES[number]
+    if rank not in (sender, receiver):
+        return None
+    op, peer = (Op.SEND, receiver) if rank == sender else (Op.RECV, sender)
+    return CallPlan(op, "one_shot", "float32", chunks * chunk_bytes, root=peer)
+
+
 def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list[Event]:
-    """Make these calls, and return what this rank did; until the first call that fails, if a line is changed."""
+    """Make these calls, or without any the messages, and return what this rank did.
+
+    If a line is changed, it ends with the first call that fails.
+    """
+    from shotcast.transport.cpu import layout
     from shotcast.transport.cpu.executor import CpuExecutor
 
     algorithms = registered()
@@ -173,8 +215,11 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
     events: list[Event] = []
     begin = play_in_python(executor, events, change)
     group.barrier()
-    for number, op in enumerate(ops):
-        plan = plan_of(op, number, group.world_size)
+    chunk_bytes = executor._context[layout.OUTBOX_CHUNK // 8]
+    for number in range(len(ops or MESSAGES)):
+        plan = plan_of(ops[number], number, group.world_size) if ops else message_plan(number, group.rank, chunk_bytes)
+        if plan is None:
+            continue
         call = executor.bind(plan).call
         record = executor.record(plan, call)
         x, out = torch.full((plan.nbytes // 4,), group.rank + 1.0), torch.zeros(plan.nbytes // 4)
@@ -219,7 +264,10 @@ def sections(items: Sequence[tuple[str, int, int]], rank: int) -> list[tuple[Sec
 
 def modelled(rank: int, ranks: int, ops: Sequence[str]) -> list[list[tuple[str, int, int]]]:
     """Return what the model's program of a rank does in each call."""
-    calls = [Call(op, (1,) * ranks, root=number % ranks if op == "broadcast" else 0) for number, op in enumerate(ops)]
+    calls = [
+        Call(op if op in SCHEDULES else "one_shot", (1,) * ranks, root=number % ranks if op == "broadcast" else 0)
+        for number, op in enumerate(ops)
+    ]
     steps: Steps = rank_program(rank, ranks, calls, CHUNKS, Rules())
     found: list[list[tuple[str, int, int]]] = []
     for step in steps:
@@ -269,6 +317,44 @@ def replay(ranks: int, ops: Sequence[str], traces: list[list[Event]]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_schedules(ranks: int) -> None:
     replay(ranks, SEQUENCE, run_ranks(ranks, traced, SEQUENCE, None))
+
+
+MESSAGES = [(0, 1, 3), (1, 0, 1), (0, 1, 6), (2, 1, 5), (1, 0, 4), (0, 2, 1)]
+"""(sender, receiver, chunks): two of them have more chunks than an outbox has slots."""
+
+
+def modelled_messages(rank: int) -> list[tuple[str, int, int]]:
+    """Return what the model's program of a rank does in all messages."""
+    found: list[tuple[str, int, int]] = []
+    for step in send_recv.cpu_program(rank, MESSAGES, send_recv.Rules()):
+        if isinstance(step, Store):
+            owner, region, peer, *slot = step.address
+            if region != "mailbox":
+                assert isinstance(step.value, int)
+                found.append((f"publish {region} {peer}", owner, step.value))
+            elif slot[1] == 0:
+                found += [(f"stage {part} {peer}", owner, slot[0]) for part in ("header", "header", "data")]
+        elif isinstance(step, Await):
+            owner, region, peer, *slot = next(iter(step.words))
+            if region == "mailbox":
+                found += [(f"read {part} {peer}", owner, slot[0]) for part in ("header", "header", "data")]
+            else:
+                needed = next(value for value in range(-10, 1000) if step.arrived(value))
+                found.append((f"await {region} {peer}", owner, needed))
+    return found
+
+
+def replay_messages(traces: list[list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_recv, "SLOTS", OUTBOX_SLOTS)
+    for rank, events in enumerate(traces):
+        done, wanted = [(e.action, e.owner, e.value) for e in events], modelled_messages(rank)
+        for position, (real, model) in enumerate(itertools.zip_longest(done, wanted)):
+            if real != model:
+                raise ReplayError(f"rank {rank}, access {position}: {real}, the model {model}")
+
+
+def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_messages(run_ranks(3, traced, (), None), monkeypatch)
 
 
 CHANGES = {
@@ -325,12 +411,60 @@ CHANGES = {
         ),
         "does",
     ),
+    "a message is counted before it is there": (
+        "messages",
+        Change(
+            "send_recv",
+            "        copy(slot + OUTBOX_HEADER_BYTES, x + done, size)\n        sent += 1\n"
+            "        store_release(own + SENT + LINE * peer, sent)\n",
+            "        sent += 1\n        store_release(own + SENT + LINE * peer, sent)\n"
+            "        copy(slot + OUTBOX_HEADER_BYTES, x + done, size)\n",
+        ),
+        "publish sent",
+    ),
+    "a message is taken before it is there": (
+        "messages",
+        Change(
+            "send_recv", "wait(context, peer, False, sent, received + 1)", "wait(context, peer, False, sent, received)"
+        ),
+        "await sent",
+    ),
+    "a sender is a chunk too far ahead": (
+        "messages",
+        Change("send_recv", "received, sent - OUTBOX_SLOTS + 1)", "received, sent - OUTBOX_SLOTS)"),
+        "await received",
+    ),
+    "credit for a message comes before the copy": (
+        "messages",
+        Change(
+            "send_recv",
+            "        copy(out + done, slot + OUTBOX_HEADER_BYTES, size)\n        received += 1\n"
+            "        store_release(own + RECEIVED + LINE * peer, received)\n",
+            "        received += 1\n        store_release(own + RECEIVED + LINE * peer, received)\n"
+            "        copy(out + done, slot + OUTBOX_HEADER_BYTES, size)\n",
+        ),
+        "publish received",
+    ),
+    "one word of a message's header is not compared": (
+        "messages",
+        Change("send_recv", " or load(slot + 8) != load(plan + HEADER + 8)", ""),
+        "read header",
+    ),
 }
 
+OFTEN = ("a ring without its permission", "progress before the data", "a message is counted before it is there")
+"""The changes that the default run tries."""
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_schedule_is_caught(name: str) -> None:
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in CHANGES]
+)
+def test_a_changed_schedule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, change, message = CHANGES[name]
+    if op == "messages":
+        with pytest.raises(ReplayError, match=message):
+            replay_messages(run_ranks(3, traced, (), change), monkeypatch)
+        return
     ranks = 3 if op == "ring" else 2  # of two ranks, the reader of a ring is also the one whose data is waited for
     traces = run_ranks(ranks, traced, (op, op), change)
     with pytest.raises(ReplayError, match=message):
