@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shotcast
 from shotcast import Communicator
+from shotcast.collectives.vendor.interface import CallError, RefusedError
+from shotcast.collectives.vendor.nccl import NcclGroup
 from shotcast.collectives.vendor.nccl_library import DTYPES
+from shotcast.wire import CallPlan, Op
 
 _REDUCTIONS = {"sum": torch.sum, "prod": torch.prod, "max": torch.amax, "min": torch.amin}
 _MOVED = ("bool", "complex64", "int16", "uint16", "float8_e4m3fn")
@@ -213,3 +218,73 @@ def killed_inside(victim: int) -> dict[str, Any]:
             found = {"missing": error.missing, "reason": error.reason, "took": time.monotonic() - died}
     comm.close()
     return found
+
+
+def one_rank() -> dict[str, Any]:
+    """Make NCCL's calls on a group of one rank, which one GPU is enough for. Return what was seen."""
+    device = torch.device("cuda", 0)
+    store = dist.HashStore()
+    group = NcclGroup(store, 0, 1, device, 60.0, lambda: None)
+    x = torch.arange(1000, dtype=torch.int32, device=device)
+    made = 0
+
+    def call(op: Op, source: torch.Tensor | None, out: torch.Tensor | None, dtype: str = "int32", **more: Any) -> None:
+        nonlocal made
+        nbytes = x.numel() * x.element_size()
+        group.run(CallPlan(op, "vendor", dtype, nbytes, **more), source, out, "sum")
+        made += 1
+
+    for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST):
+        out = torch.zeros_like(x)
+        call(op, x, out)
+        torch.cuda.synchronize()
+        assert torch.equal(out, x), op
+    out = torch.zeros_like(x)
+    call(Op.ALL_GATHER, x, out, sizes=(1000,))
+    call(Op.BARRIER, None, None)
+    torch.cuda.synchronize()
+    assert torch.equal(out, x)
+    assert group.progress() == (made, made)
+    with pytest.raises(RefusedError, match="int16"):
+        group.run(CallPlan(Op.ALL_REDUCE, "vendor", "int16", 8), x.short(), x.short(), "sum")
+    torch.cuda.synchronize()
+    before = group.progress()
+    assert before[0] == before[1]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(Op.ALL_REDUCE, x, out)
+    for _ in range(5):
+        out.zero_()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, x)
+    assert group.progress() == (before[0] + 5, before[1] + 5)
+    group.check()
+    begun = time.monotonic()
+    torch.cuda._sleep(2_000_000_000)  # about a second: calls behind it have not begun
+    call(Op.ALL_REDUCE, x, out)
+    assert group.progress() == (before[0] + 5, before[1] + 5)
+    group.stop()
+    stopped = time.monotonic() - begun
+    with pytest.raises(CallError):
+        call(Op.ALL_REDUCE, x, out)
+    torch.cuda.synchronize()
+    graph.replay()  # of an aborted communicator: it ends, whatever it does
+    torch.cuda.synchronize()
+    counted = group.progress()[0] - before[0]
+    aborting = [thread.name for thread in threading.enumerate() if "nccl" in thread.name]
+    del graph
+    until = time.monotonic() + 10
+    while any("nccl" in thread.name for thread in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.05)
+    left = [thread.name for thread in threading.enumerate() if "nccl" in thread.name]
+    other = NcclGroup(dist.HashStore(), 0, 1, device, 60.0, lambda: None)
+    begun = time.monotonic()
+    other.close()
+    return {
+        "stopped": stopped,
+        "counted": counted,
+        "aborting": aborting,
+        "left": left,
+        "closed": time.monotonic() - begun,
+    }
