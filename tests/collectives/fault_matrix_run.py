@@ -18,10 +18,11 @@ from typing import Any
 
 import fault_matrix_targets as targets
 import torch.distributed as dist
-from fault_matrix import FUSED, MESSAGES, Case
+from fault_matrix import FUSED, MESSAGES, Case, missing
 from fault_matrix_targets import Report
 
 from quick_interpreter import GPU_COLLECTIVES, quietly
+from shotcast.bench import kernels
 from shotcast.hardware.detect import detect
 from shotcast.launcher.monitor import wait_for_reports
 from shotcast.launcher.spawn import RankGroup
@@ -234,13 +235,14 @@ def run_uncaught(device: str, path: str, limit_s: float) -> tuple[int, float, st
 class Record:
     """The results of a run, written as JSON after each job to the file that FAULT_MATRIX_JSON names, if it does."""
 
-    def __init__(self, command: str, missing: Mapping[str, int]):
+    def __init__(self, command: str, device: str):
         file = os.environ.get("FAULT_MATRIX_JSON")
         self._file = Path(file) if file else None
         self._facts: dict[str, Any] = {
             "environment": detect().as_json() if file else {},
             "command": command,
-            "missing_cells": dict(missing),
+            "kernels": kernels.of_collectives(device) if file else {},
+            "missing_cells": missing(device),
         }
         self._parts: dict[str, list[Outcome]] = {}
 

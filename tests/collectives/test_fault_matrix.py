@@ -14,7 +14,7 @@ from fault_matrix import Case, Cell, usual
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(120)]
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20"))
 DRAWS = 100
-RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults_cpu", matrix.missing("cpu"))
+RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults_cpu", "cpu")
 EVERY = matrix.jobs("cpu", 3, 0.5)
 DRAWN = matrix.draws(DRAWS, SEED, "cpu", (2, 3, 4), (0.3, 1.0))
 
@@ -123,11 +123,13 @@ def test_what_did_not_happen_is_said() -> None:
 def test_a_record_is_written_after_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "faults.json"
     monkeypatch.setenv("FAULT_MATRIX_JSON", str(file))
-    record = runs.Record("a command", {"why": 3})
+    record = runs.Record("a command", "cpu")
     for number in (1, 2):
         record.add("every", [runs.Outcome(EVERY[0][0], ["late"] * (number - 1), 0.25, 1.5)], seed=4)
         written = runs.json.loads(file.read_text())
-        assert (written["command"], written["missing_cells"], written["seed"]) == ("a command", {"why": 3}, 4)
+        assert (written["command"], written["seed"]) == ("a command", 4)
+        assert written["missing_cells"] == matrix.missing("cpu")
+        assert written["kernels"]
         assert (written["cases"], written["failed"], written["worst_past_s"]) == ({"every": number}, number - 1, 0.25)
         assert [row["fault"] for row in written["every"]] == ["late"] * number
         assert written["environment"]["cores"]
