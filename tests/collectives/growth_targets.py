@@ -82,8 +82,12 @@ def one_after_the_other() -> list[tuple[int, list[int], int]]:
     seen = []
     with communicator() as comm:
         for nbytes in (4, FIRST, FIRST + 4, 4, 4 * FIRST, LARGEST, 2 * FIRST, 3 * LARGEST, 8):
+            before, told = comm._executor.held_bytes, comm.explain(torch.ones(nbytes // 4), algorithm="two_shot")
             one_call(comm, "two_shot", nbytes // 4, nbytes)
             seen.append((nbytes, sizes(comm), comm._executor.epoch))
+            after = comm.explain(torch.ones(nbytes // 4), algorithm="two_shot")
+            assert (told.held_bytes, after.held_bytes) == (before, comm._executor.held_bytes)
+            assert (told.more_bytes > 0, after.more_bytes) == (after.held_bytes > before, 0)
             held = arena.held()["cpu"]
             assert 0 <= held.leased - comm._executor.held_bytes <= 2 * 2 * arena.PAGE
     return seen

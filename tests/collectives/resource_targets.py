@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.memory import arena
+from shotcast.memory.holdings import Held
 
 
 class Resources(NamedTuple):
@@ -23,7 +24,7 @@ class Resources(NamedTuple):
     threads: int
     groups: int
     memory_kib: int
-    symmetric: dict[str, arena.Held]
+    symmetric: dict[str, Held]
     gpu_mib: int
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 from local_ranks import run_ranks
 from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
 from shotcast.memory import arena as arenas
-from shotcast.memory.arena import KEPT_BYTES, PAGE, Arena, Held, Lease, Process
+from shotcast.memory import holdings
+from shotcast.memory.arena import KEPT_BYTES, PAGE, Arena, Lease, Process
+from shotcast.memory.holdings import Held
 from shotcast.memory.shm import ShmBuffer
 from shotcast.memory.symmetric import raise_failures
 
@@ -450,3 +453,30 @@ def _no_overlap(machine: Machine, living: list[dict[int, Lease]]) -> None:
     for spans in seen.values():
         spans.sort()
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), spans
+
+
+# -- what is held ------------------------------------------------------------------------------------------------------
+
+
+def test_processes_say_what_they_hold() -> None:
+    with_first, with_second = run_ranks(2, hold, timeout_s=60)
+    assert with_first == with_second
+    (first, second), nothing = with_first
+    assert first == second == {"cpu": Held(3 * PAGE, 3 * PAGE)}
+    assert nothing == [{}, {}]
+
+
+def hold(group: Any) -> tuple[list[dict[str, Held]], list[dict[str, Held]]]:
+    processes = group.all_gather(os.getpid())
+    lease = arenas.arena_of(torch.device("cpu")).lease(group, 2 * PAGE, ShmBuffer, False)
+    group.barrier()
+    said = [holdings.of_all_processes().get(process, {}) for process in processes]
+    if os.fork() == 0:
+        os._exit(os.getpid() in holdings.of_all_processes())
+    assert os.wait()[1] == 0, "a forked child holds nothing of its own"
+    group.barrier()
+    lease.close()
+    group.barrier()
+    after = [holdings.of_all_processes().get(process, {}) for process in processes]
+    group.barrier()
+    return said, after

@@ -18,7 +18,7 @@ def doctor() -> None:
     view = Table(box=None, show_header=False, pad_edge=False)
     view.add_column(style="bold", no_wrap=True)
     view.add_column()
-    for name, value in _doctor_rows(facts):
+    for name, value in (*_doctor_rows(facts), *_held_rows()):
         view.add_row(name, value)
     console.print(view)
     console.print()
@@ -46,6 +46,21 @@ def _packaged_tables(facts: Any) -> list[str]:
             if made_by := next((note for note in notes if note), ""):
                 lines.append(f"packaged table {table.name}: {made_by}; `shotcast tune` makes one for SHOTCAST_TABLE")
     return lines
+
+
+def _held_rows() -> list[tuple[str, str]]:
+    """Return a row for each process that holds memory for communication."""
+    from shotcast.memory.holdings import of_all_processes
+    from shotcast.units import about_size
+
+    rows = []
+    for process, devices in of_all_processes().items():
+        parts = []
+        for device, held in devices.items():
+            free = f", {about_size(held.blocks - held.leased)} of it free" if held.blocks > held.leased else ""
+            parts.append(f"{about_size(held.blocks)} of {device}{free}")
+        rows.append((f"process {process}", f"holds for communication {'; '.join(parts)}"))
+    return rows
 
 
 def _doctor_rows(facts: Any) -> list[tuple[str, str]]:

@@ -21,11 +21,11 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from shotcast.errors import ClosedError, ConfigError
+from shotcast.memory.holdings import Held, Notice
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
 from shotcast.units import align_up
 
@@ -38,13 +38,6 @@ Allocate = Callable[[HostGroup, int], SymmetricBuffer]
 """``allocate(group, nbytes)`` maps new memory among the ranks of ``group``, or raises on all of them. Collective."""
 
 
-class Held(NamedTuple):
-    """The symmetric memory of a device that this process holds, in bytes: what is leased, and all blocks."""
-
-    leased: int
-    blocks: int
-
-
 class Process:
     """A process that may be a member of blocks, with its arenas by device."""
 
@@ -52,6 +45,7 @@ class Process:
         self.name = secrets.token_hex(8)
         self.numbers = itertools.count()
         self.arenas: dict[str, Arena] = {}
+        self.notice = Notice()
 
 
 @dataclass(slots=True, eq=False)
@@ -173,10 +167,11 @@ class Arena:
     Args:
         process: a member of its blocks.
         granularity: blocks have multiples of this many bytes.
+        name: of the device.
     """
 
-    def __init__(self, process: Process, granularity: int = PAGE):
-        self._process, self._granularity = process, granularity
+    def __init__(self, process: Process, granularity: int = PAGE, name: str = "cpu"):
+        self._process, self._granularity, self._name = process, granularity, name
         self._blocks: list[_Block] = []
         self._lock = threading.Lock()
 
@@ -185,8 +180,11 @@ class Arena:
         """The bytes that are leased now, and those of all blocks."""
         with self._lock:
             self._release_empty()
-            leased = sum(part.nbytes for block in self._blocks for part in block.parts if part.open)
-            return Held(leased, sum(block.buffer.nbytes for block in self._blocks))
+            return self._held()
+
+    def _held(self) -> Held:
+        leased = sum(part.nbytes for block in self._blocks for part in block.parts if part.open)
+        return Held(leased, sum(block.buffer.nbytes for block in self._blocks))
 
     def lease(self, group: HostGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
@@ -233,6 +231,8 @@ class Arena:
         places = [(block.members.index(member), start) for member, start in zip(members, starts, strict=True)]
         lease = Lease(self, block, part, group.rank, places, multicast and block.multicast)
         lease._marks(*places[group.rank]).zero_()
+        with self._lock:
+            self._process.notice.say(self._name, self._held())
         return lease
 
     def _new_block(
@@ -272,6 +272,7 @@ class Arena:
             if kept < 0:
                 self._blocks.remove(block)
                 block.buffer.close()
+        self._process.notice.say(self._name, self._held())
 
 
 def _serves(block: _Block, members: Sequence[str], starts: Sequence[int], multicast: bool) -> bool:
@@ -288,6 +289,7 @@ _forked: list[Process] = []
 
 def _after_fork() -> None:
     global _process
+    _process.notice.forget()
     _forked.append(_process)
     _process = Process()
 
@@ -298,7 +300,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def arena_of(device: torch.device) -> Arena:
     """Return the arena of a device of this process; there is one for all CPU ranks' shared memory."""
     granularity = PAGE if device.type == "cpu" else 2 << 20
-    return _process.arenas.setdefault(str(device), Arena(_process, granularity))
+    return _process.arenas.setdefault(str(device), Arena(_process, granularity, str(device)))
 
 
 def held() -> dict[str, Held]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shotcast.units import about_size
 from shotcast.wire import LaunchShape
 
 
@@ -40,6 +41,8 @@ class Explanation:
         candidates: names of all algorithms that may serve the call.
         mode: how the call is made, ``graph`` (captured in a CUDA graph) or ``eager``.
         by_library: the vendor library makes the call, without a launch of ours.
+        held_bytes: memory for communication that the communicator holds now on each rank.
+        more_bytes: memory that the first such call adds, on each rank.
     """
 
     op: str
@@ -52,6 +55,8 @@ class Explanation:
     candidates: tuple[str, ...]
     mode: str = "eager"
     by_library: bool = False
+    held_bytes: int = 0
+    more_bytes: int = 0
 
     def __str__(self) -> str:
         shape = self.launch
@@ -67,5 +72,10 @@ class Explanation:
         dtype = f"{self.dtype}, captured" if self.mode == "graph" else self.dtype
         return (
             f"{self.op} of {self.nbytes} bytes, {dtype}: {self.algorithm}{how}, by {self.source}: {self.reason}; "
-            f"legal: {', '.join(self.candidates)}"
+            f"legal: {', '.join(self.candidates)}{self._memory}"
         )
+
+    @property
+    def _memory(self) -> str:
+        more = f", and {about_size(self.more_bytes)} more from the first such call on" if self.more_bytes else ""
+        return f"; {about_size(self.held_bytes)} of memory held{more}" if self.held_bytes else ""

@@ -161,4 +161,6 @@ class Resolver:
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
         by_library = self.topology.algorithms[candidate.algorithm].library
-        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode, by_library)
+        executor = self.executor
+        memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
+        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory)

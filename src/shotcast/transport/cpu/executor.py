@@ -369,6 +369,10 @@ class CpuExecutor:
         with self._marking:
             self._set(layout.GONE, self._context[layout.GONE // 8] | 1 << rank)
 
+    def more_bytes(self, room: int) -> int:
+        """Return 0: no message needs a larger workspace."""
+        return 0
+
     def keep(self) -> None:
         """Do nothing: no graph has these addresses."""
 

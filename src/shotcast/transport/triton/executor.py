@@ -279,15 +279,14 @@ class TritonExecutor:
     def grow(self, room: int) -> None:
         """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
 
-        It waits for nothing but the other ranks and the current stream. Calls that were bound before go on using the
-        workspace before.
+        It waits for the other ranks and the current stream; where a large block of memory is released, PyTorch waits
+        for the whole GPU. Calls that were bound before go on using the workspace before.
 
         Raises:
             ConfigError: on all ranks; a rank has too little memory.
             CollectiveTimeout: naming ranks that did not come.
         """
-        size = next(size for size in self._rooms if size >= room)
-        where = Layout.for_messages(size, mailboxes=not self.workspaces)
+        where = self._layout(room)
         memory = self._lease(where.nbytes)
         failure = ""
         try:
@@ -307,7 +306,18 @@ class TritonExecutor:
             workspace.mark_gone(self._gone)
         if unused is not None:
             unused.close()
-        self._captured, self.room = False, size
+        self._captured, self.room = False, where.max_bytes
+
+    def more_bytes(self, room: int) -> int:
+        """Return the bytes that a workspace takes, on each rank, that is made for messages of ``room`` bytes.
+
+        It is 0 if there is one. The one of collective calls before it is given back, unless captured graphs use it.
+        """
+        return 0 if room <= self.room else self._layout(room).nbytes
+
+    def _layout(self, room: int) -> Layout:
+        size = next(size for size in self._rooms if size >= room)
+        return Layout.for_messages(size, mailboxes=not self.workspaces)
 
     def keep(self) -> None:
         """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""

@@ -1,0 +1,71 @@
+"""The symmetric memory that processes of this machine hold, for ``shotcast doctor``.
+
+A process says what it holds in a file without a place in the file system, which another one finds among its open files.
+It ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import NamedTuple
+
+_NAME = "shotcast holdings"
+
+
+class Held(NamedTuple):
+    """The symmetric memory of a device that a process holds, in bytes: what is leased, and all blocks."""
+
+    leased: int
+    blocks: int
+
+
+class Notice:
+    """A list of what this process holds, which other processes of its user can read."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._said: dict[str, Held] = {}
+
+    def say(self, device: str, held: Held) -> None:
+        """Say what this process holds of a device now."""
+        if held == self._said.get(device, Held(0, 0)):
+            return
+        self._said[device] = held
+        if not any(map(any, self._said.values())):
+            self.forget()
+            return
+        with contextlib.suppress(OSError):  # such as too many open files: it is but a notice
+            if self._descriptor < 0:
+                self._descriptor = os.memfd_create(_NAME)
+            os.pwrite(self._descriptor, json.dumps(self._said).encode() + b"\n", 0)
+
+    def forget(self) -> None:
+        """Close this process's copy of the notice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.forget()
+
+
+def of_all_processes() -> dict[int, dict[str, Held]]:
+    """Return what each process of this machine holds, by process and device, as far as this user may ask."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and (said := _said_by(int(entry))):
+            found[int(entry)] = said
+    return dict(sorted(found.items()))
+
+
+def _said_by(process: int) -> dict[str, Held]:
+    folder = f"/proc/{process}/fd"
+    with contextlib.suppress(OSError, ValueError):
+        for name in os.listdir(folder):
+            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME}"):
+                with open(f"{folder}/{name}") as file:
+                    said = json.loads(file.readline())
+                return {device: Held(*numbers) for device, numbers in said.items() if any(numbers)}
+    return {}
