@@ -100,6 +100,8 @@ def _run_case(parent: Communicator, case: Case, report: Report) -> Communicator 
     elif calls.takes_part:
         _sleep_until(begin)
         _complain(comm, case, calls, calls.usual, report)
+        if report.error is None and case.cell.fault == "mismatched" and case.cell.operation in MESSAGES:
+            _complain(comm, case, calls, comm.barrier, report)
         store = comm._host.store("matrix")
         store.set("complained", "")
         if case.cell.fault == "killed":

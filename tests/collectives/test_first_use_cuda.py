@@ -25,6 +25,6 @@ def test_a_rank_killed_while_it_compiles(tmp_path: Path) -> None:
     env = {"TRITON_CACHE_DIR": str(tmp_path)}
     killed = shotcast.spawn(cold_start, 2, "cuda", 0.0, 0.0, 60.0, True, env=env, timeout_s=200, return_exceptions=True)
     assert isinstance(killed[1], RankFailed)
-    error, delay, _ = killed[0]
+    error, delay, compiled = killed[0]
     assert (error.missing, error.reason) == ((1,), "dead")
-    assert delay < 1.5
+    assert delay < 1.5 + compiled, "a rank that compiles looks when it has done so"
