@@ -114,7 +114,16 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert report.read(path).kernels is None
 
 
-OTHERS = ("engine_", "linear", "decode_attention", "prompt_attention", "frontend", "server_fuzz")
+OTHERS = (
+    "engine_",
+    "linear",
+    "decode_attention",
+    "prompt_attention",
+    "frontend",
+    "server_fuzz",
+    "fault_matrix",
+    "stress",
+)
 """File names of other results: those of the engine, of the scripts in benchmarks, and of long tests."""
 KEPT = sorted(
     path

@@ -383,6 +383,20 @@ def different_messages(what: str, ahead: int = 0) -> BaseException | None:
         return error
 
 
+def first_use_after_a_mismatch() -> BaseException:
+    """Have rank 1 find that a message differs, and rank 0 learn of it with its first call of another kind."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        if comm.rank == 0:
+            comm.send(torch.ones(8, dtype=torch.int32), 1)
+        comm._host.barrier()
+        begun, x = time.monotonic(), torch.ones(8)
+        with pytest.raises(CollectiveMismatch) as caught:
+            comm.recv(x, 0) if comm.rank == 1 else comm.all_gather(x)
+        assert time.monotonic() - begun < 10
+        comm._host.barrier()
+        return caught.value
+
+
 def missing_messages() -> list[BaseException | None]:
     """Let rank 1 wait for a message that is never sent; after a reset, let rank 0 wait for room in rank 1's mailbox."""
     errors: list[BaseException | None] = []

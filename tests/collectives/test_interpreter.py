@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_targets import different_messages, missing_messages
+from fault_targets import different_messages, first_use_after_a_mismatch, missing_messages
 from interpreter_targets import (
     OPERATIONS,
     Case,
@@ -281,6 +281,12 @@ def test_mismatched_message(what: str, ahead: int) -> None:
     assert isinstance(errors[1], shotcast.CollectiveMismatch)
     assert errors[1].fields == (what,)
     assert sorted(errors[1].calls) == [0, 1]
+
+
+@pytest.mark.timing
+def test_mismatched_message_before_the_first_use_of_another_kernel() -> None:
+    """The rank that does not know of it yet must not wait for the other one to load that kernel."""
+    assert interpreted(first_use_after_a_mismatch, 2)[1].fields == ("dtype",)
 
 
 @pytest.mark.timing

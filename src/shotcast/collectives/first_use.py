@@ -115,7 +115,7 @@ class FirstUse:
         while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
             if dead := [rank for rank in late if rank in self._host.gone]:
                 raise self._timeout(dead, what, timeout_s, "dead")
-            if self._executor.fault() is not None or any(self._elsewhere(rank) for rank in late):
+            if self._executor.stopped or any(self._elsewhere(rank) for rank in late):
                 return message
             if waited > _HEADERS_AFTER_S and not message and self._in_a_call(late):
                 return False

@@ -268,6 +268,11 @@ class CpuExecutor:
             return None
         return Fault.decode(word)
 
+    @property
+    def stopped(self) -> bool:
+        """True if a fault has stopped this communicator."""
+        return self.fault() is not None
+
     def waiting(self, nbytes: int) -> int:
         """Return how many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
         return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self._context[layout.OUTBOX_CHUNK // 8]))

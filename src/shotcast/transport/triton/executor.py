@@ -355,6 +355,11 @@ class TritonExecutor:
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
     @property
+    def stopped(self) -> bool:
+        """True if this rank or another has stopped the calls; :meth:`fault` knows it when a kernel has seen it."""
+        return any(one.stopped for one in self.workspaces)
+
+    @property
     def _stopped_or_last(self) -> Workspace:
         return next((one for one in self.workspaces if one.stopped), self.workspaces[-1])
 
