@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections import deque
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -52,10 +53,11 @@ def resources(device: str) -> Resources:
 def many_splits(device: str, count: int, vendor_every: int) -> list[Resources]:
     """Split, make calls and close ``count`` times. Return what is held after a tenth of it, and after all of it.
 
-    The closed communicators are kept, as a program may keep them. Every ``vendor_every`` splits, the vendor's library
+    Ten closed communicators are kept, as a program may keep some. Every ``vendor_every`` splits, the vendor's library
     serves a call too, for which it makes a communicator.
     """
-    closed, held = [], []
+    closed: deque[shotcast.Communicator] = deque(maxlen=10)
+    held = []
     with shotcast.Communicator(device=device, timeout_s=60) as comm:
         x = torch.ones(1000, device=comm.device)
         for number in range(1, count + 1):

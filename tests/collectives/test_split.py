@@ -61,9 +61,7 @@ def test_each_size_takes_the_tables_made_for_it(tmp_path: Path) -> None:
 def test_closing_releases_everything(count: int) -> None:
     for early, late in shotcast.spawn(many_splits, 2, "cpu", count, 3, timeout_s=30 + count):
         assert late[:3] == early[:3], "files, threads and process groups"
-        assert late.memory_kib - early.memory_kib < 2000 + 6 * count, (
-            "a closed communicator and the store keep a little"
-        )
+        assert late.memory_kib - early.memory_kib < 2000 + count, "the job's store keeps a little of each"
 
 
 def test_a_construction_that_fails_leaves_nothing() -> None:

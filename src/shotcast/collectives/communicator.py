@@ -833,6 +833,7 @@ class Communicator:
             self._peers.close()
             if self._executor is not None:
                 self._executor.close()
+            self._calls.clear()
         finally:
             self._lock.release()
 
