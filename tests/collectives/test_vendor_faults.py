@@ -336,6 +336,8 @@ class TestCallsOnADevice:
     def test_a_fault_of_another_rank(self, parts: Any) -> None:
         parts.vendor._timeout_s = 600.0
         parts.device.begun = 1
+        idle: Any = Device()
+        parts.vendor._connected[0,] = _Connected(idle, (0,))  # which is looked at as often
         header = HeaderWords(1 << 47 | 8, 5)
         other = Blame(dist.PrefixStore("vendor/0", parts.store), 1, ())
         threading.Thread(target=other.verdict, args=((0, 1), header, 1.0, "other", True)).start()
@@ -343,6 +345,20 @@ class TestCallsOnADevice:
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             parts.vendor.check()
         assert (caught.value.missing, caught.value.reason) == ((1,), "interrupted")
+
+    def test_the_watch_goes_on_without_the_store(self, parts: Any) -> None:
+        """The process that holds it may be the one that was killed."""
+
+        def fail(*_: Any) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+        parts.vendor._blame._store = types.SimpleNamespace(check=fail, set=fail, compare_set=fail)
+        parts.vendor._timeout_s = 0.6
+        parts.device.begun = 1
+        assert 0.5 < self.look(parts, 3) < 1.5
+        with pytest.raises(shotcast.ShotcastError, match="Who is at fault is not known: connection reset"):
+            parts.vendor.check()
+        assert parts.device.stops == 1
 
     def test_graphs_captured_before_a_reset_are_found_out(self, parts: Any) -> None:
         parts.device.begun = parts.device.ended = 3

@@ -66,7 +66,7 @@ class Blame:
             return False
         try:
             return bool(self._asked(lambda: self._store.check(["alarm"]), _ANSWER_S))
-        except SilentStoreError:
+        except (SilentStoreError, dist.DistError):
             return False
 
     def _asked(self, question: Callable[[], Any], limit_s: float) -> Any:

@@ -64,6 +64,7 @@ class NcclGroup:
         self._inside = threading.Lock()
         self._stopped = False
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._word = torch.zeros_like(self._count)  # what barriers reduce
         self._marks = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._words = (ctypes.c_int64 * 2).from_address(self._marks.data_ptr())
         torch.cuda.current_stream(device).synchronize()  # the count is zero
@@ -168,8 +169,8 @@ class NcclGroup:
         target = 0 if out is None else out.data_ptr()
         nbytes = plan.nbytes
         if plan.op is Op.BARRIER:
-            count = self._count.data_ptr()  # any memory does, as long as its value stays
-            self._check(nccl.ncclAllReduce(count, count, 1, DTYPES["int64"], REDUCTIONS["max"], comm, stream))
+            word = self._word.data_ptr()
+            self._check(nccl.ncclAllReduce(word, word, 1, DTYPES["int64"], REDUCTIONS["max"], comm, stream))
         elif plan.op is Op.SEND:
             self._check(nccl.ncclSend(source, nbytes, _BYTES, plan.root, comm, stream))
         elif plan.op is Op.RECV:

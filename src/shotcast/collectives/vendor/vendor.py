@@ -147,7 +147,7 @@ class Vendor:
         header = self._algorithms.header(sent)
         known = self._connected.get(members)
         call = _Begun(plan.op.label, known.calls + 1 if known else 1, header)
-        begun = self._looked = time.monotonic()
+        begun = time.monotonic()
         try:
             known = known or self._connect(members, self._timeout_s)
             known.calls += 1
@@ -164,6 +164,9 @@ class Vendor:
             raise UnsupportedError(f"neither own kernels nor {self._library} served {what}: {error}") from error
         except CallError as error:
             self._fail(members, call, begun, error)
+            self.check()
+        except dist.DistError as error:
+            self._fail(members, call, begun, CallError(f"the job's store failed: {error}"))
             self.check()
         except BaseException:  # the handler of a signal may raise anything
             self._fail(members, call, begun, CallError("a signal ended it"), interrupted=True)
@@ -311,7 +314,7 @@ class Vendor:
         for known in list(self._connected.values()):
             begun, ended = known.group.progress()
             if begun == ended or begun != known.waiting:
-                known.waiting, known.since, self._looked = (-1 if begun == ended else begun), now, now
+                known.waiting, known.since = (-1 if begun == ended else begun), now
                 continue
             failure = CallError("the deadline has passed", "deadline")
             try:

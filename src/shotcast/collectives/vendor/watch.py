@@ -46,9 +46,8 @@ class CallWatch:
                 if not present:
                     self._thread = None
                     return
-            for watched in present:
-                watched.look(time.monotonic())
-            del present
+            while present:
+                present.pop().look(time.monotonic())
             time.sleep(_PERIOD_S)
 
 
