@@ -372,6 +372,23 @@ class TestCallsOnADevice:
         parts.vendor.reset(2)
         parts.vendor.check()
 
+    def test_a_look_that_fails_does_not_end_the_watch(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Failing:
+            looks = 0
+
+            def look(self, now: float) -> None:
+                self.looks += 1
+                raise RuntimeError("no more threads")
+
+        watch, failing = CallWatch(), Failing()
+        watch.add(failing)
+        until = time.monotonic() + 5
+        while failing.looks < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        watch.remove(failing)
+        assert failing.looks >= 3
+        assert "no more threads" in caplog.text
+
     def test_the_watch_looks_until_it_is_told_to_stop(self, parts: Any) -> None:
         watch = CallWatch()
         watch.add(parts.vendor)

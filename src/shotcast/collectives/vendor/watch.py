@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.02
 """Time between two looks, each a few loads from memory of the host."""
@@ -15,7 +18,7 @@ class Watched(Protocol):
     """Calls on a device that may have to be ended."""
 
     def look(self, now: float) -> None:
-        """Look at the calls at the time ``now``, of the monotonic clock. Must not block or raise."""
+        """Look at the calls at the time ``now``, of the monotonic clock. Must not block."""
 
 
 class CallWatch:
@@ -47,7 +50,10 @@ class CallWatch:
                     self._thread = None
                     return
             while present:
-                present.pop().look(time.monotonic())
+                try:
+                    present.pop().look(time.monotonic())
+                except Exception:
+                    logger.exception("a look at calls of the vendor library failed; they are looked at again")
             time.sleep(_PERIOD_S)
 
 
