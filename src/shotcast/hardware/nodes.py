@@ -1,0 +1,83 @@
+"""Nodes: which ranks share memory, and the tree in which sums of nodes are added up. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """The division of the ranks of a communicator into nodes.
+
+    Ranks of one node share memory; ranks of different nodes are joined by a network. The *peers* of a rank are the
+    ranks of its local rank on all nodes.
+
+    Attributes:
+        members: the ranks of each node, in the order of their local ranks.
+        names: a name for each node: that of its host, and for logical nodes their number on it.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of_keys(cls, keys: Sequence[str]) -> NodeLayout:
+        """Return the layout of ranks with these keys, by rank: ranks of equal keys share a node, which the key names.
+
+        Nodes are in the order of their lowest ranks.
+        """
+        names = tuple(dict.fromkeys(keys))
+        members = tuple(tuple(rank for rank, key in enumerate(keys) if key == name) for name in names)
+        return cls(members, names)
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.members))
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.members)
+
+    @property
+    def even(self) -> bool:
+        """True if all nodes have equally many ranks."""
+        return len({len(ranks) for ranks in self.members}) == 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The ranks of the largest node."""
+        return max(map(len, self.members))
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node of ``rank``."""
+        return next(node for node, ranks in enumerate(self.members) if rank in ranks)
+
+    def local_rank_of(self, rank: int) -> int:
+        """Return the position of ``rank`` among the ranks of its node."""
+        return self.members[self.node_of(rank)].index(rank)
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Return the rank of equal local rank of each node, by node; ``rank`` is among them. Needs even nodes."""
+        local = self.local_rank_of(rank)
+        return tuple(ranks[local] for ranks in self.members)
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Return ranks in words, with their nodes, such as ``2, 3 (node b), 4 (node c)``."""
+        wanted = set(ranks)
+        groups = (
+            (name, [rank for rank in members if rank in wanted])
+            for name, members in zip(self.names, self.members, strict=True)
+        )
+        return ", ".join(f"{', '.join(map(str, found))} (node {name})" for name, found in groups if found)
+
+
+def folded(nodes: int) -> int:
+    """Return how many pairs of nodes are folded into one before the others exchange: ``nodes - 2**floor(log2 nodes)``.
+
+    The sums p of the nodes are added up in one fixed tree. For i below this number, leaf i is p[2i] + p[2i+1]; the
+    other leaves are the remaining nodes in their order, so there is a power of two of them. Then neighbours are added,
+    level by level.
+    """
+    return nodes - (1 << nodes.bit_length() - 1)
