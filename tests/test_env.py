@@ -20,7 +20,7 @@ JOB = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*JOB, *re.findall(r"SHOTCAST_\w+", inspect.getsource(env))):
+    for name in (*JOB, "GLOO_SOCKET_IFNAME", *re.findall(r"SHOTCAST_\w+", inspect.getsource(env))):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -41,6 +41,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.share_gpus, "SHOTCAST_SHARE_GPUS", False, "1", True),
         (env.check_vendor, "SHOTCAST_CHECK_VENDOR", True, "0", False),
         (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
+        (env.socket_ifname, "SHOTCAST_SOCKET_IFNAME", "", "eth1", "eth1"),
+        (env.port_range, "SHOTCAST_PORT_RANGE", (0, 0), "5000-5099", (5000, 5099)),
+        (env.port_range, "SHOTCAST_PORT_RANGE", (0, 0), "5000-5000", (5000, 5000)),
     ],
 )
 def test_default_and_value(
@@ -61,6 +64,7 @@ def test_default_and_value(
         (env.nvtx, "SHOTCAST_NVTX"),
         (env.share_gpus, "SHOTCAST_SHARE_GPUS"),
         (env.check_vendor, "SHOTCAST_CHECK_VENDOR"),
+        (env.port_range, "SHOTCAST_PORT_RANGE"),
     ],
 )
 def test_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], name: str) -> None:
@@ -69,6 +73,20 @@ def test_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch, read: Callab
         read()
     monkeypatch.setenv(name, "")
     read()  # empty is unset
+
+
+@pytest.mark.parametrize("bad", ["5000", "5099-5000", "0-10", "65000-65536", "1-2-3", "-5", "a-b"])
+def test_no_port_range(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
+    monkeypatch.setenv("SHOTCAST_PORT_RANGE", bad)
+    with pytest.raises(ConfigError, match="is not accepted; it takes FIRST-LAST, from 1 to 65535"):
+        env.port_range()
+
+
+def test_the_interface_that_gloo_was_given_is_the_second_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1, eth2")
+    assert env.socket_ifname() == "eth1"
+    monkeypatch.setenv("SHOTCAST_SOCKET_IFNAME", "ib0")
+    assert env.socket_ifname() == "ib0"
 
 
 class TestJob:

@@ -113,6 +113,27 @@ def socket_dir() -> str:
     return folder
 
 
+def socket_ifname() -> str:
+    """SHOTCAST_SOCKET_IFNAME: the network interface of connections to other hosts; "" lets the route decide.
+
+    Without it, the first interface that GLOO_SOCKET_IFNAME names.
+    """
+    own = os.environ.get("SHOTCAST_SOCKET_IFNAME", "")
+    return own or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+
+
+def port_range() -> tuple[int, int]:
+    """SHOTCAST_PORT_RANGE: the first and the last port that ranks listen on for each other; (0, 0) for any port."""
+    return _read("SHOTCAST_PORT_RANGE", _ports, (0, 0), "FIRST-LAST, from 1 to 65535")
+
+
+def _ports(text: str) -> tuple[int, int]:
+    first, last = (int(port) for port in text.split("-"))
+    if not 1 <= first <= last <= 65535:
+        raise ValueError(text)
+    return first, last
+
+
 @dataclass(frozen=True, slots=True)
 class JobEnv:
     """The ranks of this process in its job, as torchrun and :func:`shotcast.spawn` set them."""
