@@ -15,6 +15,7 @@ INSTANCES = [
     errors.ClosedError("text"),
     errors.CollectiveTimeout(0, [3, 5], "all_reduce", 1 << 40, 2.5),
     errors.CollectiveTimeout(1, [], "barrier", 1, 0.1),
+    errors.CollectiveTimeout(1, [2, 3], "all_reduce", 1, 0.1, "unreachable", "2, 3 (node b)"),
     errors.CollectiveMismatch(0, {1: "barrier()", 0: "all_reduce(float32, 64 KiB)"}, [1], ["op"], 12),
     errors.RankFailed(2, "Traceback ..."),
     errors.EngineDead("rank 1 was killed"),
@@ -39,6 +40,14 @@ def test_timeout_names_the_missing() -> None:
     error = errors.CollectiveTimeout(0, [3, 5], "all_reduce", 7, 2.5)
     assert error.missing == (3, 5)
     assert "all_reduce (call 7) did not complete within 2.5 s (timeout_s); missing ranks: 3, 5" in str(error)
+
+
+def test_timeout_names_nodes_that_cannot_be_reached() -> None:
+    error = errors.CollectiveTimeout(0, [2, 3, 4], "all_reduce", 7, 2.5, "unreachable", "2, 3 (node b), 4 (node c)")
+    assert error.missing == (2, 3, 4)
+    assert "connections were lost or nodes do not answer (within 2.5 s); unreachable ranks: 2, 3 (node b), 4 (" in str(
+        error
+    )
 
 
 def test_mismatch_lists_calls_by_rank() -> None:

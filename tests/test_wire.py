@@ -130,7 +130,7 @@ def test_every_field_has_room_for_its_last_value() -> None:
 
 
 @given(
-    st.sampled_from([wire.TIMEOUT, wire.MISMATCH, wire.DEAD]),
+    st.sampled_from([wire.TIMEOUT, wire.MISMATCH, wire.DEAD, wire.INTERRUPTED, wire.UNREACHABLE]),
     st.sampled_from(list(Op)),
     st.sets(st.integers(0, wire.MAX_NAMED_RANKS - 1) | st.integers(0, 15)),
     st.integers(1, 1 << 64),

@@ -32,21 +32,38 @@ class CollectiveTimeout(ShotcastError):
         timeout_s: the deadline of the call, in seconds.
         reason: ``"late"``: the missing ranks did not come within ``timeout_s``, though no process is known to have
             ended; ``"dead"``: their processes have ended, which is said at once; ``"interrupted"``: a signal, such as
-            that of Ctrl-C, ended the call on them.
+            that of Ctrl-C, ended the call on them; ``"unreachable"``: the connection to them was lost, which is said at
+            once, or their node did not answer within ``timeout_s``.
+        where: the missing ranks with their nodes, such as ``2, 3 (node b)``; empty where all ranks are on one node.
     """
 
-    def __init__(self, rank: int, missing: Sequence[int], op: str, epoch: int, timeout_s: float, reason: str = "late"):
+    def __init__(
+        self,
+        rank: int,
+        missing: Sequence[int],
+        op: str,
+        epoch: int,
+        timeout_s: float,
+        reason: str = "late",
+        where: str = "",
+    ):
         self.rank = rank
         self.missing = tuple(missing)
         self.op = op
         self.epoch = epoch
         self.timeout_s = timeout_s
         self.reason = reason
-        ranks = ", ".join(map(str, self.missing))
+        self.where = where
+        ranks = where or ", ".join(map(str, self.missing))
         if reason == "dead":
             happened = f"cannot complete, as processes have ended; dead ranks: {ranks}"
         elif reason == "interrupted":
             happened = f"cannot complete, as a signal interrupted it; interrupted ranks: {ranks}"
+        elif reason == "unreachable":
+            happened = (
+                f"cannot complete, as connections were lost or nodes do not answer (within {timeout_s:g} s); "
+                f"unreachable ranks: {ranks}"
+            )
         else:
             ranks = ranks or "none (all started the call, but data did not arrive)"
             happened = f"did not complete within {timeout_s:g} s (timeout_s); missing ranks: {ranks}"
@@ -56,7 +73,7 @@ class CollectiveTimeout(ShotcastError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason)
+        return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason, self.where)
 
 
 class CollectiveMismatch(ShotcastError):

@@ -279,8 +279,9 @@ class Header:
         return f"{what}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
-TIMEOUT, MISMATCH, DEAD, INTERRUPTED = 1, 2, 3, 4
-"""Kinds of faults: a rank is late, calls differ, a rank's process has ended, a signal ended a rank's call."""
+TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE = 1, 2, 3, 4, 5
+"""Kinds of faults: a rank is late, calls differ, a rank's process has ended, a signal ended a rank's call, the
+connection to a rank was lost or its node does not answer."""
 UNEVEN = 1
 """The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
 
@@ -322,7 +323,7 @@ def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
     A word names the ranks of one block of 16: of the ranks given, those in the block of the lowest.
 
     Args:
-        kind: TIMEOUT, MISMATCH, DEAD or INTERRUPTED.
+        kind: TIMEOUT, MISMATCH, DEAD, INTERRUPTED or UNREACHABLE.
         ranks: the ranks at fault, below :data:`MAX_NAMED_RANKS`.
         epoch: of the call; for a message, its number.
     """

@@ -752,7 +752,7 @@ class Communicator:
 
     def _error(self, fault: Fault) -> ShotcastError:
         assert self._executor is not None
-        return error_of(fault, self._executor, self.rank, self._timeout_s, self._algorithms.names)
+        return error_of(fault, self._executor, self._host, self._timeout_s, self._algorithms.names)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and of replays of captured ones. Each rank changes its own."""

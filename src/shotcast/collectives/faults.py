@@ -8,17 +8,25 @@ from collections.abc import Collection, Mapping, Sequence
 from shotcast import wire
 from shotcast.collectives.interface import Executor
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
+from shotcast.memory.host_group import StoreGroup
 from shotcast.wire import Fault, Header, HeaderWords, Op
 
 _FIELDS = ("op", "dtype", "algorithm", "root", "nbytes")
 _LAUNCH_FIELDS = ("launch", "piece")
 """Fields that follow from the others, so they are named where no other differs."""
-_REASONS = {wire.TIMEOUT: "late", wire.DEAD: "dead", wire.INTERRUPTED: "interrupted"}
+_REASONS = {
+    wire.TIMEOUT: "late",
+    wire.DEAD: "dead",
+    wire.INTERRUPTED: "interrupted",
+    wire.UNREACHABLE: "unreachable",
+}
 _PATIENCE_S = 0.2
 
 
-def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algorithms: Sequence[str]) -> ShotcastError:
-    """Return the error for a fault as ``rank`` sees it. Waits for no stream, which may itself wait for a lost rank.
+def error_of(
+    fault: Fault, executor: Executor, host: StoreGroup, timeout_s: float, algorithms: Sequence[str]
+) -> ShotcastError:
+    """Return the error for a fault as this rank sees it. Waits for no stream, which may itself wait for a lost rank.
 
     Args:
         algorithms: names, in the order of their codes in headers.
@@ -30,10 +38,11 @@ def error_of(fault: Fault, executor: Executor, rank: int, timeout_s: float, algo
         # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
         epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
     if fault.kind != wire.MISMATCH:
-        return CollectiveTimeout(rank, fault.ranks, fault.op, epoch, timeout_s, _REASONS[fault.kind])
+        reason, where = _REASONS[fault.kind], host.where(fault.ranks)
+        return CollectiveTimeout(host.rank, fault.ranks, fault.op, epoch, timeout_s, reason, where)
     headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
     known = {r: words for r, words in enumerate(headers) if words is not None}
-    return mismatch_of(rank, known, epoch, algorithms, fault.ranks)
+    return mismatch_of(host.rank, known, epoch, algorithms, fault.ranks)
 
 
 def mismatch_of(

@@ -155,4 +155,4 @@ class FirstUse:
 
     def _timeout(self, ranks: list[int], what: str, timeout_s: float, reason: str) -> CollectiveTimeout:
         epoch = self._executor.epoch + 1
-        return CollectiveTimeout(self._host.rank, ranks, what, epoch, timeout_s, reason)
+        return CollectiveTimeout(self._host.rank, ranks, what, epoch, timeout_s, reason, self._host.where(ranks))

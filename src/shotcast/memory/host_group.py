@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shotcast.errors import CollectiveTimeout
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.agreed_number import agreed_number
 
 _LONGEST_PAUSE_S = 0.02
@@ -40,6 +41,7 @@ class StoreGroup:
 
     Attributes:
         gone: ranks whose processes have ended, for which nobody waits.
+        layout: the nodes of the ranks; one node until they are known.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int], name: str | None = None):
@@ -54,6 +56,11 @@ class StoreGroup:
         self._store = dist.PrefixStore(f"shotcast/{name}", _job_store())
         self.steps = 0
         self.gone: Collection[int] = ()
+        self.layout = NodeLayout((tuple(range(self.world_size)),), ("",))
+
+    def where(self, ranks: Collection[int]) -> str:
+        """Return ranks in words, with their nodes; empty where all ranks are on one node."""
+        return self.layout.describe(ranks) if self.layout.nodes > 1 else ""
 
     def store(self, name: str) -> dist.Store:
         """Return a part of the job's store that is reserved for ``name``."""
@@ -77,7 +84,8 @@ class StoreGroup:
         missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, rank, deadline)]
         if missing:
             dead = [rank for rank in missing if rank in self.gone]
-            raise CollectiveTimeout(self.rank, dead or missing, what, step, timeout_s, "dead" if dead else "late")
+            guilty, reason = dead or missing, "dead" if dead else "late"
+            raise CollectiveTimeout(self.rank, guilty, what, step, timeout_s, reason, self.where(guilty))
         values = [pickle.loads(value) for value in self._store.multi_get(keys)]
         self.steps += 1
         readers = f"{step}/readers"

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -280,16 +280,19 @@ class Vendor:
                 names = self._algorithms.names
                 self._error = mismatch_of(rank, found.headers, call.number, names, found.ranks)
             elif found.reason != "library":
-                reason, limit = found.reason, self._timeout_s
-                self._error = CollectiveTimeout(rank, found.ranks, call.op, call.number, limit, reason)
+                self._error = self._timeout(found.ranks, call, found.reason)
         except Exception as trouble:
             # without the store, which ends or stops with the process that holds it, this rank decides alone
             self._error = self._library_error(call, f"{error}. Who is at fault is not known: {trouble}")
             dead = [peer for peer in members if peer in self._host.gone]
             if dead:
-                self._error = CollectiveTimeout(rank, dead, call.op, call.number, self._timeout_s, "dead")
+                self._error = self._timeout(dead, call, "dead")
         finally:
             self._decided.set()
+
+    def _timeout(self, ranks: Sequence[int], call: _Begun, reason: str) -> CollectiveTimeout:
+        rank, where = self._host.rank, self._host.where(ranks)
+        return CollectiveTimeout(rank, ranks, call.op, call.number, self._timeout_s, reason, where)
 
     def _library_error(self, call: _Begun, detail: str) -> ShotcastError:
         return ShotcastError(
