@@ -127,6 +127,11 @@ def port_range() -> tuple[int, int]:
     return _read("SHOTCAST_PORT_RANGE", _ports, (0, 0), "FIRST-LAST, from 1 to 65535")
 
 
+def secret() -> str:
+    """SHOTCAST_SECRET: what ranks on several hosts prove to know before they talk, beside the keys of their job."""
+    return os.environ.get("SHOTCAST_SECRET", "")
+
+
 def _ports(text: str) -> tuple[int, int]:
     first, last = (int(port) for port in text.split("-"))
     if not 1 <= first <= last <= 65535:

@@ -1,0 +1,1 @@
+"""Transport between nodes: TCP between CPU hosts, driven by compiled code."""

@@ -1,0 +1,79 @@
+"""A handshake in which both ends of a new connection prove that they know a key, without sending it.
+
+Each end sends 32 random bytes. Then the end that connected sends HMAC-SHA256(key, role + both), and the end that
+listens answers with its own, whose role differs, so no proof can be sent back as another. What follows on the
+connection is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+
+from shotcast import env
+
+_NONCE_BYTES = 32
+_CONNECTS, _LISTENS = b"connects", b"listens"
+
+
+class HandshakeError(ConnectionError):
+    """The other end did not prove that it knows the key."""
+
+
+def new_key() -> bytes:
+    """Return a random key, to be passed to the ranks of a job through its store."""
+    return secrets.token_bytes(32)
+
+
+def connection_key(job_key: bytes) -> bytes:
+    """Return the key of connections: that of the job, and SHOTCAST_SECRET, which does not pass through the store."""
+    return hmac.digest(env.secret().encode(), job_key, hashlib.sha256)
+
+
+def handshake(connection: socket.socket, key: bytes, listens: bool, timeout_s: float) -> None:
+    """Prove the knowledge of ``key`` on a new connection, and have the other end prove it.
+
+    The connection is blocking afterwards.
+
+    Args:
+        connection: a connected stream socket.
+        key: as :func:`connection_key` returns it.
+        listens: this end accepted the connection; the other end connected.
+        timeout_s: how long the other end may take for each part of it.
+
+    Raises:
+        HandshakeError: the other end does not know the key, ended the connection, or was too slow.
+    """
+    connection.settimeout(timeout_s)
+    try:
+        own = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(own)
+        other = _receive(connection, _NONCE_BYTES)
+        nonces = own + other if listens else other + own
+        proofs = {role: hmac.digest(key, role + nonces, hashlib.sha256) for role in (_CONNECTS, _LISTENS)}
+        if not listens:
+            connection.sendall(proofs[_CONNECTS])
+        expected = proofs[_CONNECTS if listens else _LISTENS]
+        if not hmac.compare_digest(_receive(connection, len(expected)), expected):
+            raise HandshakeError("the other end does not know the key of this job")
+        if listens:
+            connection.sendall(proofs[_LISTENS])
+    except TimeoutError as error:
+        raise HandshakeError(f"the other end did not prove within {timeout_s:g} s that it knows the key") from error
+    except HandshakeError:
+        raise
+    except OSError as error:
+        raise HandshakeError(f"the connection ended before the other end had proved anything: {error}") from error
+    connection.settimeout(None)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        part = connection.recv(size - len(received))
+        if not part:
+            raise HandshakeError("the other end closed the connection: it does not know the key, or is no rank")
+        received += part
+    return received
