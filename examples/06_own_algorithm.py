@@ -99,9 +99,10 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     return context.launch(star_all_reduce, plan)
 
 
-def work(nbytes: int, world_size: int, itemsize: int) -> shotcast.Work:
+def work(nbytes: int, shape: shotcast.NodeShape, itemsize: int) -> shotcast.Work:
     """Return the work of rank 0, for the cost model: two steps, a message to each peer, all messages taken in."""
-    return shotcast.Work(steps=2, sent=(world_size - 1) * nbytes, taken=world_size * nbytes)
+    ranks = shape.world_size
+    return shotcast.Work(steps=2, sent=(ranks - 1) * nbytes, taken=ranks * nbytes).over(shape)
 
 
 def workspace(problem: shotcast.CollectiveProblem) -> shotcast.Workspace:

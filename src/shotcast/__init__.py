@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
     from shotcast.launcher.spawn import spawn
+    from shotcast.wire import NodeShape
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "Communicator",
     "ConfigError",
     "Form",
+    "NodeShape",
     "RankFailed",
     "SamplingParams",
     "ShotcastError",
@@ -59,6 +61,7 @@ _LAZY = {
     "Communicator": "shotcast.collectives.communicator",
     "Form": "shotcast.collectives.algorithm",
     "LLM": "shotcast.engine.llm",
+    "NodeShape": "shotcast.wire",
     "SamplingParams": "shotcast.engine.sampling_params",
     "Work": "shotcast.cost.collective",
     "Workspace": "shotcast.collectives.algorithm",

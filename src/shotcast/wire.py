@@ -15,13 +15,27 @@ from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
 
 MAX_WORLD_SIZE = 8
-"""The most ranks that own kernels serve: the GPUs of one NVLink node."""
+"""The most ranks that own kernels serve on one node: the GPUs that NVLink joins."""
 
 SENTINEL = 0xFFFFFFFF
 """A 32-bit word that means "not arrived yet". Data that contains it is sent with :data:`SENTINEL_STAND_IN`."""
 SENTINEL_STAND_IN = 0x7FFFFFFF
 SLICE_ALIGN = 16
 """Slices of a message begin at multiples of this many bytes."""
+
+
+class NodeShape(NamedTuple):
+    """The numbers in a division of ranks into equally large nodes; ranks of one node share memory."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}"
 
 
 class Op(enum.IntEnum):

@@ -25,6 +25,7 @@ from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import LaunchShape, Op
 
 CONFIG = TuneConfig(
@@ -40,7 +41,7 @@ CONFIG = TuneConfig(
 
 def problem(op: Op = Op.ALL_REDUCE, nbytes: int = 1 << 20, kernels: str = "triton", world_size: int = 4) -> Any:
     device = "cuda" if kernels == "triton" else "cpu"
-    place = Topology(world_size, device, "H", kernels, "", True, 512 << 20, registered())
+    place = Topology(NodeLayout.one_node(world_size), device, "H", kernels, "", True, 512 << 20, registered())
     return CollectiveProblem(op, nbytes, "bfloat16", place)
 
 

@@ -8,6 +8,7 @@ from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import packaged
 from shotcast.collectives.registry import registered
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import Op
 
 SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
@@ -18,7 +19,7 @@ SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 @pytest.mark.parametrize("multicast", [False, True])
 def test_auto_keeps_the_bits_of_a_sum(device: str, world_size: int, multicast: bool) -> None:
     kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
-    topology = Topology(world_size, device, part, kernels, "", multicast, 512 << 20, registered())
+    topology = Topology(NodeLayout.one_node(world_size), device, part, kernels, "", multicast, 512 << 20, registered())
     table = packaged(part, world_size, registered())
     for tables in ((), (("packaged table", table),) if table else ()):
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):

@@ -10,6 +10,7 @@ from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.executor_factory import peer_obstacle
 from shotcast.collectives.registry import registered
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import Op
 
 
@@ -19,7 +20,8 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peer_obstacle(torch.device("cuda", 1), [0, 1, 2]) == ""
     obstacle = peer_obstacle(torch.device("cuda", 0), [0, 1, 2])
     assert obstacle == "GPU 0 has no peer access to GPU 2"
-    topology = Topology(3, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
+    layout = NodeLayout.one_node(3)
+    topology = Topology(layout, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
     choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", topology), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "GPU 0 has no peer access to GPU 2" in choice.reason

@@ -10,6 +10,8 @@ from workers import FLOATS, inputs
 
 from shotcast import wire
 from shotcast.collectives import reference
+from shotcast.collectives.algorithm import in_rank_order
+from shotcast.hardware.nodes import NodeLayout
 
 dtypes = st.sampled_from(list(FLOATS.values()))
 
@@ -49,6 +51,94 @@ def test_bound_detects_an_extra_rounding() -> None:
         careless += x
     exact = torch.stack(xs).double().sum(0)
     assert bool(((careless.double() - exact).abs() > bound(xs, torch.bfloat16, 1)).any())
+
+
+# -- several nodes ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> NodeLayout:
+    """Draw even nodes of up to 16 ranks, whose ranks may be interleaved."""
+    nodes = draw(st.integers(1, 9))
+    keys = [str(node) for node in range(nodes) for _ in range(draw(st.integers(1, 16 // nodes)))]
+    counts = min(keys.count(str(node)) for node in range(nodes))
+    even = [str(node) for node in range(nodes)] * counts
+    return NodeLayout.of_keys(draw(st.permutations(even)))
+
+
+def by_recursive_doubling(xs: list[torch.Tensor], layout: NodeLayout) -> list[torch.Tensor]:
+    """Return the sum that each node has after the exchange: fold, then partner = position xor 2^step, then unfold."""
+    nodes = []
+    for members in layout.members:
+        total = torch.zeros_like(xs[0], dtype=torch.float32)
+        for rank in members:
+            total = total + xs[rank].float()
+        nodes.append(total)
+    extra = len(nodes)
+    while extra & (extra - 1):
+        extra -= 1
+    extra = len(nodes) - extra
+    folding = {2 * i + 1: 2 * i for i in range(extra)}
+    for source, target in folding.items():
+        nodes[target] = nodes[target] + nodes[source]
+    active = [node for node in range(len(nodes)) if node not in folding]
+    step = 1
+    while step < len(active):
+        before = [nodes[node] for node in active]
+        for position, node in enumerate(active):
+            nodes[node] = before[position] + before[position ^ step]
+        step *= 2
+    for source, target in folding.items():
+        nodes[source] = nodes[target]
+    return [total.to(xs[0].dtype) for total in nodes]
+
+
+@settings(max_examples=80)
+@given(dtypes, layouts(), st.integers(0, 20), st.integers(0, 1 << 20))
+def test_sums_over_nodes(dtype: torch.dtype, layout: NodeLayout, count: int, seed: int) -> None:
+    """The order of recursive doubling with folding is that of the reference, and the error is within the bound."""
+    xs = random_inputs(dtype, layout.world_size, count, seed)
+    got = reference.tree_all_reduce(xs, 0, layout)
+    assert got.dtype is dtype
+    for total in by_recursive_doubling(xs, layout):
+        assert torch.equal(total, got), "all nodes have the same bits"
+    exact = torch.stack(xs).double().sum(0)
+    assert bool(((got.double() - exact).abs() <= bound(xs, dtype, 1)).all())
+    one = NodeLayout.one_node(layout.world_size)
+    ordered = reference.ordered_all_reduce(xs, 0, one)
+    assert torch.equal(reference.tree_all_reduce(xs, 0, one), ordered)
+    if in_rank_order(layout.shape):
+        assert torch.equal(got, ordered), "sums in rank order may serve these nodes"
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2), (4, 1), (5, 1), (8, 1)], ids=str)
+def test_sums_in_rank_order_are_others(shape: tuple[int, int]) -> None:
+    """So ``auto`` must not take them for these nodes."""
+    nodes, ranks = shape
+    layout = NodeLayout.of_keys([str(rank // ranks) for rank in range(nodes * ranks)])
+    assert not in_rank_order(layout.shape)
+    xs = random_inputs(torch.float32, layout.world_size, 1000, 5)
+    assert not torch.equal(reference.tree_all_reduce(xs, 0, layout), reference.ordered_all_reduce(xs, 0, layout))
+
+
+TREES = {
+    2: lambda a, b: a + b,
+    3: lambda a, b, c: (a + b) + c,
+    4: lambda a, b, c, d: (a + b) + (c + d),
+    5: lambda a, b, c, d, e: ((a + b) + c) + (d + e),
+    6: lambda a, b, c, d, e, f: ((a + b) + (c + d)) + (e + f),
+    7: lambda a, b, c, d, e, f, g: ((a + b) + (c + d)) + ((e + f) + g),
+    8: lambda a, b, c, d, e, f, g, h: ((a + b) + (c + d)) + ((e + f) + (g + h)),
+}
+
+
+@pytest.mark.parametrize("nodes", TREES)
+def test_trees_as_the_page_of_numerics_writes_them(nodes: int) -> None:
+    layout = NodeLayout.of_keys([str(rank // 2) for rank in range(2 * nodes)])
+    xs = random_inputs(torch.bfloat16, 2 * nodes, 500, nodes)
+    sums = [xs[2 * node].float() + xs[2 * node + 1].float() for node in range(nodes)]
+    expected = TREES[nodes](*sums).to(torch.bfloat16)
+    assert torch.equal(reference.tree_all_reduce(xs, 0, layout), expected)
 
 
 # -- FP8 transport ----------------------------------------------------------------------------------------------------

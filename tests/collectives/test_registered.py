@@ -26,6 +26,7 @@ from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import from_environment, import_named, register_algorithm, registered
 from shotcast.errors import ConfigError
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import Op
 
 
@@ -95,7 +96,7 @@ class TestRefused:
 
 
 def topology(kernels: str = "compiled") -> Topology:
-    return Topology(4, "cpu", "cpu", kernels, "", False, 1 << 20, registered())
+    return Topology(NodeLayout.one_node(4), "cpu", "cpu", kernels, "", False, 1 << 20, registered())
 
 
 def test_every_part_of_the_package_knows_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:

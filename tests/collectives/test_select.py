@@ -30,6 +30,7 @@ from shotcast.collectives.choice.table import MODES, Table, parse
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, Work
 from shotcast.errors import ConfigError
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import LaunchShape, Norm, Op
 
 ALGORITHMS = tuple(registered())
@@ -47,7 +48,8 @@ def make_topology(
     allow_fp8: bool = False,
 ) -> Topology:
     device = "cuda" if kernels == "triton" else "cpu"
-    return Topology(world_size, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8)
+    layout = NodeLayout.one_node(world_size)
+    return Topology(layout, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8)
 
 
 def problem(

@@ -31,6 +31,7 @@ from shotcast.collectives.choice.table import (
 )
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import LaunchShape, Norm, Op
 
 ALGORITHMS = tuple(registered())
@@ -385,7 +386,8 @@ class TestPackaged:
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_each_row_is_legal_and_keeps_the_bits(self, file: Path) -> None:
         table = parse(file.read_text(), file.name, registered())
-        topology = Topology(table.world_size, "cuda", table.part, "triton", "", True, 512 << 20, registered())
+        layout = NodeLayout.one_node(table.world_size)
+        topology = Topology(layout, "cuda", table.part, "triton", "", True, 512 << 20, registered())
         assert table.rows
         for (mode, op, dtype), rows in table.rows.items():
             least = 0

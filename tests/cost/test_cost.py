@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predicted import predicted_us
-from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, LinkCost
+from shotcast.collectives.registry import registered
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, LinkCost, NetworkCost, Work, time_us
+from shotcast.wire import NodeShape, Op
 
 links = st.builds(
     LinkCost,
@@ -43,11 +45,11 @@ def test_equations(link: LinkCost, nbytes: int, world_size: int) -> None:
         ("broadcast", "one_shot"): [others * nbytes],
     }
     for (op, algorithm), steps in expected.items():
-        time_us = predicted_us(op, algorithm, nbytes, world_size, link)
+        predicted = predicted_us(op, algorithm, nbytes, world_size, link)
         taken = nbytes * (world_size if (op, algorithm) == ("all_reduce", "one_shot") else 1)
         taken += nbytes if algorithm == "multimem" else 0  # staging, before the flag
         taken += nbytes / 2 if (op, algorithm) == ("all_reduce", "ring") else 0  # half of the second pass
-        assert time_us == pytest.approx(by_steps(link, steps, taken), rel=1e-9), (op, algorithm)
+        assert predicted == pytest.approx(by_steps(link, steps, taken), rel=1e-9), (op, algorithm)
 
 
 @given(links, sizes, worlds, st.sampled_from([2, 4]))
@@ -56,10 +58,10 @@ def test_fp8_sends_a_byte_an_element_and_a_scale_a_block(
 ) -> None:
     elements = nbytes / world_size / itemsize
     sent = (world_size - 1) * (elements + elements / 128 * 4)
-    time_us = predicted_us("all_reduce", "two_shot_fp8", nbytes, world_size, link, itemsize)
+    predicted = predicted_us("all_reduce", "two_shot_fp8", nbytes, world_size, link, itemsize)
     encoded, decoded = world_size * elements + elements, world_size * elements + world_size * elements
     converting_us = (encoded + decoded) / link.converted_per_ns / 1e3
-    assert time_us == pytest.approx(by_steps(link, [sent, sent], nbytes) + converting_us, rel=1e-9)
+    assert predicted == pytest.approx(by_steps(link, [sent, sent], nbytes) + converting_us, rel=1e-9)
 
 
 # item size, bytes, us of two_shot and of two_shot_fp8: 2 CPU ranks on 2 cores, first eighth of 15 to 200 calls
@@ -124,6 +126,29 @@ def test_sums_in_the_switch_send_less_from_four_ranks_on() -> None:
 
     assert [sent("multimem", n) for n in (2, 3, 4, 8)] == pytest.approx([36, 32, 30, 27])
     assert [sent("two_shot", n) for n in (2, 3, 4, 8)] == pytest.approx([24, 32, 36, 42])
+
+
+shapes = st.builds(NodeShape, st.integers(1, 8), st.integers(1, 8)).filter(lambda shape: shape.world_size > 1)
+
+
+@given(links, sizes, shapes, st.floats(0, 1e4), st.floats(0.01, 100))
+def test_what_leaves_a_node_goes_over_the_network(
+    link: LinkCost, nbytes: int, shape: NodeShape, step_us: float, bw_gbps: float
+) -> None:
+    """Two-shot treats all ranks alike: its two steps wait for the network, if there is one."""
+    work = registered()["two_shot"].forms[Op.ALL_REDUCE].work(nbytes, shape, 2)
+    far = 2 * (shape.world_size - shape.ranks_per_node) * nbytes / shape.world_size
+    near = 2 * (shape.ranks_per_node - 1) * nbytes / shape.world_size
+    steps_us = 2 * (link.step_us if shape.nodes == 1 else step_us)
+    sent_us = near / link.bw_gbps / 1e3 + far / bw_gbps / 1e3
+    expected = link.fixed_us + steps_us + sent_us + nbytes / link.local_gbps / 1e3
+    assert time_us(work, link, NetworkCost(step_us, bw_gbps)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_a_ring_waits_for_its_slowest_hop() -> None:
+    work = registered()["ring"].forms[Op.ALL_REDUCE].work(800, NodeShape(2, 4), 2)
+    assert work == Work(0, 0.0, 1200.0, 0.0, 14, 1400.0)
+    assert registered()["ring"].forms[Op.ALL_REDUCE].work(800, NodeShape(1, 8), 2) == Work(14, 1400.0, 1200.0)
 
 
 def test_a_transfer_in_microseconds() -> None:

@@ -7,7 +7,7 @@ import re
 from pages import ROOT
 
 from shotcast.collectives.registry import BUILT_IN
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 TEXT = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
 
@@ -19,4 +19,4 @@ def test_names_and_steps() -> None:
     for algorithm in own:
         for ranks in (2, 5):
             steps = 2 * ranks - 2 if listed[algorithm.name] == "2N-2" else int(listed[algorithm.name])
-            assert algorithm.forms[Op.ALL_REDUCE].work(1 << 20, ranks, 4).steps == steps, algorithm.name
+            assert algorithm.forms[Op.ALL_REDUCE].work(1 << 20, NodeShape(1, ranks), 4).steps == steps, algorithm.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shotcast.hardware.nodes import NodeLayout, folded
+from shotcast.wire import NodeShape
 
 
 def test_layout_of_interleaved_ranks() -> None:
@@ -21,6 +22,14 @@ def test_peers() -> None:
     layout = NodeLayout.of_keys([str(rank // 2) for rank in range(6)])
     assert layout.even
     assert [layout.peers(rank) for rank in range(6)] == [(0, 2, 4), (1, 3, 5)] * 3
+
+
+def test_shapes() -> None:
+    assert NodeLayout.of_keys(["a", "b"] * 3).shape == NodeShape(2, 3)
+    assert str(NodeShape(2, 3)) == "2x3"
+    assert NodeLayout.of_keys(["a", "a", "b"]).shape == NodeShape(1, 3), "ranks of uneven nodes are served alike"
+    assert NodeLayout.one_node(5).shape == NodeShape(1, 5)
+    assert NodeLayout.one_node(5).world_size == NodeShape(1, 5).world_size == 5
 
 
 @pytest.mark.parametrize(("nodes", "pairs"), [(1, 0), (2, 0), (3, 1), (4, 0), (5, 1), (6, 2), (7, 3), (8, 0), (9, 1)])

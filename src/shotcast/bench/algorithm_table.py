@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shotcast.bench import implementations
 from shotcast.collectives.algorithm import Algorithm
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 _WORLD_SIZES = (2, 4, 8)
 _MESSAGE = 1 << 20
@@ -27,12 +27,12 @@ def algorithm_table() -> str:
 
 
 def _cells(algorithm: Algorithm) -> Iterator[str]:
-    work = [algorithm.forms[Op.ALL_REDUCE].work(_MESSAGE, world_size, 2) for world_size in _WORLD_SIZES]
+    work = [algorithm.forms[Op.ALL_REDUCE].work(_MESSAGE, NodeShape(1, world_size), 2) for world_size in _WORLD_SIZES]
     steps = [str(one.steps) for one in work]
     yield f"`{algorithm.name}`"
     yield algorithm.summary
     yield steps[0] if len(set(steps)) == 1 else ", ".join(steps)
     yield ", ".join(f"{one.sent / _MESSAGE:.3g}" for one in work)
-    kept = [world_size for world_size in _WORLD_SIZES if algorithm.keeps_bits(Op.ALL_REDUCE, world_size)]
+    kept = [world_size for world_size in _WORLD_SIZES if algorithm.keeps_bits(Op.ALL_REDUCE, NodeShape(1, world_size))]
     yield "yes" if len(kept) == len(work) else f"with {', '.join(map(str, kept))} ranks" if kept else "no"
     yield ", ".join(op.label for op in algorithm.forms if op is not Op.ALL_REDUCE) or "-"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from shotcast.collectives import registry
 from shotcast.collectives.algorithm import LIBRARY, Algorithms
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather")
 FUSED_OPS = ("all_reduce_rms_norm",)
@@ -122,7 +122,7 @@ def is_library(name: str) -> bool:
 def has_own_bits(name: str, world_size: int) -> bool:
     """Return whether the all-reduce of an algorithm gives the bits of the numerics contract at every size."""
     algorithm = algorithms().get(name)
-    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, world_size)
+    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, NodeShape(1, world_size))
 
 
 def label(name: str) -> str:

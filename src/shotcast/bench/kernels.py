@@ -19,7 +19,7 @@ from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.device import fingerprint
 from shotcast.errors import ConfigError
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 _ENGINE_OPS = tuple(op for op in Op if op is not Op.ALL_TO_ALL)
 _MODULES = {"cuda": "kernels/triton", "cpu": "kernels/cpu"}
@@ -81,7 +81,7 @@ def _collective(op: Op, name: str, world_size: int) -> tuple[str, ...]:
     name = LIBRARY if name == "nccl" else name
     if name in serving:
         return (f"{op.label}/{name}",)
-    chosen = [one.name for one in serving.values() if one.library or one.keeps_bits(op, world_size)]
+    chosen = [one.name for one in serving.values() if one.library or one.keeps_bits(op, NodeShape(1, world_size))]
     return tuple(f"{op.label}/{one}" for one in chosen)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shotcast import wire
-from shotcast.cost.collective import Work
+from shotcast.cost.collective import NO_NETWORK, NetworkCost, Work
 from shotcast.errors import UnsupportedError
-from shotcast.wire import LaunchShape, Norm, Op
+from shotcast.hardware.nodes import NodeLayout
+from shotcast.wire import LaunchShape, NodeShape, Norm, Op
 
 LIBRARY = "vendor"
 """The algorithm that is the vendor's library."""
@@ -37,7 +38,7 @@ class Topology:
     """The facts that all ranks of a communicator share.
 
     Attributes:
-        world_size: number of ranks.
+        layout: the nodes of the ranks.
         device: ``"cuda"`` or ``"cpu"``.
         part: name of the GPU, or ``"cpu"``; tuned tables are made for one part.
         kernels: what runs own algorithms: ``"triton"`` (GPU), ``"interpreter"`` or ``"compiled"`` (CPU), or ``""``.
@@ -46,9 +47,12 @@ class Topology:
         max_bytes: the largest message of the workspace, in bytes.
         algorithms: the algorithms that were registered when the communicator was made.
         allow_fp8: ``auto`` may take algorithms that lose precision.
+        network: what joins nodes: ``"tcp"`` (connections of CPU hosts), ``"peer stores"`` (logical nodes of one host,
+            whose memory is mapped) or ``"nvshmem"``; empty on one node, and where there are no own kernels.
+        network_cost: the constants of that network.
     """
 
-    world_size: int
+    layout: NodeLayout
     device: str
     part: str
     kernels: str
@@ -57,6 +61,18 @@ class Topology:
     max_bytes: int
     algorithms: Algorithms
     allow_fp8: bool = False
+    network: str = ""
+    network_cost: NetworkCost = NO_NETWORK
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.layout.world_size
+
+    @property
+    def shape(self) -> NodeShape:
+        """Nodes and ranks of each; ranks of uneven nodes count as one node."""
+        return self.layout.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +111,11 @@ def slice_of_message(problem: CollectiveProblem) -> int:
     return -(-problem.nbytes // problem.topology.world_size)
 
 
+def slice_in_node(problem: CollectiveProblem) -> int:
+    """Return the bytes of the slice that a rank sums up for its node, and exchanges with its peers on other nodes."""
+    return -(-problem.nbytes // problem.topology.shape.ranks_per_node)
+
+
 def message_fits(problem: CollectiveProblem) -> Workspace:
     """Return the workspace of algorithms that hold a message once."""
     return Workspace(problem.nbytes, problem.topology.max_bytes)
@@ -113,13 +134,14 @@ class Form:
     """The way in which an algorithm serves one operation.
 
     Attributes:
-        work: ``work(nbytes, world_size, itemsize)``: steps, bytes sent and taken in, and values converted to or from
-            FP8 by a rank; what the cost model asks.
+        work: ``work(nbytes, shape, itemsize)`` for a :class:`shotcast.wire.NodeShape`: steps, bytes sent and taken in,
+            and values converted to or from FP8 by a rank; what the cost model asks.
         triton: ``bind(plan, context)``, the kernel with its arguments: a function that returns a
             :class:`shotcast.transport.triton.binding.KernelLaunch`. It stands beside the kernel.
-        cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks have no compiled form.
-        reference: ``reference(inputs, rank)``, the result in plain torch, bit for bit, from the inputs of all ranks;
-            what tests and the first check of a registered algorithm compare with.
+        cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks of one host have no compiled form.
+        hosts: the same for CPU ranks of several nodes, which a network joins.
+        reference: ``reference(inputs, rank, layout)``, the result in plain torch, bit for bit, from the inputs of all
+            ranks and their nodes; what tests and the first check of a registered algorithm compare with.
         share: ``share(problem)``: bytes that a launch divides into tiles.
         large_warps: ``large_warps(world_size)``: warps of the programs of shares from 1 MiB on, whose tiles have 1024
             words; 0 where tiles stay at 512.
@@ -133,9 +155,10 @@ class Form:
         any_dtype: it copies every dtype, not only those that kernels add up.
     """
 
-    work: Callable[[int, int, int], Work]
+    work: Callable[[int, NodeShape, int], Work]
     triton: Reference = ""
     cpu: Reference = ""
+    hosts: Reference = ""
     reference: Reference = ""
     share: Callable[[CollectiveProblem], int] = whole_message
     large_warps: Callable[[int], int] = _eight_warps
@@ -147,8 +170,12 @@ class Form:
     any_dtype: bool = True
 
 
-def _always(world_size: int) -> bool:
-    return True
+def in_rank_order(shape: NodeShape) -> bool:
+    """Return whether sums in the order of ranks are those of the contract.
+
+    They are on one node. Nodes of one rank each are added in a tree, which is the order of ranks for up to three.
+    """
+    return shape.nodes == 1 or (shape.ranks_per_node == 1 and shape.nodes <= 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +187,9 @@ class Algorithm:
         label: as tables and pictures write it.
         summary: one line: what moves in which step.
         forms: by operation, how it is served.
-        in_contract: ``in_contract(world_size)``: whether sums have the bits of the numerics contract
-            (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for operations that add up.
+        in_contract: ``in_contract(shape)`` for a :class:`shotcast.wire.NodeShape`: whether sums have the bits of the
+            numerics contract (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for operations that
+            add up.
         lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
         error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all
             ranks (an iterable) may be, element by element, beyond the rounding of the dtype.
@@ -174,7 +202,7 @@ class Algorithm:
     label: str
     summary: str
     forms: Mapping[Op, Form]
-    in_contract: Callable[[int], bool] = _always
+    in_contract: Callable[[NodeShape], bool] = in_rank_order
     lossy: bool = False
     error_bound: Reference = ""
     multicast: bool = False
@@ -186,9 +214,9 @@ class Algorithm:
         """True if own kernels of the algorithm serve a fused operation."""
         return not self.library and any(op in self.forms for op in FUSED)
 
-    def keeps_bits(self, op: Op, world_size: int) -> bool:
+    def keeps_bits(self, op: Op, shape: NodeShape) -> bool:
         """Return whether results have the bits of the numerics contract. Copies are exact whoever makes them."""
-        return op not in REDUCING or (self.in_contract(world_size) and not self.lossy)
+        return op not in REDUCING or (self.in_contract(shape) and not self.lossy)
 
 
 def imported(reference: Reference) -> Any:
@@ -238,7 +266,7 @@ class Algorithms(Mapping[str, Algorithm]):
         return algorithm.forms[plan.op]
 
     def kernel(self, plan: wire.CallPlan, kind: str) -> Any:
-        """Return the ``"triton"`` or ``"cpu"`` part of the form of ``plan``, imported once."""
+        """Return the ``"triton"``, ``"cpu"`` or ``"hosts"`` part of the form of ``plan``, imported once."""
         key = plan.op, plan.algorithm, kind
         if key not in self._kernels:
             reference = getattr(self.form(plan), kind)

@@ -181,7 +181,7 @@ class Communicator:
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)
         topology = Topology(
-            self.world_size,
+            self._host.layout,
             self.device.type,
             part,
             kernels,

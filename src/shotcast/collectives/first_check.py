@@ -77,7 +77,7 @@ def _difference(
     algorithm: Algorithm, problem: CollectiveProblem, inputs: Sequence[torch.Tensor], rank: int, out: torch.Tensor
 ) -> str:
     """Return how ``out`` differs from what it should be; empty if it does not."""
-    op, world_size = problem.op, problem.topology.world_size
+    op, world_size, layout = problem.op, problem.topology.world_size, problem.topology.layout
     expected = _expected(op, inputs, rank)
     bound = torch.zeros_like(expected)
     if op in REDUCING:
@@ -90,11 +90,11 @@ def _difference(
         index = int(wrong.nonzero()[0])
         return f"element {index} is {out[index].item()}, and should be {expected[index].item()}"
     form = algorithm.forms[op]
-    exact = imported(form.reference)(inputs, rank) if form.reference else None
-    if exact is None and op in REDUCING and algorithm.keeps_bits(op, world_size):
-        scatter = op is Op.REDUCE_SCATTER
-        contract = reference.ordered_reduce_scatter if scatter else reference.ordered_all_reduce
-        exact = contract(inputs, rank)
+    exact = imported(form.reference)(inputs, rank, layout) if form.reference else None
+    if exact is None and op in REDUCING and algorithm.keeps_bits(op, problem.topology.shape):
+        exact = reference.tree_all_reduce(inputs, rank, layout)
+        if op is Op.REDUCE_SCATTER:
+            exact = exact.chunk(world_size)[rank]
     if exact is not None and not torch.equal(out, exact):
         index = int((out != exact).nonzero()[0])
         return f"element {index} has other bits than its reference: {out[index].item()}, not {exact[index].item()}"

@@ -9,6 +9,7 @@ import torch
 from shotcast import wire
 from shotcast.collectives.algorithm import imported
 from shotcast.collectives.registry import registered
+from shotcast.hardware.nodes import NodeLayout, folded
 from shotcast.wire import Op
 
 E4M3_MAX = 448.0
@@ -60,28 +61,46 @@ def _by_slices(
     return torch.cat([sum_of_slice(part, j) for j, part in enumerate(slices)]).reshape(xs[0].shape)
 
 
-def ordered_all_reduce(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def ordered_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
     """Return the all-reduce of one-shot and two-shot, the same on all ranks."""
     return ordered_sum(xs)
 
 
-def ring_all_reduce(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def ring_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
     """Return the all-reduce of the ring, the same on all ranks."""
     return _by_slices(xs, ring_sum)
 
 
-def fp8_all_reduce(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def tree_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
+    """Return the sums of nodes, each in rank order in float32, added up in the tree over nodes, rounded once.
+
+    The tree is that of :func:`shotcast.hardware.nodes.folded`. On one node it is :func:`ordered_sum`.
+    """
+    sums = [ordered_sum([xs[rank].float() for rank in members]) for members in layout.members]
+    pairs = folded(layout.nodes)
+    leaves = [sums[2 * i] + sums[2 * i + 1] for i in range(pairs)] + sums[2 * pairs :]
+    while len(leaves) > 1:
+        leaves = [left + right for left, right in zip(leaves[::2], leaves[1::2], strict=True)]
+    return leaves[0].to(xs[0].dtype)
+
+
+def tree_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
+    """Return the all-reduce of the contract, the same on all ranks: what ``auto`` gives on any number of nodes."""
+    return tree_sum(xs, layout)
+
+
+def fp8_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
     """Return the all-reduce of two-shot in FP8, the same on all ranks."""
     # on a CPU, where a division by a number is one
     return _by_slices([x.cpu() for x in xs], lambda part, _: fp8_sum(part)).to(xs[0].device)
 
 
-def ordered_reduce_scatter(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def ordered_reduce_scatter(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
     """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by one-shot."""
     return ordered_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs])
 
 
-def ring_reduce_scatter(xs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def ring_reduce_scatter(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
     """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by the ring."""
     return ring_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs], rank)
 
@@ -103,19 +122,23 @@ def _e4m3_error(values: torch.Tensor) -> torch.Tensor:
     return 1.001 * torch.maximum(values / 16, values.max() / (448 * 1024))
 
 
-def all_reduce(xs: Sequence[torch.Tensor], algorithm: str) -> torch.Tensor:
-    """Return the all-reduce of every rank's tensor ``xs[r]`` by a registered algorithm."""
-    return _by_name(Op.ALL_REDUCE, algorithm)(xs, 0)
+def all_reduce(xs: Sequence[torch.Tensor], algorithm: str, layout: NodeLayout | None = None) -> torch.Tensor:
+    """Return the all-reduce of every rank's tensor ``xs[r]`` by a registered algorithm.
+
+    Args:
+        layout: the nodes of the ranks; None for one.
+    """
+    return _by_name(Op.ALL_REDUCE, algorithm)(xs, 0, layout or NodeLayout.one_node(len(xs)))
 
 
 def reduce_scatter(xs: Sequence[torch.Tensor], rank: int, algorithm: str) -> torch.Tensor:
     """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by a registered algorithm."""
-    return _by_name(Op.REDUCE_SCATTER, algorithm)(xs, rank)
+    return _by_name(Op.REDUCE_SCATTER, algorithm)(xs, rank, NodeLayout.one_node(len(xs)))
 
 
-def _by_name(op: Op, algorithm: str) -> Callable[[Sequence[torch.Tensor], int], torch.Tensor]:
+def _by_name(op: Op, algorithm: str) -> Callable[[Sequence[torch.Tensor], int, NodeLayout], torch.Tensor]:
     form = registered()[algorithm].forms[op]
-    function: Callable[[Sequence[torch.Tensor], int], torch.Tensor] = imported(form.reference)
+    function: Callable[[Sequence[torch.Tensor], int, NodeLayout], torch.Tensor] = imported(form.reference)
     return function
 
 

@@ -17,7 +17,7 @@ from shotcast import env, wire
 from shotcast.collectives import algorithms as built_in_modules
 from shotcast.collectives.algorithm import REDUCING, Algorithm, Algorithms, Form, Reference
 from shotcast.errors import ConfigError
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,11 @@ def _find_built_in() -> tuple[Algorithm, ...]:
     """Return the built-in algorithms: those of fewest steps first, the library last."""
     names = (module.name for module in pkgutil.iter_modules(built_in_modules.__path__))
     found = [importlib.import_module(f"{built_in_modules.__name__}.{name}").ALGORITHM for name in names]
-    return tuple(sorted(found, key=lambda one: (one.library, one.forms[Op.ALL_REDUCE].work(1, 8, 1).steps, one.name)))
+
+    def steps(algorithm: Algorithm) -> int:
+        return algorithm.forms[Op.ALL_REDUCE].work(1, NodeShape(1, 8), 1).steps
+
+    return tuple(sorted(found, key=lambda one: (one.library, steps(one), one.name)))
 
 
 BUILT_IN = _find_built_in()
@@ -78,7 +82,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
         if op not in SERVABLE or not isinstance(form, Form):
             accepted = ", ".join(f"Op.{one.name}" for one in SERVABLE)
             raise ConfigError(f"algorithm {name}: forms are Form objects of {accepted}; not {form!r} of {op!r}")
-        if not form.triton and not form.cpu:
+        if not (form.triton or form.cpu or form.hosts):
             raise ConfigError(f"algorithm {name}: its form of {op.label} has neither a Triton nor a CPU kernel")
     if algorithm.lossy and not algorithm.error_bound:
         raise ConfigError(f"algorithm {name} is lossy, so its error_bound must say how far off sums may be")
@@ -135,11 +139,13 @@ def added(algorithms: Algorithms) -> tuple[Algorithm, ...]:
 
 def _fingerprint(algorithm: Algorithm) -> str:
     facts: list[object] = [algorithm.name, algorithm.lossy, algorithm.multicast]
-    facts += [algorithm.in_contract(world_size) for world_size in range(1, wire.MAX_WORLD_SIZE + 1)]
+    shapes = [NodeShape(nodes, ranks) for nodes in range(1, 9) for ranks in range(1, wire.MAX_WORLD_SIZE + 1)]
+    facts += [algorithm.in_contract(shape) for shape in shapes]
     for op, form in sorted(algorithm.forms.items()):
         facts += [op.label, form.divides, form.uneven, form.any_dtype]
-        facts += [form.work(1 << bits, 4, 2) for bits in (0, 12, 24)] if op in REDUCING else []
-        facts += [_source(form.triton), _source(form.cpu)]
+        if op in REDUCING:
+            facts += [form.work(1 << bits, NodeShape(nodes, 4), 2) for nodes in (1, 2) for bits in (0, 12, 24)]
+        facts += [_source(form.triton), _source(form.cpu), _source(form.hosts)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shotcast.wire import NodeShape
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
@@ -30,6 +32,16 @@ class NodeLayout:
         names = tuple(dict.fromkeys(keys))
         members = tuple(tuple(rank for rank, key in enumerate(keys) if key == name) for name in names)
         return cls(members, names)
+
+    @classmethod
+    def one_node(cls, world_size: int) -> NodeLayout:
+        """Return the layout of ranks that all share memory."""
+        return cls((tuple(range(world_size)),), ("",))
+
+    @property
+    def shape(self) -> NodeShape:
+        """Nodes and ranks of each; ranks of uneven nodes are served alike, and count as one node."""
+        return NodeShape(self.nodes, self.ranks_per_node) if self.even else NodeShape(1, self.world_size)
 
     @property
     def world_size(self) -> int:

@@ -56,7 +56,7 @@ class StoreGroup:
         self._store = dist.PrefixStore(f"shotcast/{name}", _job_store())
         self.steps = 0
         self.gone: Collection[int] = ()
-        self.layout = NodeLayout((tuple(range(self.world_size)),), ("",))
+        self.layout = NodeLayout.one_node(self.world_size)
 
     def where(self, ranks: Collection[int]) -> str:
         """Return ranks in words, with their nodes; empty where all ranks are on one node."""

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_of_message
 from shotcast.cost.collective import Work
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
-def work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of the equation above."""
-    return Work(3, nbytes + nbytes / world_size, 2 * nbytes)
+    return Work(3, nbytes + nbytes / shape.world_size, 2 * nbytes).over(shape)
 
 
 ALGORITHM = Algorithm(
     name="multimem",
     label="multimem",
     summary="the switch adds up what one multicast load names, and one multicast store goes to all",
-    in_contract=lambda world_size: False,
+    in_contract=lambda shape: False,
     multicast=True,
     color="#e377c2",
     forms={

@@ -21,22 +21,22 @@ from shotcast.collectives.algorithm import (
 from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.units import align_up
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
-def all_reduce_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of sending M to N - 1 peers and adding up N M."""
-    return Work(1, (world_size - 1) * nbytes, world_size * nbytes)
+    return Work(1, (shape.world_size - 1) * nbytes, shape.world_size * nbytes).over(shape)
 
 
-def part_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of sending a part of the message to each peer, or a rank's part to all."""
-    return Work(1, (world_size - 1) * nbytes / world_size, nbytes)
+    return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
 
 
-def broadcast_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def broadcast_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of the root, which sends M to N - 1 peers."""
-    return Work(1, (world_size - 1) * nbytes, nbytes)
+    return Work(1, (shape.world_size - 1) * nbytes, nbytes).over(shape)
 
 
 def _all_reduce_workspace(problem: CollectiveProblem) -> Workspace:

@@ -11,26 +11,32 @@ from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_of_message
 from shotcast.cost.collective import Work
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
-def all_reduce_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of 2N - 2 steps of a slice each."""
-    hops = 2 * (world_size - 1)
-    return Work(hops, hops * nbytes / world_size, 1.5 * nbytes)
+    return _hops(2 * (shape.world_size - 1), nbytes, shape, 1.5 * nbytes)
 
 
-def half_work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def half_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of N - 1 steps of a slice each."""
-    hops = world_size - 1
-    return Work(hops, hops * nbytes / world_size, nbytes)
+    return _hops(shape.world_size - 1, nbytes, shape, nbytes)
+
+
+def _hops(hops: int, nbytes: int, shape: NodeShape, taken: float) -> Work:
+    """Return the work of the slowest rank: on several nodes the last of its node, all of whose hops leave it."""
+    sent = hops * nbytes / shape.world_size
+    if shape.nodes == 1:
+        return Work(hops, sent, taken)
+    return Work(0, 0.0, taken, network_steps=hops, network_sent=sent)
 
 
 ALGORITHM = Algorithm(
     name="ring",
     label="ring",
     summary="each rank sends only to the next, a slice a step, rounded at each hop",
-    in_contract=lambda world_size: world_size == 2,  # the addition of two ranks commutes
+    in_contract=lambda shape: shape.world_size == 2,  # the addition of two ranks commutes
     color="#7f7f7f",
     forms={
         Op.ALL_REDUCE: Form(

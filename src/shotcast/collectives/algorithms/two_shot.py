@@ -15,12 +15,12 @@ from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tile_
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import QUAD, gathered_row_quads
 from shotcast.units import align_up
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
-def work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of sending a slice to each peer twice."""
-    return Work(2, 2 * (world_size - 1) * nbytes / world_size, nbytes)
+    return Work(2, 2 * (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
 
 
 def _fused_workspace(problem: CollectiveProblem) -> Workspace:

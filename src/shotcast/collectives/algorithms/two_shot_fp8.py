@@ -12,13 +12,14 @@ from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import QUAD, Layout, fp8_slot_quads
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
-def work(nbytes: int, world_size: int, itemsize: int) -> Work:
+def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of two-shot with 33/32 bytes sent for each element, which is converted three times and more."""
+    world_size = shape.world_size
     sent = 2 * (world_size - 1) * nbytes / world_size * (33 / 32 / itemsize)
-    return Work(2, sent, nbytes, (3 + 1 / world_size) * nbytes / itemsize)
+    return Work(2, sent, nbytes, (3 + 1 / world_size) * nbytes / itemsize).over(shape)
 
 
 def _workspace(problem: CollectiveProblem) -> Workspace:

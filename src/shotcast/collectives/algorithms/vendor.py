@@ -6,10 +6,10 @@ import dataclasses
 
 from shotcast.collectives.algorithm import LIBRARY, Algorithm, CollectiveProblem, Form
 from shotcast.cost.collective import Work
-from shotcast.wire import LaunchShape, Op
+from shotcast.wire import LaunchShape, NodeShape, Op
 
 
-def _unknown(nbytes: int, world_size: int, itemsize: int) -> Work:
+def _unknown(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return no work: how a library does it is its own affair, and the cost model does not predict it."""
     return Work(0, 0, 0)
 
@@ -30,7 +30,7 @@ ALGORITHM = Algorithm(
     label="vendor",
     summary="NCCL or Gloo, after an exchange of headers",
     library=True,
-    in_contract=lambda world_size: False,
+    in_contract=lambda shape: False,
     color="#c49c94",
     forms=dict.fromkeys(Op, _headers_of_all)
     | {

@@ -91,7 +91,7 @@ def room(problem: CollectiveProblem, name: str) -> int:
 
 def keeps_bits(problem: CollectiveProblem, name: str) -> bool:
     """Return whether ``name`` gives the bits of the numerics contract (docs/reference/numerics.md)."""
-    return problem.topology.algorithms[name].keeps_bits(problem.op, problem.topology.world_size)
+    return problem.topology.algorithms[name].keeps_bits(problem.op, problem.topology.shape)
 
 
 def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:

@@ -103,8 +103,9 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     if not allowed:
         return _the_library(problem, legal)
     item = wire.DTYPES.get(problem.dtype, 1)
-    call = problem.nbytes, topology.world_size, item
-    times = {name: time_us(algorithms[name].forms[problem.op].work(*call), link) for name in own}
+    call = problem.nbytes, topology.shape, item
+    works = {name: algorithms[name].forms[problem.op].work(*call) for name in own}
+    times = {name: time_us(work, link, topology.network_cost) for name, work in works.items()}
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
     fastest = min(own, key=times.__getitem__)
