@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -85,14 +86,14 @@ class RankHandle:
     failure: Failure | None = None
 
     @classmethod
-    def create(cls, rank: int, env: dict[str, str], payload: bytes) -> RankHandle:
+    def create(cls, rank: int, env: dict[str, str], payload: bytes, namespaces: Sequence[int] = ()) -> RankHandle:
         """Create the pipes and the process object; :meth:`start` starts the process."""
         context = multiprocessing.get_context("forkserver")
         results, results_w = context.Pipe(duplex=False)
         stacks, stacks_w = context.Pipe(duplex=False)
         alive_r, alive = context.Pipe(duplex=False)
         child_ends = (results_w, stacks_w, alive_r)
-        process = RankProcess(target=run_rank, args=(CallerContext.current(env), payload, *child_ends))
+        process = RankProcess(target=run_rank, args=(CallerContext.current(env, namespaces), payload, *child_ends))
         process.name = f"shotcast rank {rank}"
         return cls(rank, process, results, stacks, alive, child_ends)
 

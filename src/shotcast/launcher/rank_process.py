@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast.env import socket_dir
+from shotcast.launcher.namespaces import enter_namespace
 
 running_main = False
 """True in a rank while it imports the caller's script."""
@@ -137,6 +138,7 @@ class CallerContext:
         env: all environment variables of the rank.
         main: how the rank imports the caller's script.
         streams: standard output and error, by descriptor, if open.
+        namespaces: the namespaces that the rank enters, those of a simulated host.
     """
 
     env: dict[str, str]
@@ -145,17 +147,29 @@ class CallerContext:
     umask: int | None
     cores: set[int]
     niceness: int
+    namespaces: tuple[_Descriptor, ...] = ()
 
     @classmethod
-    def current(cls, env: dict[str, str]) -> CallerContext:
+    def current(cls, env: dict[str, str], namespaces: Sequence[int] = ()) -> CallerContext:
         streams = {}
         for number in (1, 2):
             with contextlib.suppress(OSError):
                 os.fstat(number)
                 streams[number] = _Descriptor(number)
-        return cls(env, main_of_caller(), streams, _umask(), os.sched_getaffinity(0), os.nice(0))
+        return cls(
+            env,
+            main_of_caller(),
+            streams,
+            _umask(),
+            os.sched_getaffinity(0),
+            os.nice(0),
+            tuple(map(_Descriptor, namespaces)),
+        )
 
     def apply(self) -> None:
+        for namespace in self.namespaces:
+            enter_namespace(namespace.number)
+            os.close(namespace.number)
         for number, stream in self.streams.items():
             os.dup2(stream.number, number)
             if stream.number != number:  # the server may have started without this descriptor

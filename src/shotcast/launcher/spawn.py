@@ -23,7 +23,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
@@ -101,29 +101,8 @@ def spawn(
             several ranks failed, it names the one that caused it, and ``__cause__`` is that rank's exception.
         ConfigError: a new process cannot import ``fn``, ``world_size`` is not positive, or another argument is wrong.
     """
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
-        raise ConfigError(f"timeout_s must be a number of seconds (0 or more) or None, not {timeout_s!r}")
-    deadline = time.monotonic() + timeout_s if timeout_s is not None and timeout_s < math.inf else None
-    group = RankGroup.start(fn, world_size, *args, env=env)
-    ranks = group.ranks
-    try:
-        timed_out = wait_for_reports(ranks, deadline, stop_at_failure=not return_exceptions)
-        if timed_out or not (return_exceptions or all(rank.succeeded for rank in ranks)):
-            unfinished = [rank for rank in ranks if not rank.finished]
-            terminate_all(unfinished)
-            if timed_out:
-                for rank in unfinished:
-                    rank.failure = Failure(timeout_detail(rank, unfinished, timeout_s))
-        else:
-            join_all(ranks)
-        if return_exceptions:
-            return [rank.value if rank.failure is None else rank.failure.as_exception(rank.rank) for rank in ranks]
-        failed = [rank for rank in ranks if rank.failure is not None]
-        if failed:
-            raise root_cause(failed)
-        return [rank.value for rank in ranks]
-    finally:
-        group.end()
+    _check_timeout(timeout_s)
+    return RankGroup.start(fn, world_size, *args, env=env).results(timeout_s, return_exceptions=return_exceptions)
 
 
 class RankGroup:
@@ -134,7 +113,13 @@ class RankGroup:
         pids: the process ids, by rank.
     """
 
-    def __init__(self, payload: bytes, environments: Mapping[int, dict[str, str]], store: dist.Store | None):
+    def __init__(
+        self,
+        payload: bytes,
+        environments: Mapping[int, dict[str, str]],
+        store: dist.Store | None,
+        namespaces: Mapping[int, Sequence[int]] | None = None,
+    ):
         self._store = store  # the store must live as long as the ranks
         self.ranks: list[RankHandle] = []
         self.pids: list[int] = []
@@ -144,7 +129,7 @@ class RankGroup:
         try:
             for number, environment in environments.items():
                 # recorded before it runs, as an interrupt may come at any moment
-                self.ranks.append(RankHandle.create(number, environment, payload))
+                self.ranks.append(RankHandle.create(number, environment, payload, (namespaces or {}).get(number, ())))
                 self.ranks[-1].start()
                 self.pids.append(self.ranks[-1].process.pid or 0)
         except BaseException:
@@ -158,11 +143,40 @@ class RankGroup:
         """Start the ranks as :func:`spawn` does, and return at once."""
         if not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"world_size must be a positive number of processes, not {world_size!r}")
-        if invalid := [name for name, value in (env or {}).items() if not isinstance(value, str)]:
-            raise ConfigError(f"environment variables must be strings; {invalid[0]} is {(env or {})[invalid[0]]!r}")
+        _check_env(env)
         payload = _pickle_call(fn, args)
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         return cls(payload, {rank: _rank_env(rank, world_size, store.port, env) for rank in range(world_size)}, store)
+
+    @classmethod
+    def start_on_hosts(
+        cls,
+        fn: Callable[..., Any],
+        hosts: Sequence[Sequence[int]],
+        ranks_per_host: int,
+        *args: Any,
+        store: dist.TCPStore,
+        env: Mapping[str, str] | None = None,
+    ) -> RankGroup:
+        """Start ``ranks_per_host`` ranks on each simulated host of this machine, and return at once.
+
+        Args:
+            hosts: the descriptors of each host's namespaces, in the order in which a rank enters them.
+            store: the job's store, at an address that the hosts reach.
+        """
+        _check_env(env)
+        world_size = len(hosts) * ranks_per_host
+        environments = {}
+        for rank in range(world_size):
+            host, local_rank = divmod(rank, ranks_per_host)
+            environments[rank] = _rank_env(rank, world_size, store.port, env) | {
+                "LOCAL_RANK": str(local_rank),
+                "GROUP_RANK": str(host),
+                "LOCAL_WORLD_SIZE": str(ranks_per_host),
+                "MASTER_ADDR": store.host,
+            }
+        namespaces = {rank: hosts[rank // ranks_per_host] for rank in range(world_size)}
+        return cls(_pickle_call(fn, args), environments, store, namespaces)
 
     @classmethod
     def start_in_place(cls, fn: Callable[..., Any], *args: Any) -> RankGroup:
@@ -170,6 +184,30 @@ class RankGroup:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         environment = _with_threads(dict(os.environ), local_world_size)
         return cls(_pickle_call(fn, args), {int(os.environ["RANK"]): environment}, None)
+
+    def results(self, timeout_s: float | None = None, *, return_exceptions: bool = False) -> list[Any]:
+        """Wait for the ranks, end them, and return their results by rank; :func:`spawn` describes the arguments."""
+        _check_timeout(timeout_s)
+        deadline = time.monotonic() + timeout_s if timeout_s is not None and timeout_s < math.inf else None
+        ranks = self.ranks
+        try:
+            timed_out = wait_for_reports(ranks, deadline, stop_at_failure=not return_exceptions)
+            if timed_out or not (return_exceptions or all(rank.succeeded for rank in ranks)):
+                unfinished = [rank for rank in ranks if not rank.finished]
+                terminate_all(unfinished)
+                if timed_out:
+                    for rank in unfinished:
+                        rank.failure = Failure(timeout_detail(rank, unfinished, timeout_s))
+            else:
+                join_all(ranks)
+            if return_exceptions:
+                return [rank.value if rank.failure is None else rank.failure.as_exception(rank.rank) for rank in ranks]
+            failed = [rank for rank in ranks if rank.failure is not None]
+            if failed:
+                raise root_cause(failed)
+            return [rank.value for rank in ranks]
+        finally:
+            self.end()
 
     def wait(self) -> RankFailed | None:
         """Wait until all ranks have returned, or until shortly after one failed; return the failure, or None.
@@ -194,6 +232,16 @@ class RankGroup:
         self.ranks, self.pids = [], []
         atexit.unregister(self.kill)
         self._store = None  # the ranks are gone; this frees the port
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+        raise ConfigError(f"timeout_s must be a number of seconds (0 or more) or None, not {timeout_s!r}")
+
+
+def _check_env(env: Mapping[str, str] | None) -> None:
+    if invalid := [name for name, value in (env or {}).items() if not isinstance(value, str)]:
+        raise ConfigError(f"environment variables must be strings; {invalid[0]} is {(env or {})[invalid[0]]!r}")
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -1,0 +1,1 @@
+"""Several hosts simulated on this machine: network namespaces, joined by a relay that delays every packet."""
