@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class StoreGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int], name: str | None = None):
+        self._group = group
         self.order = tuple(order)
         self.rank = self.order.index(dist.get_rank(group))
         self.world_size = len(self.order)
@@ -61,6 +62,22 @@ class StoreGroup:
     def where(self, ranks: Collection[int]) -> str:
         """Return ranks in words, with their nodes; empty where all ranks are on one node."""
         return self.layout.describe(ranks) if self.layout.nodes > 1 else ""
+
+    @property
+    def meeting_point(self) -> str:
+        """The host whose process has the job's store; empty if the ranks do not meet over a network."""
+        store = _job_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store.host if isinstance(store, dist.TCPStore) else ""
+
+    def part(self, ranks: Iterable[int], name: str) -> StoreGroup:
+        """Return the group of some of these ranks, in this order; this rank is one of them.
+
+        ``name`` is one that no other part of this group has.
+        """
+        order = [self.order[rank] for rank in ranks]
+        return StoreGroup(self._group, self._timeout_s, order, f"{self.name}/{name}")
 
     def store(self, name: str) -> dist.Store:
         """Return a part of the job's store that is reserved for ``name``."""

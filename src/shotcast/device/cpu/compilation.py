@@ -34,7 +34,8 @@ _LOCK = threading.Lock()
 def _sources_digest() -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
-    folders = [sorted((package / room / "cpu").glob("*.py")) for room in ("device", "kernels", "transport")]
+    rooms = ("device/cpu", "kernels/cpu", "transport/cpu", "transport/network")
+    folders = [sorted((package / room).glob("*.py")) for room in rooms]
     for path in (*itertools.chain(*folders), package / "wire.py"):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

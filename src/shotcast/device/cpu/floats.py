@@ -145,18 +145,21 @@ class Bfloat16(Format):
         return builder.trunc(rounded, vector(I16, lanes))
 
 
-def _sum_with(form: Format) -> Any:
+def _sum_with(form: Format, result: Format | None = None) -> Any:
     """Return the body of ``function(destination, sources, world_size, count)`` for one dtype.
 
-    ``sources`` is the address of ``world_size`` addresses.
+    ``sources`` is the address of ``world_size`` addresses. ``result`` is the dtype of the sum; None for the same one.
     """
+    stored_as = form if result is None else result
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         destination, sources, world_size, count = arguments
         itemsize = 4 if form.stored is F32 else 2
+        result_size = 4 if stored_as.stored is F32 else 2
 
-        def add_block(offset: Any, lanes: int) -> None:
+        def add_block(first: Any, lanes: int) -> None:
             stored, wide = vector(form.stored, lanes), vector(F32, lanes)
+            offset = builder.mul(first, ir.Constant(WORD, itemsize))
             total = cgutils.alloca_once(builder, wide)
             builder.store(splat(F32, lanes, 0.0), total)
             with cgutils.for_range(builder, world_size) as rank:
@@ -165,16 +168,17 @@ def _sum_with(form: Format) -> Any:
                 item = builder.inttoptr(builder.add(source, offset), stored.as_pointer())
                 value = form.widen(builder, builder.load(item, align=1), lanes)
                 builder.store(builder.fadd(builder.load(total), value), total)
-            result = form.narrow(builder, builder.load(total), lanes)
-            target_item = builder.inttoptr(builder.add(destination, offset), stored.as_pointer())
-            builder.store(result, target_item, align=1)
+            rounded = stored_as.narrow(builder, builder.load(total), lanes)
+            place = builder.add(destination, builder.mul(first, ir.Constant(WORD, result_size)))
+            target_item = builder.inttoptr(place, vector(stored_as.stored, lanes).as_pointer())
+            builder.store(rounded, target_item, align=1)
 
         blocks = builder.udiv(count, ir.Constant(WORD, LANES))
         with cgutils.for_range(builder, blocks) as block:
-            add_block(builder.mul(block.index, ir.Constant(WORD, LANES * itemsize)), LANES)
+            add_block(builder.mul(block.index, ir.Constant(WORD, LANES)), LANES)
         done = builder.mul(blocks, ir.Constant(WORD, LANES))
         with cgutils.for_range(builder, builder.sub(count, done)) as item:
-            add_block(builder.mul(builder.add(done, item.index), ir.Constant(WORD, itemsize)), 1)
+            add_block(builder.add(done, item.index), 1)
         return target.get_dummy_value()
 
     return signature(types.void, *(types.int64,) * 4), generate
@@ -239,3 +243,73 @@ SUMS = {
     "bfloat16": Arithmetic(_sum_bfloat16),
 }
 """The sum over ranks by dtype, compiled on first use."""
+
+
+@intrinsic
+def _half_to_float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Half(), Float32())
+
+
+@intrinsic
+def _half_bits_to_float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(HalfBits(), Float32())
+
+
+@intrinsic
+def _bfloat16_to_float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Bfloat16(), Float32())
+
+
+@intrinsic
+def _float32_to_half(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Float32(), Half())
+
+
+@intrinsic
+def _float32_to_half_bits(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Float32(), HalfBits())
+
+
+@intrinsic
+def _float32_to_bfloat16(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    return _sum_with(Float32(), Bfloat16())
+
+
+def _partial_half(destination: int, sources: int, world_size: int, count: int) -> None:
+    _half_to_float32(destination, sources, world_size, count)
+
+
+def _partial_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
+    _half_bits_to_float32(destination, sources, world_size, count)
+
+
+def _partial_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
+    _bfloat16_to_float32(destination, sources, world_size, count)
+
+
+def _rounded_half(destination: int, sources: int, world_size: int, count: int) -> None:
+    _float32_to_half(destination, sources, world_size, count)
+
+
+def _rounded_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
+    _float32_to_half_bits(destination, sources, world_size, count)
+
+
+def _rounded_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
+    _float32_to_bfloat16(destination, sources, world_size, count)
+
+
+PARTIAL_HALF, PARTIAL_HALF_BITS = Arithmetic(_partial_half), Arithmetic(_partial_half_bits)
+ROUNDED_HALF, ROUNDED_HALF_BITS = Arithmetic(_rounded_half), Arithmetic(_rounded_half_bits)
+PARTIAL_SUMS = {
+    "float32": SUMS["float32"],
+    "float16": PARTIAL_HALF if machine_has_half() else PARTIAL_HALF_BITS,
+    "bfloat16": Arithmetic(_partial_bfloat16),
+}
+"""The sum over ranks by their dtype, given in float32."""
+ROUNDED_SUMS = {
+    "float32": SUMS["float32"],
+    "float16": ROUNDED_HALF if machine_has_half() else ROUNDED_HALF_BITS,
+    "bfloat16": Arithmetic(_rounded_bfloat16),
+}
+"""The sum of float32 values, by the dtype in which it is given."""

@@ -150,8 +150,12 @@ class CpuExecutor:
         context_address: of what every compiled function is given.
     """
 
+    kind = "cpu"
+    """The part of an algorithm's description that has its compiled code."""
+
     def __init__(self, group: HostGroup, max_bytes: int, timeout_s: float, algorithms: Algorithms):
         self._rank, self._world_size = group.rank, group.world_size
+        self._sender = group.rank  # as headers name it
         if not 1 <= self._world_size <= wire.MAX_WORLD_SIZE:
             raise ConfigError(f"the compiled CPU ranks serve 1 to {wire.MAX_WORLD_SIZE} ranks, not {self._world_size}")
         self._algorithms = algorithms
@@ -192,7 +196,7 @@ class CpuExecutor:
             ConfigError: there is no such algorithm, peer or row.
             UnsupportedError: the dtype is not served.
         """
-        call: HostCall = self._algorithms.kernel(plan, "cpu")
+        call: HostCall = self._algorithms.kernel(plan, self.kind)
         if self._world_size == 1 and call.alone is not None:
             call = call.alone
         if plan.op in _SEND_RECV and not (0 <= plan.root < self._world_size and plan.root != self._rank):
@@ -209,9 +213,11 @@ class CpuExecutor:
     def record(self, plan: CallPlan, call: HostCall) -> array[int]:
         """Return the record of a call, as compiled code reads it. Compiles or loads the arithmetic."""
         # The header of a message names its sender on both sides.
-        header = self._algorithms.header(dataclasses.replace(plan, root=self._rank) if plan.op is Op.SEND else plan)
+        header = self._algorithms.header(dataclasses.replace(plan, root=self._sender) if plan.op is Op.SEND else plan)
         itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
-        sizes = [size * itemsize for size in plan.sizes] or [plan.nbytes // self._world_size] * self._world_size
+        sizes: list[int] = []
+        if not call.header_only:
+            sizes = [size * itemsize for size in plan.sizes] or [plan.nbytes // self._world_size] * self._world_size
         record = array("q", [0] * layout.PLAN_WORDS)
 
         def put(offset: int, value: int) -> None:
@@ -289,8 +295,11 @@ class CpuExecutor:
         cells = (_words_at(address + layout.HEADERS + 16 * (epoch & 1)) for address in self._regions)
         return [HeaderWords.of_cells(pair, epoch) for pair in cells]
 
+    def _word(self, rank: int, offset: int) -> int:
+        return ctypes.c_int64.from_address(self._regions[rank] + offset).value
+
     def _progress(self, rank: int) -> int:
-        return ctypes.c_int64.from_address(self._regions[rank] + layout.PROGRESS).value
+        return self._word(rank, layout.PROGRESS)
 
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
         """Tell all ranks why a call of this one failed."""
@@ -342,7 +351,7 @@ class CpuExecutor:
 
     def _keep_message_headers(self, plan: CallPlan, header: HeaderWords) -> None:
         sender, receiver = plan.root, self._rank
-        received = ctypes.c_int64.from_address(self._regions[receiver] + layout.RECEIVED + layout.LINE * sender).value
+        received = self._word(receiver, layout.RECEIVED + layout.LINE * sender)
         slot_bytes = layout.OUTBOX_HEADER_BYTES + self._context[layout.OUTBOX_CHUNK // 8]
         slot = receiver * layout.OUTBOX_SLOTS + received % layout.OUTBOX_SLOTS
         address = self._regions[sender] + layout.CONTROL_BYTES + 2 * self._generation + slot * slot_bytes

@@ -22,6 +22,7 @@ LINE = 128
 PROGRESS = 0
 HEADERS = 8
 ABORT = LINE
+HEARTBEAT = 2 * LINE  # the time at which this rank was last seen waiting
 SENT = 1024
 RECEIVED = 2048
 CONTROL_BYTES = 4096
@@ -41,6 +42,7 @@ GENERATION = 56
 OUTBOX_CHUNK = 64
 HEADER_WORD = 72  # the first word of the header of the current call, with its epoch
 GONE = 80  # a bit for each rank whose process has ended; another thread sets it
+NETWORK = 88  # the address of the record of the network between nodes; 0 on one node
 REGIONS = 128
 SOURCES = 256
 ROW = 320
@@ -64,6 +66,8 @@ SQUARES_LANES = 32
 
 # Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather.
 # ADD, NORM, HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather.
+# PARTIAL, ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32, of float32, and of float32
+# to the dtype. SLOT is the bytes from one slice that has arrived from another node to the next.
 HEADER = 0  # of two words
 CHUNK = 16
 ROOT = 24
@@ -78,4 +82,8 @@ GATHER_CHUNK = 216
 ENCODE = 224
 DECODE = 232
 NBYTES = 240
-PLAN_WORDS = 31
+PARTIAL = 248
+ADD_PARTIAL = 256
+ROUND = 264
+SLOT = 272
+PLAN_WORDS = 35

@@ -31,6 +31,7 @@ from shotcast.transport.cpu.layout import (
     HEADER,
     HEADER_WORD,
     HEADERS,
+    HEARTBEAT,
     PROGRESS,
     RANK,
     REGIONS,
@@ -82,7 +83,8 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
     if load(context + DEADLINE) == 0:
         store(context + DEADLINE, begun + load(context + TIMEOUT))
     deadline = load(context + DEADLINE)
-    abort = region(context, load(context + RANK)) + ABORT
+    own = region(context, load(context + RANK))
+    abort = own + ABORT
     looked = begun
     while True:
         hopeless = _hopeless(context, peer, collective)  # before the word, which the rank may have written at its end
@@ -93,6 +95,7 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
         if hopeless:
             return PEER_GONE
         now = monotonic_ns()
+        store_release(own + HEARTBEAT, now)
         if now > deadline:
             return TIMED_OUT
         if now - looked > _INTERRUPT_NS:

@@ -1,0 +1,194 @@
+"""The control plane: what ranks of different nodes tell each other beside the data of calls.
+
+A thread of each process serves one connection to each peer. It hears of faults, and at once of the end of a peer. It
+answers which ranks of its node have begun a call, also while this rank computes something else, so a rank whose call
+has expired can tell those that are late from those that wait as it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shotcast.wire import HeaderWords
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("!I")
+_LONGEST_MESSAGE = 1 << 20
+
+
+class RankState(NamedTuple):
+    """One rank's state as another rank of its node sees it.
+
+    Attributes:
+        header: of the call that was asked for; None if the rank has not begun it.
+        silent_s: the time since the rank was last seen waiting in a call.
+        progress: the steps that the rank has completed.
+        gone: its process has ended.
+    """
+
+    header: HeaderWords | None
+    silent_s: float
+    progress: int
+    gone: bool
+
+
+class ControlPlane:
+    """The connections of one rank to its peers, and the thread that serves them.
+
+    Args:
+        connections: a socket to the peer on each other node.
+        answer: ``answer(epoch)``: the states of the ranks of this node, in the order of local ranks.
+        faulted: ``faulted(word)``: a peer reports a fault.
+        ended: ``ended(node)``: the connection to a peer has ended without a farewell, so its process has, most likely.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[int, socket.socket],
+        answer: Callable[[int], list[RankState]],
+        faulted: Callable[[int], None],
+        ended: Callable[[int], None],
+    ):
+        self._connections = dict(connections)
+        self._answer, self._faulted, self._ended = answer, faulted, ended
+        self._lock = threading.Lock()
+        self._came = threading.Condition()
+        self._answers: dict[int, dict[int, list[RankState]]] = {}
+        self._numbers = itertools.count()
+        self._buffers = dict.fromkeys(connections, b"")
+        self._closing = False
+        self.ended: set[int] = set()
+        self.parted: set[int] = set()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="shotcast control plane", daemon=True)
+        self._thread.start()
+
+    def tell(self, word: int) -> None:
+        """Report a fault to all peers."""
+        for node in self._connections:
+            self._send(node, {"fault": word})
+
+    def ask(self, epoch: int, patience_s: float) -> dict[int, list[RankState]]:
+        """Return the states of the ranks of other nodes for the call ``epoch``, by node, as far as they answer."""
+        number = next(self._numbers)
+        self._answers[number] = {}
+        try:
+            asked = [node for node in self._connections if self._send(node, {"ask": number, "epoch": epoch})]
+            deadline = time.monotonic() + patience_s
+            with self._came:
+                while len(self._answers[number]) < len([node for node in asked if node not in self.ended]):
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not self._came.wait(left):
+                        break
+                return dict(self._answers[number])
+        finally:
+            del self._answers[number]
+
+    def _send(self, node: int, message: dict[str, Any]) -> bool:
+        text = json.dumps(message).encode()
+        with self._lock:
+            if node in self.ended or node in self.parted or self._closing:
+                return False
+            try:
+                # so short a message that the connection takes all of it or, if it is stuck, nothing
+                return self._connections[node].send(_LENGTH.pack(len(text)) + text) > 0
+            except OSError as error:
+                logger.info("nothing can be told to node %d: %s", node, error)
+                return False
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ, -1)
+            for node, one in self._connections.items():
+                selector.register(one, selectors.EVENT_READ, node)
+            while True:
+                for key, _ in selector.select():
+                    if key.data < 0:
+                        return
+                    if not self._read(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _read(self, node: int) -> bool:
+        """Serve what a peer has sent. Returns whether its connection goes on."""
+        try:
+            data = self._connections[node].recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            logger.info("the connection to node %d ended: %s", node, error)
+            data = b""
+        try:
+            if data:
+                self._buffers[node] += data
+                while (message := self._next(node)) is not None:
+                    self._serve(node, message)
+                return True
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("node %d sent a message that cannot be read: %s", node, error)
+        if node not in self.parted:
+            with self._came:
+                self.ended.add(node)
+                self._came.notify_all()
+            self._ended(node)
+        return False
+
+    def _next(self, node: int) -> dict[str, Any] | None:
+        buffer = self._buffers[node]
+        if len(buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(buffer)
+        if length > _LONGEST_MESSAGE:
+            raise ValueError(f"a message of {length} bytes")
+        end = _LENGTH.size + length
+        if len(buffer) < end:
+            return None
+        self._buffers[node] = buffer[end:]
+        message = json.loads(buffer[_LENGTH.size : end])
+        if not isinstance(message, dict):
+            raise ValueError("a message is an object")
+        return message
+
+    def _serve(self, node: int, message: dict[str, Any]) -> None:
+        if "fault" in message:
+            self._faulted(int(message["fault"]))
+        elif "ask" in message:
+            states = [(state.header, *state[1:]) for state in self._answer(int(message["epoch"]))]
+            self._send(node, {"answer": message["ask"], "ranks": states})
+        elif "answer" in message:
+            ranks = [
+                RankState(None if header is None else HeaderWords(*header), silent_s, progress, gone)
+                for header, silent_s, progress, gone in message["ranks"]
+            ]
+            with self._came:
+                if message["answer"] in self._answers:
+                    self._answers[message["answer"]][node] = ranks
+                    self._came.notify_all()
+        elif "farewell" in message:
+            self.parted.add(node)
+
+    def close(self) -> None:
+        """Say farewell and end the thread. A second call does nothing."""
+        if self._closing:
+            return
+        for node in self._connections:
+            self._send(node, {"farewell": True})
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        os.close(self._wake)
+        for one in self._connections.values():
+            with contextlib.suppress(OSError):
+                one.close()

@@ -1,0 +1,246 @@
+"""The executor of CPU ranks on several nodes: shared memory inside a node, TCP between nodes."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+from array import array
+from collections.abc import Callable
+
+from shotcast import wire
+from shotcast.errors import ConfigError
+from shotcast.hardware.nodes import NodeLayout
+from shotcast.memory.symmetric import raise_failures
+from shotcast.transport.cpu import layout as local_layout
+from shotcast.transport.cpu.executor import Algorithms, BoundCall, CpuExecutor
+from shotcast.transport.cpu.host_call import HostCall
+from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
+from shotcast.transport.network import layout
+from shotcast.transport.network.connect import Connections, Hosts, connect
+from shotcast.transport.network.control import ControlPlane, RankState
+from shotcast.transport.network.hosts_call import HostsCall
+from shotcast.units import align_up
+from shotcast.wire import CallPlan, HeaderWords
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.4
+"""The limit for answers of other nodes after a call has failed."""
+_SILENT_S = 0.25
+"""A rank that waits in a call shows it more often than this; one that does not is stopped."""
+_CONNECT_S = 60.0
+
+
+class HostsExecutor(CpuExecutor):
+    """Runs the calls of one communicator whose ranks are processes of several nodes, equally many on each.
+
+    Construction is collective, and raises what :class:`CpuExecutor` raises, on all ranks.
+
+    Args:
+        host: all ranks.
+        layout: their nodes.
+        max_bytes, timeout_s, algorithms: as for :class:`CpuExecutor`.
+        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
+    """
+
+    kind = "hosts"
+
+    def __init__(
+        self,
+        host: Hosts,
+        nodes: NodeLayout,
+        max_bytes: int,
+        timeout_s: float,
+        algorithms: Algorithms,
+        ended: Callable[[int], None] = lambda rank: None,
+    ):
+        if nodes.nodes > layout.MAX_NODES:
+            raise ConfigError(f"own kernels serve up to {layout.MAX_NODES} nodes, not {nodes.nodes}")
+        self._hosts, self._nodes, self._told = host, nodes, ended
+        self._global_rank = host.rank
+        self._node = nodes.node_of(host.rank)
+        self._members = nodes.members[self._node]
+        self._peers = nodes.peers(host.rank)
+        self._generation_of_network = 0
+        failure = ""
+        try:
+            super().__init__(host.part(self._members, f"node {self._node}"), max_bytes, timeout_s, algorithms)
+        except ConfigError as error:
+            failure = str(error)
+        raise_failures(host, failure)
+        self._sender = host.rank
+        self._network = array("q", [0] * layout.NETWORK_WORDS)
+        self._network_address = self._network.buffer_info()[0]
+        self._set(local_layout.NETWORK, self._network_address)
+        self._put(layout.NODES, nodes.nodes)
+        self._put(layout.NODE, self._node)
+        self._slices: mmap.mmap | None = None
+        self._slices_bytes = 0
+        self._telling = threading.Lock()
+        self._connections, self._control = self._connect()
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def _connect(self) -> tuple[Connections, ControlPlane]:
+        generation = self._generation_of_network
+        self._generation_of_network += 1
+        made = connect(self._hosts, self._nodes, generation, _CONNECT_S)
+        for node, one in made.data.items():
+            self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
+        control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
+        return made, control
+
+    def _disconnect(self) -> None:
+        self._control.close()
+        self._connections.close()
+
+    def _peer_ended(self, node: int) -> None:
+        self._told(self._peers[node])
+
+    def _mark_fault(self, word: int) -> None:
+        """Stop the calls of this node: the first fault stays, as it is the cause of those that follow."""
+        with self._telling:
+            for abort_word in self._abort_words:
+                if abort_word.value == 0:
+                    abort_word.value = word
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def bind(self, plan: CallPlan) -> BoundCall:
+        """Return a call that can be made again and again; see :meth:`CpuExecutor.bind`."""
+        call: HostCall = self._algorithms.kernel(plan, self.kind)
+        call.arithmetic(plan)
+        return BoundCall(self, plan, call)
+
+    def record(self, plan: CallPlan, call: HostCall) -> array[int]:
+        """Return the record of a call, and make room for the slices that arrive in it."""
+        record = super().record(plan, call)
+        if isinstance(call, HostsCall) and not call.header_only:
+            itemsize = wire.DTYPES[plan.dtype]
+            count = -(-wire.slice_bytes(plan.nbytes, len(self._members)) // itemsize)
+            slot = align_up(4 * count, 64) + 64 * self._nodes.nodes
+            record[local_layout.SLOT // 8] = slot
+            self._make_room(slot * (1 + call.slots(self._nodes.nodes)))
+        return record
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have private memory of at least ``nbytes`` for slices in float32."""
+        if nbytes <= self._slices_bytes:
+            return
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        self._slices_bytes = align_up(nbytes, mmap.PAGESIZE)
+        self._slices = mmap.mmap(-1, self._slices_bytes, flags=flags)
+        self._put(layout.ACCUMULATOR, ctypes.addressof(ctypes.c_char.from_buffer(self._slices)))
+
+    def _put(self, offset: int, value: int) -> None:
+        self._network[offset // 8] = value
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
+        """Tell all ranks of all nodes why a call of this one failed."""
+        if status == ABORTED:
+            if (word := self._abort_word.value) != 0:
+                self._control.tell(word)  # the rank that found the fault may have lost its connections
+            return
+        kind, guilty = self._blame(status)
+        self._mark_fault(wire.encode_fault(kind, int(plan.op), guilty, self.epoch))
+        self._control.tell(self._abort_word.value)
+        logger.info("rank %d stops: %s", self._global_rank, self.fault())
+
+    def _blame(self, status: int) -> tuple[int, list[int]]:
+        """Return the kind of a fault, and the ranks at fault."""
+        if status == INTERRUPTED:
+            return wire.INTERRUPTED, [self._global_rank]
+        if status == PEER_GONE:
+            return self._blame_lost()
+        states = self._states()
+        if status == MISMATCHED:
+            headers = {rank: state.header for rank, state in states.items() if state.header is not None}
+            found = list(headers.values())
+            usual = max(found, key=found.count)
+            return wire.MISMATCH, [rank for rank, header in headers.items() if header != usual]
+        assert status == TIMED_OUT
+        absent = [rank for rank, state in states.items() if state.header is None]
+        silent = [rank for rank in range(self._nodes.world_size) if rank not in states]
+        if absent:
+            return wire.TIMEOUT, absent
+        if silent:
+            self._await_better_news()
+            return wire.UNREACHABLE, silent
+        stopped = [rank for rank, state in states.items() if state.silent_s > _SILENT_S and rank != self._global_rank]
+        if stopped:
+            return wire.TIMEOUT, stopped
+        return wire.TIMEOUT, self._behind(states)
+
+    def _await_better_news(self) -> None:
+        """Wait for a rank of this node that knows more: its peers may answer for the node whose rank here is silent."""
+        until = time.monotonic() + _SILENT_S
+        while len(self._members) > 1 and not self._abort_word.value and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def _behind(self, states: dict[int, RankState]) -> list[int]:
+        """Return the ranks of this node that are behind in the call, or the peers on other nodes if none is."""
+        own = states[self._global_rank].progress
+        behind = [rank for rank in self._members if states[rank].progress < own]
+        return behind or [rank for rank in self._peers if rank != self._global_rank]
+
+    def _blame_lost(self) -> tuple[int, list[int]]:
+        lost, error = self._network[layout.LOST // 8], self._network[layout.LOST_ERROR // 8]
+        self._put(layout.LOST, 0)
+        if not lost:
+            gone = self._context[local_layout.GONE // 8]
+            return wire.DEAD, [rank for local, rank in enumerate(self._members) if gone >> local & 1]
+        until = time.monotonic() + _SILENT_S
+        node = lost - 1
+        while node not in self._control.ended and node not in self._control.parted and time.monotonic() < until:
+            time.sleep(0.002)
+        dead = node in self._control.ended
+        logger.info("the connection to node %s ended: %s", self._nodes.names[node], os.strerror(error) if error else "")
+        return wire.DEAD if dead else wire.UNREACHABLE, [self._peers[node]]
+
+    def headers(self, epoch: int) -> list[HeaderWords | None]:
+        """Return each rank's header of call ``epoch``, None where it has not made that call or does not answer."""
+        states = self._states(epoch)
+        return [states[rank].header if rank in states else None for rank in range(self._nodes.world_size)]
+
+    def _states(self, epoch: int | None = None) -> dict[int, RankState]:
+        """Return the states of all ranks, but for nodes that do not answer in time."""
+        epoch = self.epoch if epoch is None else epoch
+        by_node = {self._node: self._states_of_node(epoch)} | self._control.ask(epoch, _PATIENCE_S)
+        found: dict[int, RankState] = {}
+        for node, states in by_node.items():
+            found |= zip(self._nodes.members[node], states, strict=True)
+        return dict(sorted(found.items()))
+
+    def _states_of_node(self, epoch: int) -> list[RankState]:
+        now, gone = time.monotonic_ns(), self._context[local_layout.GONE // 8]
+        found = []
+        for local, header in enumerate(super().headers(epoch)):
+            silent_s = (now - self._word(local, local_layout.HEARTBEAT)) / 1e9
+            found.append(RankState(header, silent_s, self._progress(local), bool(gone >> local & 1)))
+        return found
+
+    def mark_gone(self, rank: int) -> None:
+        """End calls that wait for ``rank`` of this node, now and later; connections tell of those of other nodes."""
+        if rank in self._members:
+            super().mark_gone(self._members.index(rank))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def clear(self, epoch: int) -> None:
+        """Forget faults and calls, and connect anew. On every rank, between two host barriers."""
+        self._disconnect()
+        self._hosts.barrier()  # no thread of the node marks a fault of before any more
+        super().clear(epoch)
+        self._connections, self._control = self._connect()
+
+    def close(self) -> None:
+        """Close the connections and give the memory back. A second call does nothing."""
+        if not self.closed:
+            self._disconnect()
+        super().close()

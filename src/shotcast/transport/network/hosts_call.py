@@ -1,0 +1,46 @@
+"""The parts of an operation between nodes in compiled host code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shotcast.device.cpu.compilation import Arithmetic
+from shotcast.device.cpu.floats import PARTIAL_SUMS, ROUNDED_SUMS, SUMS
+from shotcast.transport.cpu import layout
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_dtype
+from shotcast.wire import CallPlan
+
+
+def partial_sums(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the arithmetic of sums over nodes, by word of the plan record.
+
+    Raises UnsupportedError for a dtype that is not added up.
+    """
+    check_dtype(plan, PARTIAL_SUMS)
+    return {
+        layout.PARTIAL: PARTIAL_SUMS[plan.dtype],
+        layout.ADD_PARTIAL: SUMS["float32"],
+        layout.ROUND: ROUNDED_SUMS[plan.dtype],
+    }
+
+
+def chunk_of_slices(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a step inside the node: a piece for each of its ranks."""
+    return ChunkLimits(room // world_size, (512 << 10) // world_size)
+
+
+def no_slots(nodes: int) -> int:
+    """Return the slices that arrive at once where no data does."""
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsCall(HostCall):
+    """The way in which compiled code serves an operation of CPU ranks on several nodes.
+
+    Attributes:
+        slots: ``slots(nodes)``: how many slices in float32 arrive at once.
+    """
+
+    slots: Callable[[int], int] = no_slots

@@ -1,0 +1,42 @@
+"""The layout of the private record of a rank's network, in bytes from its beginning; all words are int64.
+
+A *transfer* is a set of frames that are sent and received at once. Each frame has an entry: first those that are sent,
+then those that are received. A frame is 32 bytes of header, then its data.
+"""
+
+from __future__ import annotations
+
+MAX_NODES = 64
+
+NODES = 0
+NODE = 8
+ACCUMULATOR = 16  # the address of this rank's slice in float32; behind it come the slots of slices that arrive
+SENDS = 48  # frames of the transfer that are sent
+RECEIVES = 56  # frames that are received
+LOST = 64  # one more than the node whose connection has ended; 0 for none
+LOST_ERROR = 72  # the errno by which it ended; 0 where it was closed
+LOOKED = 80  # the time of the last look for Ctrl-C
+OPERANDS = 96  # the addresses of two slices that are added up
+IOVECS = 128  # two of struct iovec
+MESSAGE = 192  # a struct msghdr
+DESCRIPTORS = 256  # of the connections, by node
+POINTERS = DESCRIPTORS + 8 * MAX_NODES  # the addresses of slices that are added up
+RANGES = POINTERS + 8 * MAX_NODES  # the ranges that halving has divided, two words a step
+POLLED = RANGES + 128  # of struct pollfd
+ENTRIES = POLLED + 16 * MAX_NODES
+ENTRY_BYTES = 128
+NETWORK_WORDS = (ENTRIES + 2 * MAX_NODES * ENTRY_BYTES) // 8
+
+# Words of an entry.
+DESCRIPTOR = 0
+PEER = 8  # its node
+DATA = 16  # the address of the data
+BYTES = 24  # of the data
+MOVED = 32  # bytes of the frame that have been sent or received
+FRAME_HEADER = 40  # four words
+EXPECTED = 72  # the header that a frame must have, four words
+
+FRAME_HEADER_BYTES = 32
+"""The header of a frame: the epoch, the two words of the call's header, and the step above the bytes of the data."""
+STEP_AT = 48
+"""The lowest bit of the step in the last word of a frame's header."""

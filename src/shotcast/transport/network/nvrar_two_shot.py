@@ -1,0 +1,75 @@
+"""Two-shot between nodes: a part of the slice to each peer, which adds up, then the sums to all. Two network steps.
+
+This is MultiShot once more, between nodes. It sends 2 (H - 1) / H of the slice, as a ring or halving does, in two steps
+for any number of nodes. The second step carries the sums in the dtype of the call.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import load, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import ITEMSIZE, NETWORK
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
+from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
+from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, partial_sums
+from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
+from shotcast.transport.network.nvrar_pairs import add_nodes
+from shotcast.transport.network.phases import first_slot, gather_in_node, reduce_in_node, slice_count, slice_start
+
+_ALIGN = 16
+"""Parts begin at multiples of this many elements."""
+
+
+@njit(error_model="numpy")
+def _part(count: int, nodes: int) -> int:
+    """Return the elements of the part of each node; the last parts may be shorter or empty."""
+    return ((count + nodes - 1) // nodes + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    word = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    status = reduce_in_node(context, plan, word, x)
+    if status != DONE:
+        return status
+    network = load(context + NETWORK)
+    nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
+    accumulator, received = load(network + ACCUMULATOR), first_slot(network, plan)
+    part, itemsize, result = _part(count, nodes), load(plan + ITEMSIZE), out + slice_start(context, plan)
+    low, high = min(node * part, count), min((node + 1) * part, count)
+    begin_transfer(network)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        first, last = min(peer * part, count), min((peer + 1) * part, count)
+        add_send(context, network, word, peer, accumulator + 4 * first, 4 * (last - first), 0)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        place = received + 4 * peer * part
+        store(network + POINTERS + 8 * peer, place)
+        add_receipt(context, network, word, peer, place, 4 * (high - low), 0)
+    store(network + POINTERS + 8 * node, accumulator + 4 * low)
+    status = transfer(context, network)
+    if status != DONE:
+        return status
+    add_nodes(context, plan, result + itemsize * low, high - low)
+    begin_transfer(network)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        add_send(context, network, word, peer, result + itemsize * low, itemsize * (high - low), 1)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        first, last = min(peer * part, count), min((peer + 1) * part, count)
+        add_receipt(context, network, word, peer, result + itemsize * first, itemsize * (last - first), 1)
+    status = transfer(context, network)
+    if status != DONE:
+        return status
+    return gather_in_node(context, plan, word, out)
+
+
+ALL_REDUCE = HostsCall(
+    schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=partial_sums, slots=lambda nodes: 1
+)

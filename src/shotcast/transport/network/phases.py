@@ -1,0 +1,143 @@
+"""The phases of an all-reduce inside a node: before the exchange between nodes, and after it.
+
+Rank l of each node owns slice l of the message. First it adds up the node's contributions to its slice, in the order of
+ranks and in float32, without rounding. Its peers on the other nodes own the same slice, and exchange it. Then ranks of
+the node gather the slices. Between the phases nothing crosses the node, so the latency of the network is paid once for
+the whole message, whatever its size.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
+from shotcast.transport.cpu.layout import (
+    ADD_PARTIAL,
+    CHUNK,
+    CONTROL_BYTES,
+    GENERATION,
+    ITEMSIZE,
+    NBYTES,
+    NETWORK,
+    PARTIAL,
+    RANK,
+    ROUND,
+    SLOT,
+    SOURCES,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.slices import slice_size, wrap_rank
+from shotcast.transport.cpu.waiting import DONE, await_all, publish, region
+from shotcast.transport.network.layout import ACCUMULATOR, OPERANDS
+
+
+@njit(error_model="numpy")
+def slice_start(context: int, plan: int) -> int:
+    """Return where the slice of this rank begins in the message, in bytes."""
+    nbytes = load(plan + NBYTES)
+    return min(load(context + RANK) * slice_size(nbytes, load(context + WORLD)), nbytes)
+
+
+@njit(error_model="numpy")
+def slice_count(context: int, plan: int) -> int:
+    """Return the elements of the slice of this rank."""
+    nbytes = load(plan + NBYTES)
+    part = slice_size(nbytes, load(context + WORLD))
+    return (min((load(context + RANK) + 1) * part, nbytes) - slice_start(context, plan)) // load(plan + ITEMSIZE)
+
+
+@njit(error_model="numpy")
+def first_slot(network: int, plan: int) -> int:
+    """Return the address of the first slot for a slice from another node."""
+    return load(network + ACCUMULATOR) + load(plan + SLOT)
+
+
+@njit(error_model="numpy")
+def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
+    """Add up the node's contributions to the slice of this rank into the accumulator, in float32."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    accumulator = load(load(context + NETWORK) + ACCUMULATOR)
+    start, count = slice_start(context, plan), slice_count(context, plan)
+    function = load(plan + PARTIAL)
+    if world_size == 1:
+        store(context + SOURCES, x)
+        call_arithmetic(function, accumulator, context + SOURCES, 1, count)
+        return DONE
+    nbytes, piece, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    part = slice_size(nbytes, world_size)
+    own, step, offset = region(context, rank), load(context + STEP), 0
+    while True:
+        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        for distance in range(1, world_size):
+            owner = wrap_rank(rank + distance, world_size)
+            low = min(owner * part + offset, nbytes)
+            high = min(owner * part + min(offset + piece, part), nbytes)
+            copy(own + staging + owner * piece, x + low, high - low)
+        step = publish(context, step)
+        status = await_all(context, step, word)
+        if status != DONE:
+            return status
+        size = max(0, min(piece, count * itemsize - offset))
+        for peer in range(world_size):
+            store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * piece)
+        store(context + SOURCES + 8 * rank, x + start + offset)
+        call_arithmetic(function, accumulator + offset // itemsize * 4, context + SOURCES, world_size, size // itemsize)
+        offset += piece
+        if offset >= part:
+            store(context + STEP, step)
+            return DONE
+
+
+@njit(error_model="numpy")
+def gather_in_node(context: int, plan: int, word: int, out: int) -> int:
+    """Gather the slices of the node's ranks, each of which has its own in ``out``."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    if world_size == 1:
+        return DONE
+    nbytes, piece = load(plan + NBYTES), load(plan + CHUNK) * world_size
+    part = slice_size(nbytes, world_size)
+    own, step, offset = region(context, rank), load(context + STEP), 0
+    while offset < part:
+        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        low = min(rank * part + offset, nbytes)
+        high = min(rank * part + min(offset + piece, part), nbytes)
+        copy(own + staging, out + low, high - low)
+        step = publish(context, step)
+        status = await_all(context, step, word)
+        if status != DONE:
+            return status
+        for distance in range(1, world_size):
+            peer = wrap_rank(rank + distance, world_size)
+            low = min(peer * part + offset, nbytes)
+            high = min(peer * part + min(offset + piece, part), nbytes)
+            copy(out + low, region(context, peer) + staging, high - low)
+        offset += piece
+    store(context + STEP, step)
+    return DONE
+
+
+@njit(error_model="numpy")
+def add(context: int, plan: int, target: int, first: int, second: int, count: int) -> None:
+    """Store first + second at ``target``, which may be one of them; all are float32."""
+    network = load(context + NETWORK)
+    store(network + OPERANDS, first)
+    store(network + OPERANDS + 8, second)
+    call_arithmetic(load(plan + ADD_PARTIAL), target, network + OPERANDS, 2, count)
+
+
+@njit(error_model="numpy")
+def add_rounded(context: int, plan: int, out: int, first: int, second: int, count: int) -> None:
+    """Store first + second, which are float32, at ``out`` in the dtype of the call."""
+    network = load(context + NETWORK)
+    store(network + OPERANDS, first)
+    store(network + OPERANDS + 8, second)
+    call_arithmetic(load(plan + ROUND), out, network + OPERANDS, 2, count)
+
+
+@njit(error_model="numpy")
+def rounded(context: int, plan: int, out: int, source: int, count: int) -> None:
+    """Store float32 values at ``out`` in the dtype of the call."""
+    network = load(context + NETWORK)
+    store(network + OPERANDS, source)
+    call_arithmetic(load(plan + ROUND), out, network + OPERANDS, 1, count)

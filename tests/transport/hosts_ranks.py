@@ -1,0 +1,98 @@
+"""Ranks of several logical nodes, as forked processes, for tests of the network below the Communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from local_ranks import LocalGroup
+from shotcast.hardware.nodes import NodeLayout, folded
+from shotcast.transport.network import meet, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network.executor import HostsExecutor
+from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
+
+SUMS = {
+    "nvrar": nvrar.ALL_REDUCE,
+    "nvrar_pairs": nvrar_pairs.ALL_REDUCE,
+    "nvrar_two_shot": nvrar_two_shot.ALL_REDUCE,
+    "nvrar_halving": nvrar_halving.ALL_REDUCE,
+}
+CALLS = {**SUMS, "vendor": meet.BARRIER}
+NAMES = tuple(CALLS)
+
+
+class _Part:
+    """Some ranks of a group; all ranks of the group exchange whenever those of one part do."""
+
+    def __init__(self, whole: Hosts, ranks: Iterable[int]):
+        self._whole, self._ranks = whole, list(ranks)
+        self.rank, self.world_size = self._ranks.index(whole.rank), len(self._ranks)
+
+    def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
+        values = self._whole.all_gather(value, timeout_s)
+        return [values[rank] for rank in self._ranks]
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self.all_gather(None, timeout_s)
+
+
+class Hosts:
+    """All ranks, on pipes."""
+
+    name, meeting_point = "test", "127.0.0.1"
+
+    def __init__(self, group: LocalGroup):
+        self._group, self.rank, self.world_size = group, group.rank, group.world_size
+
+    def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
+        return self._group.all_gather(value, timeout_s)
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._group.barrier(timeout_s)
+
+    def part(self, ranks: Iterable[int], name: str) -> _Part:
+        return _Part(self, ranks)
+
+
+class _Algorithms:
+    def header(self, plan: CallPlan) -> HeaderWords:
+        return encode_header(plan, NAMES.index(plan.algorithm))
+
+    def kernel(self, plan: CallPlan, kind: str) -> Any:
+        assert kind == "hosts"
+        return CALLS[plan.algorithm]
+
+
+def layout_of(nodes: int, local: int) -> NodeLayout:
+    return NodeLayout.of_keys([f"n{rank // local}" for rank in range(nodes * local)])
+
+
+def executor_of(group: LocalGroup, nodes: int, local: int, timeout_s: float = 20.0) -> HostsExecutor:
+    return HostsExecutor(Hosts(group), layout_of(nodes, local), 1 << 20, timeout_s, _Algorithms())
+
+
+def all_reduce(executor: HostsExecutor, algorithm: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    launch = LaunchShape(programs=0, block_words=0, num_warps=0)
+    plan = CallPlan(Op.ALL_REDUCE, algorithm, str(x.dtype)[6:], x.numel() * x.element_size(), launch=launch)
+    executor.bind(plan).run(x, out)
+
+
+def barrier(executor: HostsExecutor) -> None:
+    executor.bind(CallPlan(Op.BARRIER, "vendor", "uint8", 0)).run(None, None)
+
+
+def tree_sum(inputs: list[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
+    """Return the sum in the documented order: ranks of a node in turn, then the tree of nodes; rounded once."""
+    sums = []
+    for ranks in layout.members:
+        total = torch.zeros(inputs[0].shape)
+        for rank in ranks:
+            total = total + inputs[rank].float()
+        sums.append(total)
+    pairs = folded(layout.nodes)
+    level = [sums[2 * i] + sums[2 * i + 1] for i in range(pairs)] + sums[2 * pairs :]
+    while len(level) > 1:
+        level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]
+    return level[0].to(inputs[0].dtype)

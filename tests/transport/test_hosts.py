@@ -1,0 +1,255 @@
+"""CPU ranks on several nodes: sums bit for bit, and faults that name the ranks, over real connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of, tree_sum
+
+from local_ranks import DEAD, LocalGroup, run_ranks
+from shotcast import wire
+from shotcast.errors import ConfigError
+from shotcast.wire import Fault, Header
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (0, 1, 7, 1000, 4097, 100_003)
+
+
+def _inputs(world_size: int, count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generators = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(world_size)]
+    return [torch.randn(count, generator=generator).to(dtype) for generator in generators]
+
+
+def _sums(group: LocalGroup, nodes: int, local: int, sizes: tuple[int, ...]) -> list[str]:
+    """Make calls of changing algorithms, dtypes and sizes; return those with other bits than the reference."""
+    executor, layout = executor_of(group, nodes, local), layout_of(nodes, local)
+    wrong = []
+    cases = [(algorithm, dtype, size) for size in sizes for dtype in DTYPES for algorithm in SUMS]
+    for number, (algorithm, dtype, size) in enumerate(cases):
+        inputs = _inputs(layout.world_size, size, dtype, number)
+        x = inputs[group.rank].clone()
+        out = x if number % 3 == 0 else torch.full_like(x, 7)
+        if number % 29 == group.rank:
+            time.sleep(0.02)  # a straggler
+        all_reduce(executor, algorithm, x, out)
+        if executor.fault() is not None or not torch.equal(out, tree_sum(inputs, layout)):
+            wrong.append(f"{algorithm} {dtype} {size} {executor.fault()}")
+        if number % 7 == 0:
+            barrier(executor)
+    group.barrier()
+    executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1)])
+def test_sums_have_the_bits_of_the_documented_order(nodes: int, local: int) -> None:
+    assert run_ranks(nodes * local, _sums, nodes, local, SIZES) == [[]] * (nodes * local)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("nodes", "local"), [(2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 1), (6, 1), (7, 1), (8, 1), (8, 2), (9, 1)]
+)
+def test_sums_of_more_ranks(nodes: int, local: int) -> None:
+    sizes = (*SIZES, 700_001)
+    assert run_ranks(nodes * local, _sums, nodes, local, sizes, timeout_s=300) == [[]] * (nodes * local)
+
+
+def _special_values(group: LocalGroup) -> list[str]:
+    executor, layout = executor_of(group, 3, 1), layout_of(3, 1)
+    row = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, 3e38, 1.0]
+    wrong = []
+    for dtype in DTYPES:
+        inputs = [torch.tensor(row[rank:] + row[:rank]).to(dtype).repeat(9) for rank in range(3)]
+        for algorithm in SUMS:
+            out = torch.empty_like(inputs[0])
+            all_reduce(executor, algorithm, inputs[group.rank], out)
+            bits = torch.int32 if dtype is torch.float32 else torch.int16
+            expected = tree_sum(inputs, layout)
+            nan = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
+            expected_bits = torch.where(expected.isnan(), torch.tensor(nan, dtype=bits), expected.view(bits))
+            if not torch.equal(out.view(bits), expected_bits):
+                wrong.append(f"{algorithm} {dtype}")
+    group.barrier()
+    executor.close()
+    return wrong
+
+
+def test_special_values_have_the_same_bits_everywhere() -> None:
+    assert run_ranks(3, _special_values) == [[]] * 3
+
+
+# -- faults --------------------------------------------------------------------------------------------------------
+
+
+def _fault_of(group: LocalGroup, nodes: int, local: int, who: int, what: str) -> Any:
+    """Fail in a call because rank ``who`` does ``what``; return the fault and the time from the call to it."""
+    executor = executor_of(group, nodes, local)
+    x = torch.ones(1000)
+    for algorithm in SUMS:
+        all_reduce(executor, algorithm, x, torch.empty_like(x))  # compiled, and everyone has come
+    executor.set_timeout(600.0 if what == "dies" else 0.5)
+    group.barrier()
+    if group.rank == who:
+        if what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "is absent":
+            time.sleep(1.3)
+    began = time.monotonic()
+    size = 999 if group.rank == who and what == "calls something else" else 1000
+    y = torch.ones(size)
+    all_reduce(executor, "nvrar", y, y)
+    took = time.monotonic() - began
+    fault = executor.fault()
+    headers = executor.headers(executor.epoch) if what == "calls something else" else []
+    nan = bool(y.isnan().all())
+    if what != "dies":
+        group.barrier()
+    executor.close()
+    return fault, took, nan, [None if words is None else Header.decode(words, NAMES).nbytes for words in headers]
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "who"), [(2, 2, 3), pytest.param(2, 1, 1, marks=FULL), pytest.param(3, 1, 0, marks=FULL)]
+)
+def test_an_absent_rank_is_named_at_the_deadline(nodes: int, local: int, who: int) -> None:
+    for fault, took, nan, _ in run_ranks(nodes * local, _fault_of, nodes, local, who, "is absent"):
+        assert (fault.kind, fault.ranks) == (wire.TIMEOUT, (who,))
+        assert took < 1.5
+        assert nan
+
+
+@pytest.mark.parametrize(("nodes", "local", "who"), [(3, 1, 2), pytest.param(2, 1, 1, marks=FULL)])
+def test_a_killed_rank_is_named_at_once(nodes: int, local: int, who: int) -> None:
+    results = run_ranks(nodes * local, _fault_of, nodes, local, who, "dies", mortal=True)
+    for rank, result in enumerate(results):
+        if rank == who:
+            assert result == DEAD
+        else:
+            fault, took, nan, _ = result
+            assert (fault.kind, fault.ranks) == (wire.DEAD, (who,))
+            assert took < 1.0
+            assert nan
+
+
+@pytest.mark.parametrize(("nodes", "local", "who"), [(2, 2, 2), pytest.param(2, 1, 1, marks=FULL)])
+def test_a_stopped_rank_is_named_at_the_deadline(nodes: int, local: int, who: int) -> None:
+    def meddle(processes: list[int]) -> None:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            with open(f"/proc/{processes[who]}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "T":
+                    break
+            time.sleep(0.01)
+        time.sleep(1.3)
+        os.kill(processes[who], signal.SIGCONT)
+
+    results = run_ranks(nodes * local, _fault_of, nodes, local, who, "stops", meddle=meddle)
+    for rank, (fault, took, nan, _) in enumerate(results):
+        if rank != who:
+            assert fault.kind in (wire.TIMEOUT, wire.UNREACHABLE)
+            assert fault.ranks == (who,)
+            assert took < 2.0
+            assert nan
+
+
+def test_calls_that_differ_are_a_mismatch() -> None:
+    for fault, took, _, sizes in run_ranks(3, _fault_of, 3, 1, 1, "calls something else"):
+        assert (fault.kind, fault.ranks) == (wire.MISMATCH, (1,))
+        assert sizes == [4000, 3996, 4000]
+        assert took < 2.0
+
+
+def _go_on_after_a_fault(group: LocalGroup) -> tuple[Fault | None, Fault | None, bool]:
+    executor = executor_of(group, 2, 2)
+    x = torch.ones(5000)
+    for algorithm in SUMS:
+        all_reduce(executor, algorithm, x, torch.empty_like(x))  # compiled
+    executor.set_timeout(0.5)
+    group.barrier()
+    if group.rank == 3:
+        time.sleep(1.2)
+    all_reduce(executor, "nvrar_two_shot", x, torch.empty_like(x))
+    first = executor.fault()
+    group.barrier()
+    executor.clear(max(group.all_gather(executor.epoch)))
+    executor.set_timeout(20)
+    group.barrier()
+    out = torch.empty_like(x)
+    for algorithm in SUMS:
+        all_reduce(executor, algorithm, x, out)
+    again = executor.fault()
+    group.barrier()
+    executor.close()
+    return first, again, bool((out == 4).all())
+
+
+def test_ranks_connect_anew_after_a_fault() -> None:
+    for first, again, right in run_ranks(4, _go_on_after_a_fault):
+        assert first is not None
+        assert first.ranks == (3,)
+        assert again is None
+        assert right
+
+
+# -- connections ---------------------------------------------------------------------------------------------------
+
+
+def _with_secrets(group: LocalGroup, secrets: list[str]) -> str:
+    os.environ["SHOTCAST_SECRET"] = secrets[group.rank]
+    import shotcast.transport.network.executor as module
+
+    module._CONNECT_S = 2.0
+    try:
+        executor = executor_of(group, 2, 1)
+    except ConfigError as error:
+        return str(error)
+    group.barrier()
+    executor.close()
+    return ""
+
+
+def test_only_ranks_with_the_same_secret_connect() -> None:
+    assert run_ranks(2, _with_secrets, ["a", "a"]) == ["", ""]
+    for text in run_ranks(2, _with_secrets, ["a", "b"]):
+        assert "SHOTCAST_SECRET" in text
+
+
+def _with_a_stranger(group: LocalGroup, port: int) -> bool:
+    os.environ["SHOTCAST_PORT_RANGE"] = f"{port}-{port + 1}"
+    if group.rank == 1:
+        import shotcast.transport.network.connect as module
+
+        dial = module._Maker._dial
+
+        def dial_late(self: Any, place: tuple[str, int], node: int) -> socket.socket:
+            stranger = socket.create_connection(place)
+            stranger.sendall(b"\0\0\0\2{}GET / HTTP/1.1\r\n\r\n")
+            socket.create_connection(place).close()
+            return dial(self, place, node)
+
+        module._Maker._dial = dial_late  # type: ignore[method-assign]
+    executor = executor_of(group, 2, 1)
+    x = torch.ones(10)
+    all_reduce(executor, "nvrar", x, x)
+    group.barrier()
+    executor.close()
+    return bool((x == 2).all())
+
+
+def test_strangers_are_turned_away() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = min(probe.getsockname()[1], 65000)
+    assert run_ranks(2, _with_a_stranger, port) == [True, True]
