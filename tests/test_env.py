@@ -42,6 +42,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (env.check_vendor, "SHOTCAST_CHECK_VENDOR", True, "0", False),
         (env.shm_dir, "SHOTCAST_SHM_DIR", "/dev/shm", "/mnt/huge", "/mnt/huge"),
         (env.socket_ifname, "SHOTCAST_SOCKET_IFNAME", "", "eth1", "eth1"),
+        (env.ranks_per_node, "SHOTCAST_RANKS_PER_NODE", 0, "2", 2),
         (env.secret, "SHOTCAST_SECRET", "", "abc", "abc"),
         (env.port_range, "SHOTCAST_PORT_RANGE", (0, 0), "5000-5099", (5000, 5099)),
         (env.port_range, "SHOTCAST_PORT_RANGE", (0, 0), "5000-5000", (5000, 5000)),

@@ -94,6 +94,15 @@ def share_gpus() -> bool:
     return _read("SHOTCAST_SHARE_GPUS", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
+def ranks_per_node() -> int:
+    """SHOTCAST_RANKS_PER_NODE: the ranks of a logical node; 0 where each host is one node.
+
+    As many consecutive ranks of each host count as one node, and reach those of others by the network. This is for
+    studying several nodes on one machine.
+    """
+    return _read("SHOTCAST_RANKS_PER_NODE", _from_one, 0, "a whole number from 1 up")
+
+
 def shm_dir() -> str:
     """SHOTCAST_SHM_DIR: the tmpfs in which CPU ranks create their shared memory."""
     return os.environ.get("SHOTCAST_SHM_DIR", "/dev/shm")
@@ -130,6 +139,12 @@ def port_range() -> tuple[int, int]:
 def secret() -> str:
     """SHOTCAST_SECRET: what ranks on several hosts prove to know before they talk, beside the keys of their job."""
     return os.environ.get("SHOTCAST_SECRET", "")
+
+
+def _from_one(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def _ports(text: str) -> tuple[int, int]:

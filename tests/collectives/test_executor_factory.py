@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from shotcast.collectives.executor_factory import build_executor
+from shotcast.collectives.nodes import Nodes
 from shotcast.collectives.registry import registered
+from shotcast.cost.collective import NO_NETWORK, NVLINK4, NetworkCost
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory import arena
 from shotcast.transport.triton.layout import Layout
 
 GPU = torch.device("cuda", 1)
+ONE_NODE = Nodes(NodeLayout.one_node(2), True)
 
 
 class TwoRanks:
@@ -30,7 +34,7 @@ class TwoRanks:
         if isinstance(value, tuple) and len(value) == 4:  # what the arena offers
             return [("other", "other/0", {}, True), value]
         if isinstance(value, tuple):
-            return [(value[0], 0), value]
+            return [("GPU-0",), value]
         if isinstance(value, bool):
             return [self.others_multicast, value]
         return [self.others_obstacle, value]
@@ -67,14 +71,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", Buffer)
     monkeypatch.setattr("shotcast.transport.triton.executor.TritonExecutor", executor)
     monkeypatch.setattr(arena, "_process", arena.Process())
+    factory = "shotcast.collectives.executor_factory"
+    monkeypatch.setattr(f"{factory}.uuid_of", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
 def test_gpus_with_peer_access() -> None:
     host: Any = TwoRanks()
-    made = build_executor(host, GPU, 1 << 20, 3.0, registered())
-    assert made[1:] == ("triton", "", True)
+    made = build_executor(host, ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    assert made[1:] == ("triton", "", True, "", NO_NETWORK)
     assert built["buffer"] == (GPU, False)
     assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered())
     assert arena.held()[str(GPU)].leased > Layout.for_messages(1 << 20).nbytes
@@ -82,35 +89,57 @@ def test_gpus_with_peer_access() -> None:
 
 def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    built_executor = build_executor(TwoRanks(), GPU, 1 << 20, 3.0, registered())
+    built_executor = build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered())
     assert built_executor.obstacle == "rank 1: kernels need compute capability 8.0, as Triton does, and GPU 1 has 7.5"
     assert not built
 
 
 def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     both = torch.device("cuda", 0)
-    built_executor = build_executor(TwoRanks(), both, 1 << 20, 3.0, registered())
+    built_executor = build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered())
     assert (
-        "several ranks use one GPU (indices [0, 0]), which SHOTCAST_SHARE_GPUS=1 would allow" in built_executor.obstacle
+        "several ranks use one GPU (0, 1 use GPU-0), which SHOTCAST_SHARE_GPUS=1 would allow" in built_executor.obstacle
     )
     assert not built
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
-    assert build_executor(TwoRanks(), both, 1 << 20, 3.0, registered()).kernels == "triton"
+    assert build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered()).kernels == "triton"
     assert built["buffer"][-1] is True
-    build_executor(TwoRanks(), GPU, 1 << 20, 3.0, registered())
+    build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered())
     assert built["buffer"][-1] is False, "these have one each"
+
+
+def test_a_gpu_that_this_process_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one visible GPU a rank, all have the number 0; they are not one GPU."""
+    factory = "shotcast.collectives.executor_factory"
+    monkeypatch.setattr(f"{factory}.uuid_of", lambda device: "GPU-1")
+    monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-1": 0})
+    obstacle = build_executor(TwoRanks(), ONE_NODE, torch.device("cuda", 0), 1 << 20, 3.0, registered()).obstacle
+    assert obstacle == "rank 1: this process does not see the GPU of rank 0, GPU-0: CUDA_VISIBLE_DEVICES hides it"
+
+
+def test_logical_nodes_are_joined_by_peer_stores() -> None:
+    layout = NodeLayout.of_keys(["a/0", "a/1"])
+    made = build_executor(TwoRanks(), ONE_NODE._replace(layout=layout), GPU, 1 << 20, 3.0, registered())
+    assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps))
+
+
+def test_gpus_of_several_hosts() -> None:
+    nodes = Nodes(NodeLayout.of_keys(["a", "b"]), False)
+    obstacle = build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered()).obstacle
+    assert obstacle == "the ranks are on several hosts, and own kernels share memory of one"
+    assert not built
 
 
 def test_multicast_is_for_all_ranks_or_none() -> None:
     """The choice of algorithm depends on multicast, and all ranks must choose and launch alike."""
-    made: Any = build_executor(TwoRanks(others_multicast=False), GPU, 1 << 20, 3.0, registered())
+    made: Any = build_executor(TwoRanks(others_multicast=False), ONE_NODE, GPU, 1 << 20, 3.0, registered())
     assert not made.multicast
     assert made.executor.memory.multicast_address == 0
 
 
 def test_an_obstacle_of_another_rank_counts_for_all() -> None:
-    built_executor = build_executor(TwoRanks("Triton is not installed"), GPU, 1 << 20, 3.0, registered())
-    assert built_executor == (None, "", "rank 0: Triton is not installed", False)
+    built_executor = build_executor(TwoRanks("Triton is not installed"), ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    assert built_executor == (None, "", "rank 0: Triton is not installed", False, "", NO_NETWORK)
     assert not built
 
 
@@ -118,7 +147,7 @@ def test_an_obstacle_is_said_once_by_rank_0(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("shotcast.collectives.executor_factory._said", set())
     for rank in (1, 0, 0):
         for obstacle in ("no peer access", "too old"):
-            build_executor(TwoRanks(obstacle, rank=rank), GPU, 1 << 20, 3.0, registered())
+            build_executor(TwoRanks(obstacle, rank=rank), ONE_NODE, GPU, 1 << 20, 3.0, registered())
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {obstacle}")
         for obstacle in ("no peer access", "too old")

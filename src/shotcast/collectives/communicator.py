@@ -17,7 +17,7 @@ from shotcast import env
 from shotcast.collectives import registry, rms_norm
 from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid, writable
-from shotcast.collectives.choice.agreement import agree, find_tables
+from shotcast.collectives.choice.agreement import agree, find_tables, versions
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.executor_factory import build_executor
@@ -27,6 +27,7 @@ from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import grow
+from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of, gpus_are_shared
@@ -145,6 +146,8 @@ class Communicator:
         self._algorithms = registry.registered()
         environment = registry.from_environment()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        nodes = find_nodes(self._host, self.device)
+        self._host.layout = nodes.layout
         found = find_tables(part, self.world_size, self.device.type, self._algorithms)
         settings = {
             "device": self.device.type,
@@ -155,13 +158,14 @@ class Communicator:
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
             "SHOTCAST_SHARE_GPUS": env.share_gpus(),
+            "SHOTCAST_RANKS_PER_NODE": nodes.ranks_per_node or "unset",
             "registered algorithms": registry.digest(self._algorithms),
             "tables (SHOTCAST_TABLE)": found.digest,
+            **versions(nodes),
         }
-        agree(self._host, settings, found.trouble)
-        self._executor, kernels, obstacle, multicast = build_executor(
-            self._host, self.device, self.max_bytes, self._timeout_s, self._algorithms
-        )
+        agree(self._host, settings, "; ".join(filter(None, (nodes.trouble, found.trouble))))
+        built = build_executor(self._host, nodes, self.device, self.max_bytes, self._timeout_s, self._algorithms)
+        self._executor = built.executor
         self._first_use: FirstUse | None = None
         if self._executor is not None:
             self._first_use = FirstUse(self._host, self._executor)
@@ -184,12 +188,14 @@ class Communicator:
             self._host.layout,
             self.device.type,
             part,
-            kernels,
-            obstacle,
-            multicast,
+            built.kernels,
+            built.obstacle,
+            built.multicast,
             self.max_bytes,
             self._algorithms,
             self._allow_fp8,
+            built.network,
+            built.network_cost,
         )
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None

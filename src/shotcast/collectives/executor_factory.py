@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,9 @@ import torch
 from shotcast import env, wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
+from shotcast.collectives.nodes import Nodes
+from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.arena import Allocate, arena_of
 from shotcast.memory.host_group import StoreGroup
 
@@ -27,51 +29,73 @@ class BuiltExecutor(NamedTuple):
         kernels: ``triton``, ``interpreter`` or ``compiled``; empty without an executor.
         obstacle: why there is no executor; empty with one.
         multicast: kernels use multicast addresses, on all ranks.
+        network: what joins the nodes, as in :class:`~shotcast.collectives.algorithm.Topology`.
+        network_cost: the constants of that network, the same on all ranks.
     """
 
     executor: Executor | None
     kernels: str
     obstacle: str
     multicast: bool
+    network: str = ""
+    network_cost: NetworkCost = NO_NETWORK
 
 
 def build_executor(
-    host: StoreGroup, device: torch.device, max_bytes: int, timeout_s: float, algorithms: Algorithms
+    host: StoreGroup, nodes: Nodes, device: torch.device, max_bytes: int, timeout_s: float, algorithms: Algorithms
 ) -> BuiltExecutor:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 
     Raises ConfigError on all ranks if one of them has too little memory.
     """
-    if host.world_size > wire.MAX_WORLD_SIZE:
-        return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
-    machine = (os.uname().nodename, boot_id())
-    locations = host.all_gather((machine, device.index), what="construction")
-    if any(location[0] != machine for location in locations):
+    if why := _too_many_or_uneven(nodes.layout):
+        return _by_library(host, why)
+    compiled = device.type == "cpu" and env.cpu_kernels() == "compiled"
+    if not nodes.one_host and not compiled:
         return _by_library(host, "the ranks are on several hosts, and own kernels share memory of one")
-    if device.type == "cpu":
-        if env.cpu_kernels() == "compiled":
-            from shotcast.transport.cpu.executor import CpuExecutor
+    if host.world_size > wire.MAX_WORLD_SIZE and (nodes.layout.nodes == 1 or not compiled):
+        return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
+    if compiled and nodes.layout.nodes > 1:
+        return _by_library(host, f"own kernels of CPU ranks serve one node, and there are {nodes.layout.nodes}")
+    if compiled:
+        from shotcast.transport.cpu.executor import CpuExecutor
 
-            return BuiltExecutor(CpuExecutor(host, max_bytes, timeout_s, algorithms), "compiled", "", False)
+        return BuiltExecutor(CpuExecutor(host, max_bytes, timeout_s, algorithms), "compiled", "", False)
+    if device.type == "cpu":
         from shotcast.memory.shm import ShmBuffer
 
-        return _triton_executor("interpreter", ShmBuffer, host, device, max_bytes, timeout_s, algorithms)
-    indices = [location[1] for location in locations]
-    obstacle = peer_obstacle(device, indices)
+        return _triton_executor("interpreter", ShmBuffer, host, nodes, device, max_bytes, timeout_s, algorithms)
+    gpus = [gpu for (gpu,) in host.all_gather((uuid_of(device),), what="construction")]
+    obstacle = peer_obstacle(device, gpus)
     for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
         if text:
             return _by_library(host, f"rank {rank}: {text}")
     from shotcast.memory.cuda import CudaBuffer
 
-    overlapping = len(set(indices)) < len(indices)
+    overlapping = len(set(gpus)) < len(gpus)
     allocate = functools.partial(CudaBuffer, device=device, shared=overlapping)
-    return _triton_executor("triton", allocate, host, device, max_bytes, timeout_s, algorithms)
+    return _triton_executor("triton", allocate, host, nodes, device, max_bytes, timeout_s, algorithms)
+
+
+def _too_many_or_uneven(layout: NodeLayout) -> str:
+    """Return why own kernels serve no ranks with these nodes; empty if they may."""
+    if not layout.even:
+        sizes = ", ".join(
+            f"{len(members)} on {name}" for name, members in zip(layout.names, layout.members, strict=True)
+        )
+        return f"own kernels serve nodes of equally many ranks, and there are {sizes}"
+    if layout.nodes > 1 and layout.ranks_per_node > wire.MAX_WORLD_SIZE:
+        return f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks of a node, not {layout.ranks_per_node}"
+    if layout.world_size > wire.MAX_NAMED_RANKS:
+        return f"own kernels serve up to {wire.MAX_NAMED_RANKS} ranks, not {layout.world_size}"
+    return ""
 
 
 def _triton_executor(
     kernels: str,
     allocate: Allocate,
     host: StoreGroup,
+    nodes: Nodes,
     device: torch.device,
     max_bytes: int,
     timeout_s: float,
@@ -83,7 +107,11 @@ def _triton_executor(
     executor = TritonExecutor(
         lambda nbytes: arena.lease(host, nbytes, allocate, multicast), host, max_bytes, timeout_s, device, algorithms
     )
-    return BuiltExecutor(executor, kernels, "", executor.multicast)
+    network, cost = "", NO_NETWORK
+    if nodes.layout.nodes > 1:
+        link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
+        network, cost = "peer stores", NetworkCost(link.step_us, link.bw_gbps)
+    return BuiltExecutor(executor, kernels, "", executor.multicast, network, cost)
 
 
 _said: set[str] = set()
@@ -97,23 +125,38 @@ def _by_library(host: StoreGroup, obstacle: str) -> BuiltExecutor:
     return BuiltExecutor(None, "", obstacle, False)
 
 
-def boot_id() -> str:
-    """Return the id of the running kernel, which differs between hosts of one name but not between their containers."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+def uuid_of(device: torch.device) -> str:
+    """Return what identifies a GPU whatever number a process knows it by."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def peer_obstacle(device: torch.device, indices: Sequence[int]) -> str:
-    """Return why own kernels cannot run between these GPUs of one host; empty if they can."""
-    if len(set(indices)) != len(indices) and not env.share_gpus():
-        return f"several ranks use one GPU (indices {list(indices)}), which SHOTCAST_SHARE_GPUS=1 would allow"
+def visible_gpus() -> dict[str, int]:
+    """Return the numbers of the GPUs that this process sees, by UUID."""
+    return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+
+
+def peer_obstacle(device: torch.device, gpus: Sequence[str]) -> str:
+    """Return why own kernels cannot run between these GPUs of one host; empty if they can.
+
+    Args:
+        gpus: the UUID of each rank's GPU.
+    """
+    if not env.share_gpus():
+        for gpu in gpus:
+            ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+            if len(ranks) > 1:
+                return (
+                    f"several ranks use one GPU ({', '.join(map(str, ranks))} use {gpu}), which SHOTCAST_SHARE_GPUS=1 "
+                    "would allow"
+                )
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"kernels need compute capability 8.0, as Triton does, and GPU {device.index} has {major}.{minor}"
-    for index in indices:
+    visible = visible_gpus()
+    for rank, gpu in enumerate(gpus):
+        index = visible.get(gpu)
+        if index is None:
+            return f"this process does not see the GPU of rank {rank}, {gpu}: CUDA_VISIBLE_DEVICES hides it"
         if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
             return f"GPU {device.index} has no peer access to GPU {index}"
     try:

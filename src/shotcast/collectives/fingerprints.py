@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from shotcast.collectives.choice.table import Key, Table
 from shotcast.device import fingerprint
 from shotcast.wire import Op
 
+_SHARED_ROOMS = ("collectives", "device", "kernels", "memory", "transport")
+_SHARED_SOURCES = ("wire.py", *(f"{room}/**/*.py" for room in _SHARED_ROOMS))
 _TRITON_OPTIONS = ("shotcast.transport.triton.binding:COMPILE_OPTIONS",)
 _CPU_OPTIONS = tuple(f"shotcast.device.cpu.compilation:{kind}_OPTIONS" for kind in ("SCHEDULE", "ARITHMETIC"))
 
@@ -55,6 +58,16 @@ def _of_function(module: str, name: str, file: str) -> str:
         return fingerprint.of_launch(tree, f"{module}:{name}", *_TRITON_OPTIONS)
     except (ValueError, OSError, SyntaxError):
         return ""
+
+
+@functools.cache
+def of_package() -> str:
+    """Return what stands for the sources that ranks must share: what they compute, and how they talk to each other."""
+    folder = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(file for part in _SHARED_SOURCES for file in folder.glob(part)):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def of_table(table: Table, key: Key, algorithms: Algorithms, kernels: str) -> str:

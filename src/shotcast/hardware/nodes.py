@@ -62,6 +62,11 @@ class NodeLayout:
         """The ranks of the largest node."""
         return max(map(len, self.members))
 
+    @property
+    def consecutive(self) -> bool:
+        """True if nodes are consecutive ranks, in their order."""
+        return [rank for ranks in self.members for rank in ranks] == list(range(self.world_size))
+
     def node_of(self, rank: int) -> int:
         """Return the number of the node of ``rank``."""
         return next(node for node, ranks in enumerate(self.members) if rank in ranks)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shotcast import env
+import torch
+
+from shotcast import __version__, env
+from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.choice.resolver import Tables
 from shotcast.collectives.choice.table import PassedOver, fit_for, load, packaged
+from shotcast.collectives.nodes import Nodes
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
@@ -69,7 +73,7 @@ def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
     """Return if all ranks have the same settings and no rank reports trouble. Collective.
 
     Raises:
-        ConfigError: on every rank; it names the setting and the value of each rank.
+        ConfigError: on every rank; it names the setting and the value of each rank, and of several nodes these too.
     """
     reports = host.all_gather((trouble, settings), what="construction")
     if message := "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text):
@@ -77,5 +81,24 @@ def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
     for name, value in settings.items():
         values = [other.get(name) for _, other in reports]
         if any(other != value for other in values):
-            message = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
-            raise ConfigError(f"the ranks do not agree on {name}: {message}")
+            raise ConfigError(f"the ranks do not agree on {name}: {_by_rank(host, values)}")
+
+
+def _by_rank(host: StoreGroup, values: Sequence[Any]) -> str:
+    """Return the value of each rank in words; on several nodes, the ranks of each value."""
+    if host.layout.nodes == 1:
+        return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    return "; ".join(f"{value} on ranks {host.layout.describe(those)}" for value, those in ranks.items())
+
+
+def versions(nodes: Nodes) -> dict[str, str]:
+    """Return what must be the same wherever ranks run: the versions, and for several hosts the sources themselves.
+
+    One host has one installation, whose sources need no second look.
+    """
+    torch_version = ".".join(torch.__version__.split(".")[:2])
+    found = {"the version of shotcast": __version__, "the version of PyTorch": torch_version}
+    return found if nodes.one_host else found | {"the sources of shotcast": fingerprints.of_package()}

@@ -1,0 +1,109 @@
+"""Find the nodes of the ranks of a communicator: which of them share memory, and what the environment declares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shotcast import env
+from shotcast.collectives.rank_device import local_world_size
+from shotcast.hardware.nodes import NodeLayout
+from shotcast.memory.host_group import StoreGroup
+
+
+class Place(NamedTuple):
+    """The place of a rank, as it tells all others.
+
+    Attributes:
+        host: the name of its host.
+        boot: the id of the running kernel, which differs between hosts of one name but not between their containers.
+        shm: the number of the file system in which a CPU rank creates shared memory, as containers of one host may have
+            one each; -1 for GPUs, and where there is none.
+        launcher: the number of the launcher that started it, if the launcher says so.
+        local_rank: its number among the ranks of its launcher.
+        ranks_per_node: what SHOTCAST_RANKS_PER_NODE declares; 0 for nothing.
+    """
+
+    host: str
+    boot: str
+    shm: int
+    launcher: str
+    local_rank: int
+    ranks_per_node: int
+
+
+class Nodes(NamedTuple):
+    """The nodes of the ranks of a communicator, the same on all of them.
+
+    Attributes:
+        layout: the nodes.
+        one_host: all ranks could map each other's memory, though they may be on several logical nodes.
+        ranks_per_node: what SHOTCAST_RANKS_PER_NODE declares on this rank.
+        trouble: what is wrong with that on this rank; empty if nothing is.
+    """
+
+    layout: NodeLayout
+    one_host: bool
+    ranks_per_node: int = 0
+    trouble: str = ""
+
+
+def find_nodes(host: StoreGroup, device: torch.device) -> Nodes:
+    """Find the nodes of all ranks. Collective."""
+    declared, ranks_here = env.ranks_per_node(), local_world_size()
+    trouble = ""
+    if declared and ranks_here % declared:
+        trouble = f"SHOTCAST_RANKS_PER_NODE={declared} does not divide the {ranks_here} ranks of this host"
+    places = host.all_gather(_place(device, declared), what="construction")
+    layout = layout_of(places)
+    return Nodes(layout, len(set(_hosts(places))) == 1, declared, trouble)
+
+
+def _place(device: torch.device, declared: int) -> Place:
+    job, shm = env.job(), -1
+    if device.type == "cpu":
+        with contextlib.suppress(OSError):  # creating shared memory says what is wrong
+            shm = os.stat(env.shm_dir()).st_dev
+    local_rank = job.local_rank if job is not None else dist.get_rank()
+    launcher = os.environ.get("GROUP_RANK", "")
+    return Place(os.uname().nodename, boot_id(), shm, launcher, local_rank, declared)
+
+
+def boot_id() -> str:
+    """Return the id of the running kernel, which differs between hosts of one name but not between their containers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _hosts(places: Sequence[Place]) -> list[tuple[str, str, int]]:
+    """Return what identifies the host of each rank: ranks of one host can map each other's memory."""
+    without = {(place.host, place.boot) for place in places if place.shm < 0}
+    return [(place.host, place.boot, -1 if (place.host, place.boot) in without else place.shm) for place in places]
+
+
+def layout_of(places: Sequence[Place]) -> NodeLayout:
+    """Return the nodes of ranks at these places: the hosts, or the logical nodes that the environment declares.
+
+    A node has the name of its host, with a number behind it where several have that name.
+    """
+    hosts = _hosts(places)
+    keys = [
+        (host, place.launcher, place.local_rank // place.ranks_per_node) if place.ranks_per_node else (host, "", 0)
+        for host, place in zip(hosts, places, strict=True)
+    ]
+    nodes = list(dict.fromkeys(keys))
+    names = [key[0][0] for key in nodes]
+    numbers = [names[:position].count(name) for position, name in enumerate(names)]
+    unique = tuple(
+        f"{name}/{number}" if names.count(name) > 1 else name for name, number in zip(names, numbers, strict=True)
+    )
+    members = tuple(tuple(rank for rank, key in enumerate(keys) if key == node) for node in nodes)
+    return NodeLayout(members, unique)
