@@ -20,7 +20,7 @@ JOB = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*JOB, "GLOO_SOCKET_IFNAME", *re.findall(r"SHOTCAST_\w+", inspect.getsource(env))):
+    for name in (*JOB, "GLOO_SOCKET_IFNAME", "NVSHMEM_LIB_DIR", *re.findall(r"SHOTCAST_\w+", inspect.getsource(env))):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -31,6 +31,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (from_environment, "SHOTCAST_ALGORITHM", "auto", "multimem", "multimem"),
         (env.algorithm_modules, "SHOTCAST_ALGORITHMS", (), "own, /a/b.py", ("own", "/a/b.py")),
         (env.table_paths, "SHOTCAST_TABLE", (), "/a/b.json::/c.json", ("/a/b.json", "/c.json")),
+        (env.nvshmem_lib_dir, "NVSHMEM_LIB_DIR", "", "/opt/nvshmem/lib", "/opt/nvshmem/lib"),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
         (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),
         (env.multicast, "SHOTCAST_MULTICAST", True, "False", False),

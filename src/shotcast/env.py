@@ -122,6 +122,11 @@ def socket_dir() -> str:
     return folder
 
 
+def nvshmem_lib_dir() -> str:
+    """NVSHMEM_LIB_DIR: the folder of NVSHMEM's libraries; "" for that of the package nvidia.nvshmem."""
+    return os.environ.get("NVSHMEM_LIB_DIR", "")
+
+
 def socket_ifname() -> str:
     """SHOTCAST_SOCKET_IFNAME: the network interface of connections to other hosts; "" lets the route decide.
 

@@ -1,0 +1,336 @@
+"""The symmetric heap of NVSHMEM: memory of GPUs into which other nodes put, in parts that are leased to communicators.
+
+The processes that initialise NVSHMEM together are its *PEs*. A process is a PE of one such set, for as long as it
+lives: the ranks of its first communicator that leases here. Later ones have ranks of that set. NVSHMEM allocates only
+with all PEs at once, so memory comes in *blocks*, one of each PE, of which any of its ranks lease parts.
+
+NVSHMEM's collective functions have no deadline. Ranks meet through the job's store before they call one, so that a rank
+that is absent is named, and the call runs on a thread that the ranks do not wait for beyond theirs. NVSHMEM is never
+finalised, which would wait for all PEs: the end of the process releases everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
+from shotcast.memory import nvshmem_library
+from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.units import about_size, align_up
+
+T = TypeVar("T")
+
+PAGE = 4096
+"""Leases begin at multiples of this many bytes."""
+BLOCK_BYTES = 64 << 20
+"""Blocks have multiples of this many bytes."""
+_DEADLINE_S = 120.0
+"""The longest time that a collective function of NVSHMEM may take once all ranks have come to it."""
+_QUIET_S = 2.0
+"""The longest time that a rank waits for what may never come: the end of its puts, and ranks beside one that died."""
+
+
+class StoreRanks(HostGroup, Protocol):
+    """Ranks that share a key-value store."""
+
+    @property
+    def gone(self) -> Collection[int]:
+        """The ranks whose processes have ended."""
+        ...
+
+    def store(self, name: str) -> dist.Store:
+        """Return a part of the store that is reserved for ``name``."""
+        ...
+
+
+class Target(NamedTuple):
+    """The part of a rank, seen from another.
+
+    Attributes:
+        pe: the rank's number in NVSHMEM.
+        address: what puts to it take: where its part would be in this process's own memory.
+        mapped: where this GPU has it; 0 where only puts reach it.
+    """
+
+    pe: int
+    address: int
+    mapped: int
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A part of this process's memory of a block, reserved or leased; ``closings`` counts the ranks that closed it."""
+
+    start: int
+    nbytes: int
+    open: bool = True
+    closings: Callable[[], int] | None = None
+    ranks: int = 0
+
+    @property
+    def free(self) -> bool:
+        if self.open or self.closings is None:
+            return False
+        try:
+            return self.closings() == self.ranks
+        except RuntimeError:  # the store has gone, and with it the word of the others
+            return False
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Memory that all PEs have: its address here, and this process's part of it as bytes."""
+
+    address: int
+    memory: torch.Tensor
+    parts: list[_Part] = field(default_factory=list)
+
+    def reserve(self, nbytes: int) -> _Part | None:
+        """Take the first free part of ``nbytes``; return None if there is none."""
+        self.parts = [part for part in self.parts if not part.free]
+        end = 0
+        for position, part in enumerate((*self.parts, _Part(self.memory.numel(), 0))):
+            if part.start - end >= nbytes:
+                taken = _Part(end, nbytes)
+                self.parts.insert(position, taken)
+                return taken
+            end = part.start + part.nbytes
+        return None
+
+
+class HeapLease:
+    """A communicator's part of the heap, with any content.
+
+    Attributes:
+        nbytes: bytes on each rank.
+        address: of this rank's bytes.
+        targets: of all ranks, this one included.
+    """
+
+    def __init__(
+        self,
+        library: nvshmem_library.Library,
+        block: _Block,
+        part: _Part,
+        targets: Sequence[Target],
+        closings: dist.Store,
+    ):
+        self._library, self._block, self._part, self._closings = library, block, part, closings
+        self.nbytes = part.nbytes
+        self.address = block.address + part.start
+        self.targets = tuple(targets)
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
+        if not self._part.open:
+            raise ClosedError("this lease of NVSHMEM's memory is closed")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the lease's {self.nbytes} bytes")
+        start = self._part.start + offset
+        return self._block.memory[start : start + nbytes].view(dtype).view(tuple(shape))
+
+    def close(self) -> None:
+        """Give the memory back. This rank's kernels have ended; other ranks may not have. A second call does nothing.
+
+        The memory is leased again once all ranks have given it back, each with its puts complete: a late one would
+        otherwise land in the memory of the next communicator.
+        """
+        if not self._part.open:
+            return
+        self._part.open = False
+        if self._puts_completed():
+            with contextlib.suppress(RuntimeError):  # the store has gone: nobody leases any more
+                self._closings.add("closed", 1)
+
+    def abandon(self) -> None:
+        """Leave the memory without this rank's word, so that nobody uses it again: work on it may not have ended."""
+        self._part.open = False
+
+    def __del__(self) -> None:
+        self.abandon()
+
+    def _puts_completed(self) -> bool:
+        """Return whether the puts of this GPU complete in a moment. Those to a rank that was killed may never."""
+        if all(target.mapped for target in self.targets):
+            return True  # they are stores, which end with their kernel
+        with torch.cuda.device(self._block.memory.device):
+            stream = torch.cuda.Stream()
+            self._library.complete_puts(stream.cuda_stream)
+            deadline = time.monotonic() + _QUIET_S
+            while not stream.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        return True
+
+
+class Heap:
+    """The symmetric heap of this process.
+
+    Args:
+        library: NVSHMEM; raises ConfigError where there is none.
+        memory_at: ``memory_at(address, nbytes, device)``, the bytes at an address of a device as a tensor.
+    """
+
+    def __init__(
+        self,
+        library: Callable[[], nvshmem_library.Library],
+        memory_at: Callable[[int, int, torch.device], torch.Tensor],
+    ):
+        self._find, self._memory_at = library, memory_at
+        self._set = ""
+        """The name of the set of PEs; empty before this process is one, or where another user made it one."""
+        self._device: torch.device | None = None
+        self._broken = ""
+        self._blocks: list[_Block] = []
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def lease(self, group: StoreRanks, nbytes: int, device: torch.device) -> HeapLease:
+        """Lease ``nbytes`` on every rank of ``group``. Collective.
+
+        Raises:
+            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialised or has too little memory.
+            CollectiveTimeout: naming ranks that did not come.
+        """
+        library, pes = self._join(group, device)
+        nbytes = align_up(nbytes, PAGE)
+        with self._lock:
+            reserved = {number: part for number, block in enumerate(self._blocks) if (part := block.reserve(nbytes))}
+        chosen = None
+        try:
+            offers = group.all_gather({number: part.start for number, part in reserved.items()})
+            chosen = next((number for number in reserved if all(number in offer for offer in offers)), None)
+        finally:
+            with self._lock:
+                for number, unused in reserved.items():
+                    if number != chosen:
+                        self._blocks[number].parts.remove(unused)
+        if chosen is None:
+            self._add_block(group, nbytes, library, device)
+            chosen, starts = len(self._blocks) - 1, [0] * group.world_size
+            part = self._blocks[chosen].reserve(nbytes)
+            assert part is not None
+        else:
+            part, starts = reserved[chosen], [offer[chosen] for offer in offers]
+        name = group.all_gather(f"{secrets.token_hex(8)}/{next(self._numbers)}")[0]
+        closings, block = group.store(f"nvshmem/{name}"), self._blocks[chosen]
+        part.ranks, part.closings = group.world_size, lambda: int(closings.add("closed", 0))
+        targets = [
+            Target(pe, block.address + start, library.mapped(block.address + start, pe))
+            for pe, start in zip(pes, starts, strict=True)
+        ]
+        return HeapLease(library, block, part, targets, closings)
+
+    def _join(self, group: StoreRanks, device: torch.device) -> tuple[nvshmem_library.Library, list[int]]:
+        """Make the ranks PEs if they are not; return the library and their numbers in it, by rank."""
+        failure, library = self._broken, None
+        try:
+            library = self._find()
+        except (ConfigError, OSError) as error:
+            failure = str(error)
+        if self._device not in (None, device):
+            failure = f"this process uses NVSHMEM on {self._device}, so not on {device}"
+        raise_failures(group, failure)
+        assert library is not None
+        states = group.all_gather((library.initialised, self._set, library.pes if library.initialised else 0))
+        if not any(state[0] for state in states):
+            unique_id = group.all_gather(library.unique_id() if group.rank == 0 else b"")[0]
+
+            def initialise() -> None:
+                library.initialise(group.rank, group.world_size, unique_id)
+
+            self._together(group, device, initialise, "initialising NVSHMEM")
+            self._set = unique_id.hex()
+        elif len(set(states)) > 1:
+            raise ConfigError(
+                "the ranks are not all in one set of NVSHMEM's PEs, and a process cannot join a second one; let the "
+                "first communicator that uses NVSHMEM have all the ranks of later ones"
+            )
+        self._device = device
+        return library, group.all_gather(library.pe)
+
+    def _add_block(
+        self, group: StoreRanks, nbytes: int, library: nvshmem_library.Library, device: torch.device
+    ) -> None:
+        if group.world_size < library.pes:
+            raise ConfigError(
+                f"NVSHMEM's memory has no {about_size(nbytes)} more for {group.world_size} of its {library.pes} PEs, "
+                f"and only all PEs together can allocate; let the communicator of all of them take more (max_bytes) "
+                f"before it is split, and close it"
+            )
+        nbytes = align_up(nbytes, BLOCK_BYTES)
+        address = self._together(group, device, lambda: library.allocate(nbytes), "allocating memory of NVSHMEM")
+        memory = self._memory_at(address, nbytes, device)
+        memory.zero_()
+        with self._lock:
+            self._blocks.append(_Block(address, memory))
+
+    def _together(self, group: StoreRanks, device: torch.device, call: Callable[[], T], what: str) -> T:
+        """Return what ``call``, a collective function of NVSHMEM, returns on this rank, once it has on all ranks."""
+        done: list[T] = []
+        failures: list[str] = []
+
+        def run() -> None:
+            try:
+                with _current(device):
+                    done.append(call())
+            except RuntimeError as error:
+                failures.append(str(error))
+
+        thread = threading.Thread(target=run, name=what, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _DEADLINE_S
+        while thread.is_alive():
+            thread.join(0.05)
+            if group.gone:
+                deadline = min(deadline, time.monotonic() + _QUIET_S)
+            if thread.is_alive() and time.monotonic() > deadline:
+                self._broken = f"{what} did not end, as another rank did not take part; start the processes again"
+                gone = sorted(group.gone)
+                raise CollectiveTimeout(group.rank, gone, what, 0, _DEADLINE_S, "dead" if gone else "late")
+        if failures:
+            self._broken = failures[0]
+        raise_failures(group, "; ".join(failures))
+        return done[0]
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU and its context the current ones of this thread within the context."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.synchronize(device)  # the runtime makes its context current on this thread
+    return torch.cuda.device(device)
+
+
+class _Bytes:
+    """Bytes of a GPU's memory, as PyTorch takes them without a copy."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return bytes of a GPU's memory as a tensor, which does not own them."""
+    return torch.as_tensor(_Bytes(address, nbytes), device=device)
+
+
+HEAP = Heap(nvshmem_library.library, _memory_at)
+"""The symmetric heap of this process."""
