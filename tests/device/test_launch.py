@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 import cross
 from shotcast.device.triton.launch import Launch
 from shotcast.memory import driver as cuda_driver
+from shotcast.memory import nvshmem_library
 
 STREAM = 0x5EED
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
@@ -39,6 +40,7 @@ class Compiled:
     """A compiled kernel that records how Triton ran it."""
 
     function, packed_metadata, name = 0xF00D, (4, 1, 1024), "kernel"
+    module = 0
 
     def __init__(self) -> None:
         self.runs: list[tuple[Any, ...]] = []
@@ -215,3 +217,24 @@ def test_a_kernel_that_needs_more_than_is_given_is_refused(
     kernel, _ = cross.KERNELS["two_shot"]
     with pytest.raises(RuntimeError, match="needs scratch memory or clusters"):
         Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS).load()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_module_gets_the_state_of_nvshmem_once(
+    compiled: Compiled, library: Library, monkeypatch: pytest.MonkeyPatch, hooked: bool
+) -> None:
+    joined: list[int] = []
+    monkeypatch.setattr(nvshmem_library, "library", lambda: SimpleNamespace(initialise_module=joined.append))
+    compiled.module = 0xBEEF
+    kernel, _ = cross.KERNELS["two_shot"]
+    plain = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
+    plain(STREAM, (1 << 41, 1 << 42))
+    assert not joined, "NVSHMEM refuses a module without its functions"
+    if hooked:
+        triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+    for _ in range(2):
+        options = OPTIONS | {"extern_libs": {nvshmem_library.EXTERN_LIBRARY: __file__}}
+        launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), options)
+        launch(STREAM, (1 << 41, 1 << 42))
+        launch(STREAM, (1 << 41, 1 << 42))
+    assert joined == [0xBEEF]

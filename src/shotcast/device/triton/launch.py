@@ -9,13 +9,14 @@ addresses there and calls the driver. This is the only file that uses Triton's l
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 
 from shotcast.device.triton.intrinsics import INTERPRETED
-from shotcast.memory import driver
+from shotcast.memory import driver, nvshmem_library
 
 _TYPES: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -28,6 +29,10 @@ _TYPES: dict[str, Any] = {
 _SCRATCH = 2
 """The number of arguments that Triton adds to every kernel, for scratch memory that these kernels do not use."""
 _PROGRAMMATIC_STREAM_SERIALIZATION, _COOPERATIVE = 6, 2
+
+
+_JOINED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The compiled kernels whose modules have the state of NVSHMEM."""
 
 
 class _Attribute(ctypes.Structure):
@@ -73,7 +78,8 @@ class Launch:
         programs: the number of programs of the grid.
         arguments: every argument by name. Integers in place of addresses must be large enough to be 64-bit.
         open_names: the arguments that each call gives, in this order.
-        options: compiler options, such as ``num_warps``.
+        options: compiler options, such as ``num_warps``. With NVSHMEM's device functions among ``extern_libs``, this
+            process is one of NVSHMEM's PEs.
     """
 
     __slots__ = ("_arguments", "_kernel", "_open_names", "_options", "_prepared", "_programs")
@@ -96,6 +102,9 @@ class Launch:
             return
         compiled = self._kernel.warmup(**self._arguments, **self._options, grid=(self._programs,))
         compiled._init_handles()
+        if self._calls_nvshmem and compiled not in _JOINED:  # once, as it waits for the GPU
+            nvshmem_library.library().initialise_module(compiled.module)
+            _JOINED.add(compiled)
         metadata = compiled.metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
             raise RuntimeError(
@@ -122,9 +131,15 @@ class Launch:
         open_cells = tuple(values[name] for name in self._open_names)
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
+    @property
+    def _calls_nvshmem(self) -> bool:
+        return nvshmem_library.EXTERN_LIBRARY in self._options.get("extern_libs", ())
+
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
         """Enqueue the kernel on the CUDA stream with this handle, of the current device."""
         if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
+            if self._calls_nvshmem:
+                self.load()
             arguments = self._arguments | dict(zip(self._open_names, call_values, strict=True))
             self._kernel[(self._programs,)](**arguments, **self._options)
             return
