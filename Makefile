@@ -11,11 +11,12 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := .venv/.installed
 
-.PHONY: help demo test test-full lint ruff clean
+.PHONY: help demo bench-hosts root test test-full lint ruff clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
+	@echo "make bench-hosts  all-reduce between hosts that are simulated on this machine; needs root: sudo make bench-hosts"
 	@echo "make test       linters, types, tests: about 9 minutes on two cores"
 	@echo "make test-full  the same and every test that needs no GPU: hours"
 	@echo "make lint       linters and types alone"
@@ -36,6 +37,17 @@ demo: $(INSTALLED)
 	$(BIN)/shotcast generate --chat --tensor-parallel 2 --max-tokens 96 "What is gravity?"
 	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
+
+HOSTS ?= 8
+RANKS_PER_HOST ?= 1
+DELAY_US ?= 1000
+bench-hosts: root $(INSTALLED)
+	@mkdir -p demo
+	$(BIN)/shotcast bench all-reduce --hosts $(HOSTS) --ranks-per-host $(RANKS_PER_HOST) --delay-us $(DELAY_US) \
+		--minbytes 1K --maxbytes 16M --json demo/hosts.json
+
+root:
+	@[ "$$(id -u)" = 0 ] || { echo "network namespaces need root: sudo make bench-hosts" >&2; exit 1; }
 
 # Tests that say how soon something happens run one after the other; all others beside them, in workers that give way.
 WORKERS ?= 2

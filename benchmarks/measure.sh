@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -127,6 +127,13 @@ for part in "$@"; do
         export SERVER_FUZZ_JSON="$out/server_fuzz.json"
         tests 3600 fuzz -m "full or not full" --hypothesis-seed=1 tests/server/test_fuzz.py
         unset SERVER_FUZZ_JSON
+        ;;
+    hosts) # simulated hosts against Gloo; as root, on CPUs
+        over="all-reduce -b 1K -e 16M -f 4 --seconds 1"
+        bench 900 hosts_8_1ms $over --hosts 8 --delay-us 1000
+        bench 900 hosts_8_10ms $over --hosts 8 --delay-us 10000
+        bench 600 hosts_4_1ms $over --hosts 4 --delay-us 1000
+        bench 600 hosts_2x4_1ms $over --hosts 2 --ranks-per-host 4 --delay-us 1000
         ;;
     stress_x2) # a million calls added to the runs so far; the first minutes compile, so run it twice on one machine
         kept=benchmarks/data/h200/stress.json

@@ -6,6 +6,7 @@ import pytest
 
 from shotcast.bench import implementations
 from shotcast.collectives.registry import registered
+from shotcast.wire import NodeShape
 
 
 @pytest.mark.parametrize("op", implementations.OPS)
@@ -46,4 +47,4 @@ def test_registered_memory_is_measured_on_request_alone() -> None:
     ],
 )  # fmt: skip
 def test_own_bits(name: str, world_size: int, has: bool) -> None:
-    assert implementations.has_own_bits(name, world_size) is has
+    assert implementations.has_own_bits(name, NodeShape(1, world_size)) is has

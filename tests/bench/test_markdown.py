@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_report import row
 
@@ -158,3 +160,37 @@ def test_what_does_not_fit_is_an_error(rows: list[Row], arguments: dict[str, obj
 @pytest.mark.parametrize(("nbytes", "text"), [(8, "8 B"), (1536, "1.5 KB"), (1 << 20, "1 MB"), (3 << 30, "3 GB")])
 def test_size_names(nbytes: int, text: str) -> None:
     assert markdown.size_name(nbytes) == text
+
+
+def hosts(algorithm: str, time_us: float, **change: object) -> Row:
+    predicted_us = None if algorithm == "gloo" else 0.9 * time_us
+    facts = {"nodes": 2, "delay_us": 1000.0, "predicted_us": predicted_us, **change}
+    return replace(row(algorithm, 4096, time_us), **facts)  # type: ignore[arg-type]
+
+
+NETWORKS = [
+    hosts("one_shot", 1500.0, nodes=4), hosts("auto", 2000.0, nodes=4), hosts("gloo", 9000.0, nodes=4),
+    hosts("auto", 3000.0, delay_us=500.0), hosts("gloo", 60_000.0, delay_us=500.0),
+]  # fmt: skip
+
+
+def test_hosts_by_network() -> None:
+    """Flat sums of four nodes have other bits than the contract, so their algorithm is none of the fastest."""
+    first, second = "4 hosts, 1 ms: ", "2 hosts x 2 ranks, 0.5 ms: "
+    assert cells(markdown.markdown_table(NETWORKS)) == [
+        ["", first + "Gloo", "auto", "Gloo / auto", "fastest", second + "Gloo", "auto", "Gloo / auto", "fastest"],
+        ["4 KB", "9.0", "2.0", "4.50x", "", "60.0", "3.0", "20x", ""],
+    ]
+
+
+def test_the_model_over_the_measured_time() -> None:
+    assert cells(markdown.markdown_table(NETWORKS, "model")) == [
+        ["", "4 hosts, 1 ms: one-shot", "4 hosts, 1 ms: auto", "2 hosts x 2 ranks, 0.5 ms: auto"],
+        ["4 KB", "0.90", "0.90", "0.90"],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["hosts", "model"])
+def test_one_host_has_no_network(kind: str) -> None:
+    with pytest.raises(ConfigError, match="rows are of one host"):
+        markdown.markdown_table([row()], kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,17 @@ def test_table_has_the_columns_of_nccl_tests() -> None:
     ]  # fmt: skip
 
 
+def test_table_of_hosts_compares_with_gloo_and_the_model() -> None:
+    hosts = {"nodes": 2, "delay_us": 1000.0}
+    own = replace(row("auto", time_us=50.0), **hosts, predicted_us=40.0)
+    title, header, units, first, second, *_ = text_of([own, replace(row("gloo", time_us=100.0), **hosts)])
+    assert title.strip().split(", ") == ["all_reduce", "4 cpu ranks on 2 hosts", "1000 us one way"]
+    assert header.split()[-1] == "model"
+    assert units.split()[-2:] == ["Gloo/this", "(us)"]
+    assert first.split()[-2:] == ["2.00x", "40.00"]
+    assert second.split()[-2:] == ["1.00x", "-"]
+
+
 def test_table_shows_what_was_not_compared_or_timed() -> None:
     wrong = Row.from_ranks(
         op="all_gather", device="cpu", world_size=4, dtype="float32", algorithm="ring", nbytes=64,
@@ -90,15 +102,16 @@ def test_json_round_trip(tmp_path: Path) -> None:
     rows = [row(), row("gloo", errors=None)]
     path = tmp_path / "new" / "result.json"
     result = report.Result.now(
-        rows, environment={"cores": 2}, command="shotcast bench all-reduce", kernels={"a/b": "1"}
+        rows, environment={}, command="shotcast bench all-reduce", kernels={"a/b": "1"}, network={"hosts": 2}
     )
     report.write(path, result)
     assert report.read(path) == result
     document = json.loads(path.read_text())
-    assert list(document) == ["environment", "command", "date", "kernels", "rows"]
+    assert list(document) == ["environment", "command", "date", "kernels", "network", "rows"]
     assert list(document["rows"][0]) == [
         "op", "device", "world_size", "dtype", "algorithm", "nbytes", "time_us", "p99_us", "skew_us", "algbw_gbps",
-        "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations",
+        "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations", "nodes", "delay_us",
+        "predicted_us",
     ]  # fmt: skip
 
 

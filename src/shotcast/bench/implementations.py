@@ -119,10 +119,10 @@ def is_library(name: str) -> bool:
     return is_nccl(name) or name == "gloo"
 
 
-def has_own_bits(name: str, world_size: int) -> bool:
+def has_own_bits(name: str, shape: NodeShape) -> bool:
     """Return whether the all-reduce of an algorithm gives the bits of the numerics contract at every size."""
     algorithm = algorithms().get(name)
-    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, NodeShape(1, world_size))
+    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, shape)
 
 
 def label(name: str) -> str:

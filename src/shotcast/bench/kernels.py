@@ -43,7 +43,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
         if tensor * pipeline == 1 or row.algorithm == TRANSFORMERS:
             continue
         for op in _ENGINE_OPS:
-            names |= dict.fromkeys(_collective(op, row.algorithm, tensor * pipeline))
+            names |= dict.fromkeys(_collective(op, row.algorithm, NodeShape(1, tensor * pipeline)))
     return _now(names, device)
 
 
@@ -64,15 +64,15 @@ def _behind(row: Row) -> tuple[str, ...]:
     fused = row.op in implementations.FUSED_OPS
     norm = (_NORM[row.device],) if fused and (name == "unfused" or implementations.is_library(name)) else ()
     if name in implementations.PLAIN:
-        return _collective(Op.ALL_REDUCE, implementations.PLAIN[name], row.world_size)
+        return _collective(Op.ALL_REDUCE, implementations.PLAIN[name], row.shape)
     if name == "unfused":
-        return (*_collective(Op.ALL_REDUCE, implementations.AUTO, row.world_size), *norm)
+        return (*_collective(Op.ALL_REDUCE, implementations.AUTO, row.shape), *norm)
     if name in implementations.FP8:
-        return _collective(op, implementations.AUTO, row.world_size)
-    return (*_collective(op, name, row.world_size), *norm) if implementations.is_own(name) else norm
+        return _collective(op, implementations.AUTO, row.shape)
+    return (*_collective(op, name, row.shape), *norm) if implementations.is_own(name) else norm
 
 
-def _collective(op: Op, name: str, world_size: int) -> tuple[str, ...]:
+def _collective(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
     """Return the kernels that an algorithm may run; for ``auto``, those between which it chooses.
 
     An engine runs a named algorithm for the operations that it serves, and the choice of ``auto`` for others.
@@ -81,7 +81,7 @@ def _collective(op: Op, name: str, world_size: int) -> tuple[str, ...]:
     name = LIBRARY if name == "nccl" else name
     if name in serving:
         return (f"{op.label}/{name}",)
-    chosen = [one.name for one in serving.values() if one.library or one.keeps_bits(op, NodeShape(1, world_size))]
+    chosen = [one.name for one in serving.values() if one.library or one.keeps_bits(op, shape)]
     return tuple(f"{op.label}/{one}" for one in chosen)
 
 

@@ -1,6 +1,6 @@
 """Markdown tables of stored results: documentation shows tables made from the raw files, and a test compares the two.
 
-Each of the five kinds is made from rows of one operation and dtype, with message sizes down the side:
+Each of the kinds is made from rows of one operation and dtype, with message sizes down the side:
 
 ``times``
     Microseconds of every implementation, and the time of the best NCCL (or Gloo) divided by that of the fastest
@@ -13,6 +13,11 @@ Each of the five kinds is made from rows of one operation and dtype, with messag
 ``fused``
     For each number of tokens: microseconds of every implementation, and what the fused forms take above the plain
         all-reduce.
+``hosts``
+    For each network between hosts: milliseconds of Gloo and of ``auto``, their ratio, and the fastest algorithm with
+        the bits of the contract.
+``model``
+    For each network between hosts: the time by the cost model over the measured time, of each own algorithm.
 ``between``
     The time saved over the best NCCL (or Gloo) with calls back to back, and with work between the calls.
 """
@@ -50,7 +55,8 @@ def markdown_table(
     measures = {row.measure for row in rows}
     if not kind:
         fused = rows[0].op in implementations.FUSED_OPS
-        kind = "between" if "between" in measures else "fused" if fused else "times"
+        networked = any(row.nodes > 1 for row in rows)
+        kind = "between" if "between" in measures else "fused" if fused else "hosts" if networked else "times"
     if kind not in KINDS:
         raise ConfigError(f"there is no table {kind!r}; choose from {', '.join(KINDS)}")
     if absent := sorted(set(columns) - {row.algorithm for row in rows}):
@@ -94,7 +100,7 @@ def fastest(rows: Sequence[Row], nbytes: int, belongs: Callable[[Row], bool]) ->
 
 
 def own_bits(row: Row) -> bool:
-    return implementations.has_own_bits(row.algorithm, row.world_size)
+    return implementations.has_own_bits(row.algorithm, row.shape)
 
 
 def library(row: Row) -> bool:
@@ -120,7 +126,7 @@ def measured_families(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
 
 
 def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
-    require_same(rows, "world_size", "hidden")
+    require_same(rows, "world_size", "hidden", "nodes", "delay_us")
     name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
     compared = any(own_bits(row) for row in rows) and any(library(row) for row in rows)
     head = ["", *(implementations.label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
@@ -157,6 +163,43 @@ def _ratios(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
             ring = fastest(group, nbytes, lambda row: row.algorithm == "ring")
             two_shot = fastest(group, nbytes, lambda row: row.algorithm == "two_shot")
             line += [_ratio(fastest(group, nbytes, library), fastest(group, nbytes, own_bits)), _ratio(ring, two_shot)]
+    return head, cells
+
+
+def _networks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each network between hosts, by its name, in the order in which the files were given."""
+    networks: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.nodes == 1:
+            raise ConfigError("these rows are of one host; a table of hosts needs rows of several")
+        each = f" x {row.shape.ranks_per_node} ranks" if row.shape.ranks_per_node > 1 else ""
+        networks.setdefault(f"{row.nodes} hosts{each}, {row.delay_us / 1e3:g} ms", []).append(row)
+    return networks
+
+
+def _hosts(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+    head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
+    for name, group in _networks(rows).items():
+        head += [f"{name}: Gloo", "auto", "Gloo / auto", "fastest"]
+        for line, nbytes in zip(cells, _sizes(rows), strict=True):
+            gloo = fastest(group, nbytes, lambda row: row.algorithm == "gloo")
+            auto = fastest(group, nbytes, lambda row: row.algorithm == implementations.AUTO)
+            own = fastest(group, nbytes, own_bits)
+            best = "" if own is None else f"{_ms(own)} ({implementations.label(own.algorithm)})"
+            line += [_ms(gloo), _ms(auto), _ratio(gloo, auto), best]
+    return head, cells
+
+
+def _model(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+    head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
+    for name, group in _networks(rows).items():
+        names = [one for one in _in_order(group) if any(row.predicted_us and row.algorithm == one for row in group)]
+        head += [f"{name}: {implementations.label(one)}" for one in names]
+        for line, nbytes in zip(cells, _sizes(rows), strict=True):
+            for one in names:
+                row = next((row for row in group if row.nbytes == nbytes and row.algorithm == one), None)
+                known = row is not None and row.predicted_us is not None and row.time_us is not None
+                line.append(f"{row.predicted_us / row.time_us:.2f}" if known else "")  # type: ignore[union-attr, operator]
     return head, cells
 
 
@@ -218,6 +261,8 @@ KINDS: dict[str, Callable[..., tuple[list[str], _Cells]]] = {
     "summary": _summary,
     "ratios": _ratios,
     "fused": _fused,
+    "hosts": _hosts,
+    "model": _model,
     "between": _between,
 }
 
@@ -254,6 +299,10 @@ def _ranks(row: Row) -> str:
 
 def _us(row: Row | None) -> str:
     return "" if row is None or row.time_us is None else _microseconds(row.time_us)
+
+
+def _ms(row: Row | None) -> str:
+    return "" if row is None or row.time_us is None else f"{row.time_us / 1e3:.1f}"
 
 
 def _microseconds(value: float | None) -> str:

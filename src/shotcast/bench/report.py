@@ -15,6 +15,7 @@ from shotcast import wire
 from shotcast.bench import implementations
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
+from shotcast.wire import NodeShape
 
 MEASURES = ("call", "between", "host")
 """Kinds of times.
@@ -46,6 +47,9 @@ class Row:
     ``host``, it is the time the host takes to enqueue a call; ``allocations`` is how often all ranks together allocated
     GPU memory in the timed calls, None where nobody counts. ``hidden`` is the number of elements of a row where the
     operation works by rows, else 0.
+
+    ``nodes`` is the number of nodes, equally large, that the ranks are on, and ``delay_us`` the one-way delay of the
+    network between simulated hosts. ``predicted_us`` is the time by the cost model, where ranks are on several nodes.
     """
 
     op: str
@@ -65,6 +69,9 @@ class Row:
     work: str = ""
     work_us: float | None = None
     allocations: int | None = None
+    nodes: int = 1
+    delay_us: float = 0.0
+    predicted_us: float | None = None
 
     @classmethod
     def from_ranks(
@@ -109,6 +116,11 @@ class Row:
         )
 
     @property
+    def shape(self) -> NodeShape:
+        """The nodes and the ranks of each."""
+        return NodeShape(self.nodes, self.world_size // self.nodes)
+
+    @property
     def count(self) -> int:
         """The number of elements as nccl-tests counts them: of the tensor, or of one rank's part if it is divided."""
         elements = self.nbytes // wire.DTYPES[self.dtype]
@@ -125,6 +137,7 @@ class Result:
     """A file of measurements: its rows, and where, how, when and by which kernels they were made.
 
     ``kernels`` has fingerprints by the names of :mod:`shotcast.bench.kernels`; None where they were not recorded.
+    ``network`` says what was measured of the network between simulated hosts.
     """
 
     environment: dict[str, Any]
@@ -132,12 +145,21 @@ class Result:
     date: str
     rows: tuple[Row, ...]
     kernels: dict[str, str] | None = None
+    network: dict[str, Any] | None = None
 
     @classmethod
-    def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str, kernels: dict[str, str]) -> Result:
+    def now(
+        cls,
+        rows: Iterable[Row],
+        *,
+        environment: dict[str, Any],
+        command: str,
+        kernels: dict[str, str],
+        network: dict[str, Any] | None = None,
+    ) -> Result:
         """Build a result of rows that were measured just now."""
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(environment, command, date, tuple(rows), kernels)
+        return cls(environment, command, date, tuple(rows), kernels, network)
 
     @property
     def machine(self) -> str:
@@ -166,14 +188,19 @@ def table(rows: Sequence[Row]) -> Table:
     # every operation that is measured adds up, except the all_gather
     redop = "none" if first.op == "all_gather" else "sum"
     title = f"{first.op}, {first.world_size} {first.device} ranks" + _TITLES[first.measure].format(work=first.work)
+    if first.nodes > 1:
+        title = title.replace(" ranks", f" ranks on {first.nodes} hosts, {first.delay_us:g} us one way", 1)
     if first.measure == "host" and first.device == "cpu":
         title += " (on the CPU a call returns when it is done: this is the call's time)"
     view = Table(title=title, title_justify="left", box=None)
     back_to_back, host, fused = first.measure == "call", first.measure == "host", first.op in implementations.FUSED_OPS
+    predicted = any(row.predicted_us is not None for row in rows)
     columns = [("size", "B"), ("count", ""), ("type", ""), ("redop", ""), ("algorithm", ""), ("time", "us")]
     columns += [("algbw", "GB/s"), ("busbw", "GB/s")] if back_to_back else []
     columns += [("#wrong", ""), ("p99", "us"), ("skew", "us")]
     columns += [("tokens", "")] if first.hidden else []
+    columns += [("Gloo/this", "")] if first.nodes > 1 else []
+    columns += [("model", "us")] if predicted else []
     columns += [("above plain", "us")] if fused else []
     columns += [("work", "us")] if first.measure == "between" else []
     columns += [("#alloc", "")] if host else []
@@ -190,12 +217,20 @@ def table(rows: Sequence[Row]) -> Table:
             cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
             cells += ["N/A" if row.errors is None else str(row.errors), _cell(row.p99_us), _cell(row.skew_us)]
             cells += [str(row.tokens)] if first.hidden else []
+            cells += [_over_gloo(row, same_size)] if first.nodes > 1 else []
+            cells += [_cell(row.predicted_us)] if predicted else []
             cells += [_cell(above_plain_us(row, same_size))] if fused else []
             cells += [_cell(row.work_us)] if first.measure == "between" else []
             cells += ["N/A" if row.allocations is None else str(row.allocations)] if host else []
             style = "bold red" if row.errors else "bold" if times and row.time_us == min(times) else ""
             view.add_row(*cells, style=style, end_section=row is same_size[-1])
     return view
+
+
+def _over_gloo(row: Row, same_size: Iterable[Row]) -> str:
+    """Return the time of Gloo over that of ``row``."""
+    gloo = [other.time_us for other in same_size if other.algorithm == "gloo" and other.time_us]
+    return f"{gloo[0] / row.time_us:.2f}x" if gloo and row.time_us else "-"
 
 
 def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
@@ -212,7 +247,7 @@ def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
 
 def same_conditions(row: Row, other: Row) -> bool:
     """Return whether two rows differ only in the implementation and its results."""
-    facts = ("op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work")
+    facts = ("op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work", "nodes", "delay_us")
     return all(getattr(row, fact) == getattr(other, fact) for fact in facts)
 
 
@@ -231,6 +266,7 @@ def write(path: Path, result: Result) -> None:
         "command": result.command,
         "date": result.date,
         **({} if result.kernels is None else {"kernels": result.kernels}),
+        **({} if result.network is None else {"network": result.network}),
         "rows": [asdict(row) for row in result.rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,6 +289,7 @@ def read(path: Path) -> Result:
             document.get("date", ""),
             tuple(Row(**row) for row in rows),
             document.get("kernels"),
+            document.get("network"),
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error

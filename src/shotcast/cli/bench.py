@@ -17,14 +17,17 @@ from rich.console import Console
 from shotcast import env
 from shotcast.cli.options import (
     Algorithms,
+    BandwidthGbps,
     Between,
     Check,
+    DelayUs,
     Device,
     DeviceOption,
     Dtype,
     Eager,
     GemmK,
     Hidden,
+    Hosts,
     HostTime,
     Iters,
     JsonFile,
@@ -33,6 +36,7 @@ from shotcast.cli.options import (
     MinBytes,
     PlotFile,
     PlotKind,
+    RanksPerHost,
     Seconds,
     StepFactor,
     Timeout,
@@ -52,6 +56,7 @@ from shotcast.units import parse_size
 
 if TYPE_CHECKING:
     from shotcast.bench.config import BenchConfig
+    from shotcast.bench.hosts.measure import HostsConfig, NetworkFacts
     from shotcast.bench.report import Row
 
 app = typer.Typer(
@@ -79,6 +84,10 @@ def _plain_command(op: str) -> None:
         hidden: Hidden = 8192,
         gemm_k: GemmK = 0,
         host: HostTime = False,
+        hosts: Hosts = 0,
+        ranks_per_host: RanksPerHost = 1,
+        delay_us: DelayUs = 0.0,
+        bandwidth_gbps: BandwidthGbps = 0.0,
         timeout: Timeout = 600.0,
         json_file: JsonFile = None,
         plot_file: PlotFile = None,
@@ -101,9 +110,19 @@ def _plain_command(op: str) -> None:
             hidden=hidden if between else 0,
             inner=gemm_k,
             host=host,
-            **_common_options(device, dtype, algorithms),
+            **_common_options(Device.CPU if hosts and device is Device.AUTO else device, dtype, algorithms),
         )
-        _bench(config, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
+        outputs = _Outputs(json_file, plot_file, plot_kind, markdown_file)
+        if hosts:
+            from shotcast.bench.hosts.measure import HostsConfig
+
+            _bench(config, world_size, outputs, HostsConfig(hosts, ranks_per_host, delay_us, bandwidth_gbps))
+        elif ranks_per_host != 1 or delay_us or bandwidth_gbps:
+            raise ConfigError(
+                "--ranks-per-host, --delay-us and --bandwidth-gbps are for simulated hosts: say --hosts too"
+            )
+        else:
+            _bench(config, world_size, outputs)
 
     name = op.replace("_", "-")
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
@@ -182,7 +201,7 @@ class _Outputs:
     markdown_file: Path | None
 
 
-def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
+def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: HostsConfig | None = None) -> None:
     from shotcast.bench import harness, implementations, kernels, markdown, report
     from shotcast.bench.plot import KINDS, check_format, plot
 
@@ -194,17 +213,29 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     job = env.job()
     if job is None or job.rank == 0:
         ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
-    world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
+    if hosts is not None and (world_size or job is not None):
+        raise ConfigError("simulated hosts have ranks of their own: leave out --world-size and torchrun")
+    world_sizes = (
+        [hosts.world_size] if hosts else world_sizes_of(world_size, config.device, job.world_size if job else None)
+    )
     console = new_console()
     rows: list[Row] = []
+    network: NetworkFacts | None = None
     for number in world_sizes:
-        measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
+        if hosts is not None:
+            from shotcast.bench.hosts.measure import run
+
+            measured, network = run(config, hosts)
+        else:
+            measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
         if not measured:
             raise ConfigError(f"none of the algorithms serves {config.op} of {config.dtype} between {number} ranks")
         rows += measured
         if job is None or job.rank == 0:
             for measure in config.measures:
                 console.print(report.table([row for row in measured if row.measure == measure]))
+            if network is not None:
+                console.print(str(network), highlight=False)
             if sentences := report.headline(measured):
                 console.print(sentences)
             console.print()
@@ -216,7 +247,10 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
 
         command = shlex.join(["shotcast", *sys.argv[1:]])
         made_by = kernels.of_rows(rows)
-        result = report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by)
+        facts = None if network is None else network.as_json()
+        result = report.Result.now(
+            rows, environment=detect().as_json(), command=command, kernels=made_by, network=facts
+        )
     if outputs.json_file is not None and result is not None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
@@ -302,7 +336,7 @@ OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these size
 def _table_command(
     json_files: Raw = [],  # noqa: B006  # typer makes a list of its own
     kind: Annotated[
-        str, typer.Option("--kind", help="times, summary, ratios, fused, between, engine or algorithms.")
+        str, typer.Option("--kind", help="times, summary, ratios, fused, hosts, model, between, engine or algorithms.")
     ] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
     world_size: OnlyWorldSize = "",

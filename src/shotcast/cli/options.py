@@ -56,6 +56,17 @@ Between = Annotated[
 ]
 GemmK = Annotated[int, typer.Option("--gemm-k", min=0, help="k of the matrix product. Default: hidden / ranks.")]
 HostTime = Annotated[bool, typer.Option("--host", help="Measure the host time of a call, not the call's own time.")]
+Hosts = Annotated[
+    int,
+    typer.Option("--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."),
+]
+RanksPerHost = Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")]
+DelayUs = Annotated[
+    float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
+]
+BandwidthGbps = Annotated[
+    float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
+]
 Tokens = Annotated[str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,42 +16,6 @@ _PAUSE_S = 0.0005
 """Time between two packets, in which the relay falls asleep."""
 _SECONDS = 0.3
 _CHUNK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkFacts:
-    """A simulated network, and what was measured of it.
-
-    Attributes:
-        delay_us: the one-way delay that was asked for.
-        bandwidth_gbps: the limit of each host's link in Gbit/s; 0 if there is none.
-        own_delay_us: what one packet takes from host to host beyond the delay, without load: median and 99th
-            percentile, with the two system calls.
-        throughput_gbps: Gbit/s of one TCP connection without delay; the sender, the receiver and the relay share the
-            cores.
-    """
-
-    hosts: int
-    ranks_per_host: int
-    delay_us: float
-    bandwidth_gbps: float
-    own_delay_us: tuple[float, float]
-    throughput_gbps: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def measure(network: SimulatedHosts, ranks_per_host: int) -> NetworkFacts:
-    """Measure an idle network: the relay's own delay and its throughput."""
-    return NetworkFacts(
-        network.hosts,
-        ranks_per_host,
-        network.delay_us,
-        network.bandwidth_gbps,
-        own_delay_us(network),
-        throughput_gbps(network),
-    )
 
 
 def own_delay_us(network: SimulatedHosts, packets: int = _PACKETS) -> tuple[float, float]:

@@ -173,23 +173,49 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class RelayCounters:
-    """Counts of what the relay has carried so far.
+    """Counts of what the relay has carried.
 
     Attributes:
         packets, nbytes: sent by each host.
         lost: packets for each host that were lost because a host was cut off.
         failed: packets that could not be delivered for another reason.
-        busy: the share of the relay's time in which it worked.
-        lateness_us: upper bounds of the time by which 50% and 99% of the packets were delivered after they were due,
-            with the delivery itself; powers of two of nanoseconds.
+        busy_ns, run_ns: the time in which the relay worked, and all time.
+        late: how many packets were delivered less than 2**b ns after they were due, for each b that is the first.
     """
 
     packets: tuple[int, ...]
     nbytes: tuple[int, ...]
     lost: tuple[int, ...]
     failed: int
-    busy: float
-    lateness_us: tuple[float, float]
+    busy_ns: int
+    run_ns: int
+    late: tuple[int, ...]
+
+    def since(self, earlier: RelayCounters) -> RelayCounters:
+        """Return what was counted after ``earlier``."""
+
+        def added(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(a - b for a, b in zip(now, then, strict=True))
+
+        return RelayCounters(
+            added(self.packets, earlier.packets),
+            added(self.nbytes, earlier.nbytes),
+            added(self.lost, earlier.lost),
+            self.failed - earlier.failed,
+            self.busy_ns - earlier.busy_ns,
+            self.run_ns - earlier.run_ns,
+            added(self.late, earlier.late),
+        )
+
+    @property
+    def busy(self) -> float:
+        """The share of the time in which the relay worked."""
+        return self.busy_ns / max(1, self.run_ns)
+
+    def late_us(self, share: float) -> float:
+        """Return a bound of the time by which this share of the packets was delivered after they were due."""
+        sums = np.cumsum(self.late)
+        return 2.0 ** int(np.searchsorted(sums, share * sums[-1])) / 1e3 if sums[-1] else 0.0
 
 
 class Relay:
@@ -243,19 +269,15 @@ class Relay:
         os.eventfd_write(self._wake, 1)
 
     def counters(self) -> RelayCounters:
-        words, counters = self._words.copy(), self._counters.copy()
-        histogram = words[LATENESS : LATENESS + BUCKETS]
-        sums = np.cumsum(histogram)
-        bounds = [
-            2.0 ** int(np.searchsorted(sums, share * sums[-1])) / 1e3 if sums[-1] else 0.0 for share in (0.5, 0.99)
-        ]
+        words, counters = self._words.tolist(), self._counters.T.tolist()
         return RelayCounters(
-            tuple(map(int, counters[:, SENT])),
-            tuple(map(int, counters[:, NBYTES])),
-            tuple(map(int, counters[:, LOST])),
-            int(words[FAILED]),
-            float(words[BUSY_NS] / max(1, words[RUN_NS])),
-            (bounds[0], bounds[1]),
+            tuple(counters[SENT]),
+            tuple(counters[NBYTES]),
+            tuple(counters[LOST]),
+            words[FAILED],
+            words[BUSY_NS],
+            words[RUN_NS],
+            tuple(words[LATENESS : LATENESS + BUCKETS]),
         )
 
     def close(self) -> None:
