@@ -17,6 +17,8 @@ from shotcast import wire
 from shotcast.errors import ConfigError
 from shotcast.wire import Fault, Header
 
+pytestmark = pytest.mark.usefixtures("compiled_before_forking")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 1000, 4097, 100_003)
 
