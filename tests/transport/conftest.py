@@ -19,19 +19,27 @@ from shotcast.transport.cpu import (
     two_shot_fp8,
 )
 from shotcast.transport.cpu.host_call import HostCall
-from shotcast.transport.network import meet, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network import meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
 
 
 @pytest.fixture(scope="session")
 def compiled_before_forking():
-    network = (meet, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot)
+    network = (meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot)
     for module in (copies, fused, norm_rows, one_shot, ring, send_recv, two_shot, two_shot_fp8, *network):
         for value in vars(module).values():
             if isinstance(value, HostCall):
                 value.schedule.get()
             if isinstance(value, Schedule):
                 value.get()
-    by_dtype = (floats.SUMS, floats.PARTIAL_SUMS, floats.ROUNDED_SUMS, norm.ADDS, norm.NORMS, fp8_blocks.ENCODE, fp8_blocks.DECODE)
+    by_dtype = (
+        floats.SUMS,
+        floats.PARTIAL_SUMS,
+        floats.ROUNDED_SUMS,
+        norm.ADDS,
+        norm.NORMS,
+        fp8_blocks.ENCODE,
+        fp8_blocks.DECODE,
+    )
     half_bits = (floats.SUM_HALF_BITS, norm.ADDS_HALF_BITS, norm.NORMS_HALF_BITS)
     half_bits += (fp8_blocks.ENCODE_HALF_BITS, fp8_blocks.DECODE_HALF_BITS)
     for arithmetic in (*(kind for kinds in by_dtype for kind in kinds.values()), *half_bits, fp8_blocks.SUM):

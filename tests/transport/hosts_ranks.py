@@ -9,7 +9,8 @@ import torch
 
 from local_ranks import LocalGroup
 from shotcast.hardware.nodes import NodeLayout, folded
-from shotcast.transport.network import meet, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.cpu import send_recv
+from shotcast.transport.network import meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
 from shotcast.transport.network.executor import HostsExecutor
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
 
@@ -20,7 +21,7 @@ SUMS = {
     "nvrar_halving": nvrar_halving.ALL_REDUCE,
 }
 CALLS = {**SUMS, "vendor": meet.BARRIER}
-NAMES = tuple(CALLS)
+NAMES = (*CALLS, "message")
 
 
 class _Part:
@@ -61,6 +62,8 @@ class _Algorithms:
         return encode_header(plan, NAMES.index(plan.algorithm))
 
     def kernel(self, plan: CallPlan, kind: str) -> Any:
+        if plan.algorithm == "message":
+            return getattr({"hosts": messages, "cpu": send_recv}[kind], plan.op.name)
         assert kind == "hosts"
         return CALLS[plan.algorithm]
 

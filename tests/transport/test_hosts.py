@@ -15,7 +15,7 @@ from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of
 from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast import wire
 from shotcast.errors import ConfigError
-from shotcast.wire import Fault, Header
+from shotcast.wire import CallPlan, Fault, Header, Op
 
 pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
@@ -205,6 +205,56 @@ def test_ranks_connect_anew_after_a_fault() -> None:
         assert right
 
 
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def _pass_messages(group: LocalGroup) -> list[int]:
+    """Send to every rank, of this node and others, before receiving: short messages do not wait for receivers."""
+    executor, wrong = executor_of(group, 2, 2), []
+    for count in (0, 1, 5000, 300_000):
+        for distance in range(1, 4):
+            to, of = (group.rank + distance) % 4, (group.rank - distance) % 4
+            mine, theirs = torch.full((count,), float(group.rank)), torch.empty(count)
+            calls = [(Op.SEND, to, mine), (Op.RECV, of, theirs)]
+            for op, peer, tensor in calls if count < 300_000 or group.rank < to else reversed(calls):
+                plan = CallPlan(op, "message", "float32", 4 * count, root=peer)
+                executor.bind(plan).run(tensor, None)
+            if executor.fault() is not None or not (theirs == of).all():
+                wrong.append(count)
+        barrier(executor)
+    group.barrier()
+    executor.close()
+    return wrong
+
+
+def test_messages_between_all_ranks() -> None:
+    assert run_ranks(4, _pass_messages) == [[]] * 4
+
+
+def _fail_in_a_message(group: LocalGroup, what: str) -> Any:
+    executor = executor_of(group, 2, 1, timeout_s=0.5 if what == "absent" else 600)
+    op, count = (Op.SEND, 10) if group.rank == 0 else (Op.RECV, 11 if what == "differs" else 10)
+    x = torch.ones(count)
+    if group.rank == 0 and what == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 1 or what == "differs":
+        executor.bind(CallPlan(op, "message", "float32", 4 * count, root=1 - group.rank)).run(x, None)
+    if what != "dies":
+        group.barrier()
+    fault, headers = executor.fault(), executor.headers(executor.epoch) if group.rank else []
+    return fault, [None if words is None else Header.decode(words, NAMES).nbytes for words in headers]
+
+
+def test_faults_of_messages() -> None:
+    fault, _ = run_ranks(2, _fail_in_a_message, "absent")[1]
+    assert (fault.kind, fault.op, fault.ranks) == (wire.TIMEOUT, "recv", (0,))
+    fault, _ = run_ranks(2, _fail_in_a_message, "dies", mortal=True)[1]
+    assert (fault.kind, fault.ranks) == (wire.DEAD, (0,))
+    fault, sizes = run_ranks(2, _fail_in_a_message, "differs")[1]
+    assert (fault.kind, fault.ranks) == (wire.MISMATCH, (0,))
+    assert sizes == [40, 44]
+
+
 # -- connections ---------------------------------------------------------------------------------------------------
 
 
@@ -233,15 +283,15 @@ def _with_a_stranger(group: LocalGroup, port: int) -> bool:
     if group.rank == 1:
         import shotcast.transport.network.connect as module
 
-        dial = module._Maker._dial
+        dial = module.Hellos.dial
 
-        def dial_late(self: Any, place: tuple[str, int], node: int) -> socket.socket:
-            stranger = socket.create_connection(place)
+        def dial_late(self: Any, rank: int, purpose: str, deadline: float) -> socket.socket:
+            stranger = socket.create_connection(self.places[rank])
             stranger.sendall(b"\0\0\0\2{}GET / HTTP/1.1\r\n\r\n")
-            socket.create_connection(place).close()
-            return dial(self, place, node)
+            socket.create_connection(self.places[rank]).close()
+            return dial(self, rank, purpose, deadline)
 
-        module._Maker._dial = dial_late  # type: ignore[method-assign]
+        module.Hellos.dial = dial_late  # type: ignore[method-assign]
     executor = executor_of(group, 2, 1)
     x = torch.ones(10)
     all_reduce(executor, "nvrar", x, x)

@@ -371,6 +371,11 @@ class CpuExecutor:
         """Make ``value`` the number of the last call. On every rank, while none is in a call."""
         self._set(layout.EPOCH, value)
 
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of calls, in seconds."""
+        return self._timeout_s
+
     def set_timeout(self, seconds: float) -> None:
         """Let every later call fail after waiting ``seconds`` for its peers."""
         if not seconds > 0:

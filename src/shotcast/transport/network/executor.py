@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import mmap
 import os
@@ -23,8 +24,9 @@ from shotcast.transport.network import layout
 from shotcast.transport.network.connect import Connections, Hosts, connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.hosts_call import HostsCall
+from shotcast.transport.network.messages import Message, MessageConnections
 from shotcast.units import align_up
-from shotcast.wire import CallPlan, HeaderWords
+from shotcast.wire import CallPlan, HeaderWords, Op
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class HostsExecutor(CpuExecutor):
         self._members = nodes.members[self._node]
         self._peers = nodes.peers(host.rank)
         self._generation_of_network = 0
+        self._gone: set[int] = set()
         failure = ""
         try:
             super().__init__(host.part(self._members, f"node {self._node}"), max_bytes, timeout_s, algorithms)
@@ -81,24 +84,28 @@ class HostsExecutor(CpuExecutor):
         self._slices: mmap.mmap | None = None
         self._slices_bytes = 0
         self._telling = threading.Lock()
-        self._connections, self._control = self._connect()
+        self._numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of messages to and from each rank
+        self._network_headers: tuple[int, list[HeaderWords | None]] | None = None
+        self._connections, self._control, self.messages = self._connect()
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def _connect(self) -> tuple[Connections, ControlPlane]:
+    def _connect(self) -> tuple[Connections, ControlPlane, MessageConnections]:
         generation = self._generation_of_network
         self._generation_of_network += 1
         made = connect(self._hosts, self._nodes, generation, _CONNECT_S)
         for node, one in made.data.items():
             self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
         control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
-        return made, control
+        return made, control, MessageConnections(made.listener, made.hellos)
 
     def _disconnect(self) -> None:
         self._control.close()
+        self.messages.close()
         self._connections.close()
 
     def _peer_ended(self, node: int) -> None:
+        self._gone.add(self._peers[node])
         self._told(self._peers[node])
 
     def _mark_fault(self, word: int) -> None:
@@ -110,15 +117,25 @@ class HostsExecutor(CpuExecutor):
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def bind(self, plan: CallPlan) -> BoundCall:
+    def bind(self, plan: CallPlan) -> BoundCall | Message:  # type: ignore[override]
         """Return a call that can be made again and again; see :meth:`CpuExecutor.bind`."""
-        call: HostCall = self._algorithms.kernel(plan, self.kind)
+        message = plan.op in (Op.SEND, Op.RECV)
+        if message and not (0 <= plan.root < self._nodes.world_size and plan.root != self._global_rank):
+            raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._global_rank}")
+        within = message and plan.root in self._members
+        call: HostCall = self._algorithms.kernel(plan, super().kind if within else self.kind)
         call.arithmetic(plan)
-        return BoundCall(self, plan, call)
+        if not message or within:
+            return BoundCall(self, plan, call)
+        numbers = self._numbers[0 if plan.op is Op.SEND else 1]
+        numbers.setdefault(plan.root, 0)
+        return Message(self, plan, call, numbers)
 
     def record(self, plan: CallPlan, call: HostCall) -> array[int]:
         """Return the record of a call, and make room for the slices that arrive in it."""
         record = super().record(plan, call)
+        if plan.op in (Op.SEND, Op.RECV) and plan.root in self._members:
+            record[local_layout.ROOT // 8] = self._members.index(plan.root)
         if isinstance(call, HostsCall) and not call.header_only:
             itemsize = wire.DTYPES[plan.dtype]
             count = -(-wire.slice_bytes(plan.nbytes, len(self._members)) // itemsize)
@@ -147,10 +164,39 @@ class HostsExecutor(CpuExecutor):
             if (word := self._abort_word.value) != 0:
                 self._control.tell(word)  # the rank that found the fault may have lost its connections
             return
-        kind, guilty = self._blame(status)
+        if plan.op in (Op.SEND, Op.RECV):
+            kind, guilty = self._blame_message(status, plan, header)
+        else:
+            kind, guilty = self._blame(status)
         self._mark_fault(wire.encode_fault(kind, int(plan.op), guilty, self.epoch))
         self._control.tell(self._abort_word.value)
         logger.info("rank %d stops: %s", self._global_rank, self.fault())
+
+    def _blame_message(self, status: int, plan: CallPlan, header: HeaderWords) -> tuple[int, list[int]]:
+        """Return the kind of a fault of a message, and the rank at fault."""
+        self._put(layout.LOST, 0)
+        if status == INTERRUPTED:
+            return wire.INTERRUPTED, [self._global_rank]
+        if status == MISMATCHED:
+            headers: list[HeaderWords | None] = [None] * self._nodes.world_size
+            if plan.root in self._members:
+                self._keep_message_headers(dataclasses.replace(plan, root=self._members.index(plan.root)), header)
+                assert self._message_headers is not None
+                for rank, words in zip(self._members, self._message_headers[1], strict=True):
+                    headers[rank] = words
+            else:
+                first = (layout.ENTRIES + layout.FRAME_HEADER) // 8
+                headers[plan.root] = HeaderWords(*self._network[first + 1 : first + 3])
+                headers[self._global_rank] = header
+            self._network_headers = (self.epoch, headers)
+            return wire.MISMATCH, [plan.root]
+        if status == PEER_GONE:
+            return wire.DEAD, [plan.root]
+        return wire.TIMEOUT, [plan.root]
+
+    def ended(self, rank: int) -> bool:
+        """Return whether the process of a rank on another node is known to have ended."""
+        return rank in self._gone
 
     def _blame(self, status: int) -> tuple[int, list[int]]:
         """Return the kind of a fault, and the ranks at fault."""
@@ -205,6 +251,8 @@ class HostsExecutor(CpuExecutor):
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return each rank's header of call ``epoch``, None where it has not made that call or does not answer."""
+        if self._network_headers is not None and self._network_headers[0] == epoch:
+            return list(self._network_headers[1])
         states = self._states(epoch)
         return [states[rank].header if rank in states else None for rank in range(self._nodes.world_size)]
 
@@ -227,6 +275,7 @@ class HostsExecutor(CpuExecutor):
 
     def mark_gone(self, rank: int) -> None:
         """End calls that wait for ``rank`` of this node, now and later; connections tell of those of other nodes."""
+        self._gone.add(rank)
         if rank in self._members:
             super().mark_gone(self._members.index(rank))
 
@@ -237,7 +286,10 @@ class HostsExecutor(CpuExecutor):
         self._disconnect()
         self._hosts.barrier()  # no thread of the node marks a fault of before any more
         super().clear(epoch)
-        self._connections, self._control = self._connect()
+        self._network_headers = None
+        for numbers in self._numbers:
+            numbers.update(dict.fromkeys(numbers, 0))
+        self._connections, self._control, self.messages = self._connect()
 
     def close(self) -> None:
         """Close the connections and give the memory back. A second call does nothing."""

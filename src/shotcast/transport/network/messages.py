@@ -1,0 +1,224 @@
+"""Messages between two ranks on different nodes, on a connection from one to the other that carries nothing else.
+
+The sender connects before its first message. A thread of the receiver accepts, so a short message can be sent before
+its receiver asks for it, as inside a node. A message is one frame, whose header has its number on the connection.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from numba import njit
+
+from shotcast.device.cpu.atomics import load, load_acquire, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.memory.operands import NormTensors
+from shotcast.transport.cpu.host_call import HostCall
+from shotcast.transport.cpu.layout import ABORT, DEADLINE, HEADER, MESSAGE_NUMBER, NBYTES, NETWORK, RANK, ROOT
+from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, PEER_GONE, TIMED_OUT, region
+from shotcast.transport.network.connect import Hellos
+from shotcast.transport.network.frames import begin_transfer, transfer
+from shotcast.transport.network.layout import (
+    BYTES,
+    DATA,
+    DESCRIPTOR,
+    ENTRIES,
+    EXPECTED,
+    FRAME_HEADER,
+    MOVED,
+    PEER,
+    RECEIVES,
+    SENDS,
+)
+from shotcast.wire import CallPlan, HeaderWords, Op
+
+_SLICE_S = 0.02
+"""Time between two looks for faults while a rank waits for a connection."""
+
+
+@njit(error_model="numpy")
+def _message(context: int, plan: int, data: int, header: int, count: int) -> int:
+    own = region(context, load(context + RANK))
+    if load_acquire(own + ABORT) != 0:
+        return ABORTED
+    store(context + DEADLINE, 0)
+    network = load(context + NETWORK)
+    begin_transfer(network)
+    entry = network + ENTRIES
+    store(entry + DESCRIPTOR, load(plan + ROOT))
+    store(entry + PEER, 0)
+    store(entry + DATA, data)
+    store(entry + BYTES, load(plan + NBYTES))
+    store(entry + MOVED, 0)
+    store(entry + header, load(plan + MESSAGE_NUMBER))
+    store(entry + header + 8, load(plan + HEADER))
+    store(entry + header + 16, load(plan + HEADER + 8))
+    store(entry + header + 24, load(plan + NBYTES))
+    store(network + count, 1)
+    return transfer(context, network)
+
+
+def send(context: int, plan: int, x: int, out: int) -> int:
+    """Send nbytes at x over the connection of the plan; ``out`` is not used."""
+    return _message(context, plan, x, FRAME_HEADER, SENDS)
+
+
+def recv(context: int, plan: int, x: int, out: int) -> int:
+    """Receive nbytes from the connection of the plan into out; ``x`` is not used.
+
+    Returns MISMATCHED if another message is next.
+    """
+    return _message(context, plan, out, EXPECTED, RECEIVES)
+
+
+_SENDING = Schedule(send)
+_RECEIVING = Schedule(recv)
+
+SEND = HostCall(schedule=_SENDING)
+RECV = HostCall(schedule=_RECEIVING)
+SEND_HEADER = HostCall(schedule=_SENDING, header_only=True)
+RECV_HEADER = HostCall(schedule=_RECEIVING, header_only=True)
+
+
+class MessageConnections:
+    """The connections of one rank for messages, made when they are first needed.
+
+    Args:
+        listener: the socket at which this rank accepts connections; closed with this object.
+        hellos: proves who connects.
+    """
+
+    def __init__(self, listener: socket.socket, hellos: Hellos):
+        self._listener, self._hellos = listener, hellos
+        self._came = threading.Condition()
+        self._sending: dict[int, socket.socket] = {}
+        self._receiving: dict[int, socket.socket] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="shotcast messages", daemon=True)
+        self._thread.start()
+
+    def to(self, rank: int, goes_on: Callable[[], bool]) -> int | None:
+        """Return the descriptor of the connection to ``rank``; None when ``goes_on()`` ends it before."""
+        while rank not in self._sending:
+            if not goes_on():
+                return None
+            try:
+                self._sending[rank] = self._hellos.dial(rank, "message", time.monotonic() + _SLICE_S * 10)
+            except OSError:
+                time.sleep(_SLICE_S)
+        return self._sending[rank].fileno()
+
+    def of(self, rank: int, goes_on: Callable[[], bool]) -> int | None:
+        """Return the descriptor of the connection from ``rank``; None when ``goes_on()`` ends it before."""
+        with self._came:
+            while rank not in self._receiving:
+                if not goes_on():
+                    return None
+                self._came.wait(_SLICE_S)
+            return self._receiving[rank].fileno()
+
+    def _run(self) -> None:
+        self._listener.settimeout(None)
+        while True:
+            try:
+                one, _ = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            caller = self._hellos.accept(one, lambda rank, purpose: purpose == "message")
+            if caller is None:
+                continue
+            with self._came:
+                if self._closing or caller[0] in self._receiving:
+                    one.close()
+                    continue
+                self._receiving[caller[0]] = one
+                self._came.notify_all()
+
+    def close(self) -> None:
+        """Close all connections, and end the thread."""
+        with self._came:
+            self._closing = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for one in (*self._sending.values(), *self._receiving.values()):
+            one.close()
+
+
+class MessageExecutor(Protocol):
+    """The executor of :class:`Message`."""
+
+    @property
+    def context_address(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def messages(self) -> MessageConnections: ...
+    def ended(self, rank: int) -> bool: ...
+    def record(self, plan: CallPlan, call: HostCall) -> array[int]: ...
+    def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None: ...
+
+
+class Message:
+    """A send or recv between two nodes, with its compiled function and its record. A BoundCall."""
+
+    def __init__(self, executor: MessageExecutor, plan: CallPlan, call: HostCall, numbers: dict[int, int]):
+        self._executor, self._plan, self._call, self._numbers = executor, plan, call, numbers
+        self._record = array("q")
+        self._function: Callable[[int, int, int, int], int] | None = None
+
+    def load(self) -> None:
+        """Compile or load what the message needs, and write its record."""
+        self._record = self._executor.record(self._plan, self._call)
+        self._function = self._call.schedule.get()
+
+    def one_launch(self, aligned: bool) -> None:
+        """Return None: messages are not kernels on a stream."""
+
+    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+        """Send ``x``, or receive into ``out`` or else ``x``; block until that is done or has failed."""
+        if self._function is None:
+            self.load()
+        assert self._function is not None
+        plan, target = self._plan, x if out is None else out
+        address = 0 if target is None else target.data_ptr()
+        interruption: BaseException | None = None
+        try:
+            status = self._connect()
+            if status == DONE:
+                status = self._function(self._executor.context_address, self._record.buffer_info()[0], address, address)
+        except BaseException as error:  # a signal handler raised while this rank waited
+            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+        if status == DONE:
+            self._numbers[plan.root] += 1
+        else:
+            header = HeaderWords(*self._record[HEADER // 8 : HEADER // 8 + 2])
+            self._executor.fail(status, plan, header)
+            if plan.op is Op.RECV and target is not None and target.is_floating_point():
+                target.fill_(float("nan"))
+        if interruption is not None:
+            raise interruption
+
+    def _connect(self) -> int:
+        """Put the connection and the number of the message into the record. Returns a status."""
+        executor, rank = self._executor, self._plan.root
+        deadline = time.monotonic() + executor.timeout_s
+
+        def goes_on() -> bool:
+            return not executor.stopped and not executor.ended(rank) and time.monotonic() < deadline
+
+        connection = executor.messages.to if self._plan.op is Op.SEND else executor.messages.of
+        descriptor = connection(rank, goes_on)
+        if descriptor is None:
+            return ABORTED if executor.stopped else PEER_GONE if executor.ended(rank) else TIMED_OUT
+        self._record[ROOT // 8] = descriptor
+        self._record[MESSAGE_NUMBER // 8] = self._numbers[rank]
+        return DONE
