@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import hosts_targets as targets
 import pytest
+import simulated_hosts_targets as targets
 
 from hosts import SimulatedHosts, all_arrived, needs_hosts
 from shotcast.bench.hosts import linux, probe
@@ -76,7 +76,7 @@ def test_a_lost_packet_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize("interface", [True, False])
+@pytest.mark.parametrize("interface", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_network_that_is_cut_and_restored_goes_on(tmp_path: Path, interface: bool) -> None:
     (tmp_path / "arrived").mkdir()
     with SimulatedHosts(2, delay_us=100) as network:
@@ -92,6 +92,7 @@ def test_a_network_that_is_cut_and_restored_goes_on(tmp_path: Path, interface: b
 
 
 @needs_hosts
+@pytest.mark.full
 def test_a_killed_host_ends_without_a_word(tmp_path: Path) -> None:
     """Its connections do not end, so others wait until their timeout."""
     with SimulatedHosts(2, delay_us=100) as network:
@@ -106,6 +107,7 @@ def test_a_killed_host_ends_without_a_word(tmp_path: Path) -> None:
 
 
 @needs_hosts
+@pytest.mark.full
 def test_killed_ranks_close_their_connections(tmp_path: Path) -> None:
     with SimulatedHosts(2, delay_us=100) as network:
         group = network.start(targets.reduce_until_told, 1, str(tmp_path), "/absent", 30.0)
@@ -129,11 +131,11 @@ def test_commands_run_on_a_host() -> None:
 
 STARTS_AND_WAITS = """
 import sys, time
-import hosts_targets
+import simulated_hosts_targets
 from shotcast.bench.hosts.network import SimulatedHosts
 if __name__ == "__main__":
     with SimulatedHosts(2) as network:
-        group = network.start(hosts_targets.sleeps, 1, sys.argv[1])
+        group = network.start(simulated_hosts_targets.sleeps, 1, sys.argv[1])
         command = network.popen(1, ["sleep", "600"])
         print(*group.pids, command.pid, flush=True)
         time.sleep(600)
