@@ -1,33 +1,30 @@
 """Connections between the ranks of a communicator on different nodes.
 
 Every rank opens a port and tells all ranks where, through the job's store. It connects to its peers on lower nodes,
-and those on higher ones connect to it. The hello of a connection says which ranks it joins and what for, with a proof
-(HMAC) of a key: SHOTCAST_SECRET, if it is set, and a number that passes through the store. Whoever does not know both
-is turned away.
+and those on higher ones connect to it. A key that is new each time passes through the store as well; whoever does not
+know it, and SHOTCAST_SECRET where that is set, is turned away.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-import json
-import secrets
+import logging
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from shotcast import env
 from shotcast.errors import ConfigError
 from shotcast.hardware.interfaces import address_of_this_host, listen
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.transport.network.handshake import connection_key, handshake, new_key
+
+logger = logging.getLogger(__name__)
 
 PURPOSES = ("data", "control")
-_LENGTH = struct.Struct("!I")
-_LONGEST_HELLO = 4096
+_HELLO = struct.Struct("!II8s")
+"""The caller, the rank that it calls, and the purpose."""
 _STRANGER_S = 2.0
 """The limit for the hello of a connection, which may be a stranger's."""
 _RETRY_S = 0.05
@@ -40,8 +37,6 @@ _ADVICE = (
 class Hosts(HostGroup, Protocol):
     """The ranks of a communicator, from which those of one node can be taken."""
 
-    @property
-    def name(self) -> str: ...
     @property
     def meeting_point(self) -> str: ...
     def part(self, ranks: Iterable[int], name: str) -> HostGroup: ...
@@ -66,13 +61,12 @@ class Connections(NamedTuple):
             one.close()
 
 
-def connect(host: Hosts, layout: NodeLayout, generation: int, timeout_s: float) -> Connections:
+def connect(host: Hosts, layout: NodeLayout, timeout_s: float) -> Connections:
     """Connect this rank with its peers. Collective.
 
     Args:
         host: all ranks of the communicator. The route to where they meet chooses this host's address where no
             interface is named.
-        generation: how often they have connected before.
         timeout_s: the limit for all of it.
 
     Raises:
@@ -87,20 +81,14 @@ def connect(host: Hosts, layout: NodeLayout, generation: int, timeout_s: float) 
         place = listener.getsockname()[:2]
     except ConfigError as error:
         failure = str(error)
-    offers = host.all_gather((place, secrets.token_hex(16), failure), timeout_s)
+    offers = host.all_gather((place, new_key(), failure), timeout_s)
     if message := "; ".join(f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(offers) if text):
         if listener is not None:
             listener.close()
         raise ConfigError(message)
     assert listener is not None
-    hellos = Hellos(
-        host.rank,
-        layout,
-        hashlib.sha256(f"{env.secret()}\0{offers[0][1]}".encode()).digest(),
-        [token for _, token, _ in offers],
-        [(address, port) for (address, port), _, _ in offers],
-        f"{host.name}/{generation}",
-    )
+    places = [(address, port) for (address, port), _, _ in offers]
+    hellos = Hellos(host.rank, connection_key(offers[0][1]), places)
     made = Connections({}, {}, listener, hellos)
     try:
         try:
@@ -153,37 +141,24 @@ def _dial(hellos: Hellos, rank: int, purpose: str, deadline: float, layout: Node
 
 
 class Hellos:
-    """The beginnings of connections, in which both ends prove who they are.
+    """The beginnings of connections: both ends prove that they know the key, and the caller says who it is.
 
     Args:
         rank: of this process.
-        key: what both ends must know.
-        tokens: a random number of each rank, by rank; a proof holds for these alone.
+        key: as :func:`shotcast.transport.network.handshake.connection_key` returns it.
         places: the address and the port of each rank, by rank.
-        name: of the communicator and its generation.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        layout: NodeLayout,
-        key: bytes,
-        tokens: list[str],
-        places: list[tuple[str, int]],
-        name: str,
-    ):
-        self._rank, self._layout, self._key, self._tokens, self._name = rank, layout, key, tokens, name
+    def __init__(self, rank: int, key: bytes, places: list[tuple[str, int]]):
+        self._rank, self._key = rank, key
         self.places = places
 
     def dial(self, rank: int, purpose: str, deadline: float) -> socket.socket:
         """Connect to ``rank``, and return the socket, which never blocks. Raises OSError."""
         one = socket.create_connection(self.places[rank], max(0.001, deadline - time.monotonic()))
         try:
-            hello = {"from": self._rank, "to": rank, "purpose": purpose, "name": self._name}
-            _send(one, {**hello, "proof": self._proof("dials", hello)})
-            answer = _receive(one, deadline)
-            if not hmac.compare_digest(str(answer.get("proof")), self._proof("accepts", hello)):
-                raise OSError(f"rank {rank} did not prove who it is")
+            handshake(one, self._key, listens=False, timeout_s=max(0.001, deadline - time.monotonic()))
+            one.sendall(_HELLO.pack(self._rank, rank, purpose.encode()))
         except BaseException:
             one.close()
             raise
@@ -196,54 +171,20 @@ class Hellos:
             expected: ``expected(rank, purpose)``: whether such a connection is wanted.
         """
         try:
-            hello = _receive(one, time.monotonic() + _STRANGER_S)
-            proof, caller, purpose = str(hello.pop("proof", "")), int(hello["from"]), str(hello["purpose"])
-            known = 0 <= caller < len(self._tokens) and hello["to"] == self._rank and hello["name"] == self._name
-            if known and hmac.compare_digest(proof, self._proof("dials", hello)) and expected(caller, purpose):
-                _send(one, {"proof": self._proof("accepts", hello)})
+            handshake(one, self._key, listens=True, timeout_s=_STRANGER_S)
+            one.settimeout(_STRANGER_S)
+            caller, called, name = _HELLO.unpack(one.recv(_HELLO.size, socket.MSG_WAITALL))
+            purpose = name.rstrip(b"\0").decode()
+            if called == self._rank and expected(caller, purpose):
                 _ready(one)
                 return caller, purpose
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+        except (OSError, ValueError, struct.error) as error:
+            logger.info("a connection was turned away: %s", error)
         one.close()
         return None
-
-    def _proof(self, role: str, hello: dict[str, Any]) -> str:
-        """Return the proof of the end of a connection that dials, or accepts it."""
-        text = json.dumps([role, self._tokens[hello["from"]], self._tokens[hello["to"]], hello], sort_keys=True)
-        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _ready(one: socket.socket) -> socket.socket:
     one.setblocking(False)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return one
-
-
-def _send(one: socket.socket, message: dict[str, Any]) -> None:
-    text = json.dumps(message).encode()
-    one.sendall(_LENGTH.pack(len(text)) + text)
-
-
-def _receive(one: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return a message. Raises OSError if none comes, ValueError if it is none."""
-    (length,) = _LENGTH.unpack(_exactly(one, _LENGTH.size, deadline))
-    if length > _LONGEST_HELLO:
-        raise ValueError("this is no hello")
-    message = json.loads(_exactly(one, length, deadline))
-    if not isinstance(message, dict):
-        raise ValueError("this is no hello")
-    return message
-
-
-def _exactly(one: socket.socket, nbytes: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        one.settimeout(max(0.001, deadline - time.monotonic()))
-        part = b""
-        with contextlib.suppress(ConnectionResetError):
-            part = one.recv(nbytes - len(data))
-        if not part:
-            raise ConnectionError("the other end closed the connection")
-        data += part
-    return data

@@ -67,7 +67,6 @@ class HostsExecutor(CpuExecutor):
         self._node = nodes.node_of(host.rank)
         self._members = nodes.members[self._node]
         self._peers = nodes.peers(host.rank)
-        self._generation_of_network = 0
         self._gone: set[int] = set()
         failure = ""
         try:
@@ -91,9 +90,7 @@ class HostsExecutor(CpuExecutor):
     # -- connections ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> tuple[Connections, ControlPlane, MessageConnections]:
-        generation = self._generation_of_network
-        self._generation_of_network += 1
-        made = connect(self._hosts, self._nodes, generation, _CONNECT_S)
+        made = connect(self._hosts, self._nodes, _CONNECT_S)
         for node, one in made.data.items():
             self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
         control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
