@@ -11,6 +11,9 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 
 from shotcast import wire
 from shotcast.errors import ConfigError
@@ -24,9 +27,11 @@ from shotcast.transport.network import layout
 from shotcast.transport.network.connect import Connections, Hosts, connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.hosts_call import HostsCall
+from shotcast.transport.network.meet import BARRIER
 from shotcast.transport.network.messages import Message, MessageConnections
+from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
 from shotcast.units import align_up
-from shotcast.wire import CallPlan, HeaderWords, Op
+from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,19 @@ _PATIENCE_S = 0.4
 _SILENT_S = 0.25
 """A rank that waits in a call shows it more often than this; one that does not is stopped."""
 _CONNECT_S = 60.0
+_PROBES, _PROBE_BYTES = 4, 1 << 20
+
+
+class NetworkSpeed(NamedTuple):
+    """The network between the nodes, as measured when they connected.
+
+    Attributes:
+        step_us: the time of a step in which all nodes exchange frames without data.
+        gbps: the rate at which each rank sends while all do, in 1e9 bytes a second.
+    """
+
+    step_us: float
+    gbps: float
 
 
 class HostsExecutor(CpuExecutor):
@@ -86,6 +104,7 @@ class HostsExecutor(CpuExecutor):
         self._numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of messages to and from each rank
         self._network_headers: tuple[int, list[HeaderWords | None]] | None = None
         self._connections, self._control, self.messages = self._connect()
+        self.network = self._measure()
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -95,6 +114,36 @@ class HostsExecutor(CpuExecutor):
             self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
         control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
         return made, control, MessageConnections(made.listener, made.hellos)
+
+    def _measure(self) -> NetworkSpeed:
+        """Measure the network by a few exchanges between all nodes. Collective; the same on all ranks.
+
+        Raises ConfigError on all ranks if the exchanges fail.
+        """
+        nodes, ranks = self._nodes.nodes, len(self._members)
+        slice_bytes = align_up(_PROBE_BYTES // (nodes - 1), 64)
+        plan = CallPlan(Op.ALL_REDUCE, "vendor", "float32", slice_bytes * ranks, launch=LaunchShape(0, 0, 0))
+        meeting = BoundCall(self, CallPlan(Op.BARRIER, "vendor", "uint8", 0), BARRIER)
+        exchange = BoundCall(self, plan, ALL_REDUCE)
+        x = torch.zeros(plan.nbytes // 4)
+        failure, times = "", []
+        for call in (meeting, exchange):
+            call.load()
+            self._hosts.barrier()
+            tried = []
+            for _ in range(_PROBES):
+                began = time.perf_counter()
+                call.run(x, x)
+                tried.append(1e6 * (time.perf_counter() - began))
+            times.append(min(tried))
+        if (fault := self.fault()) is not None:
+            failure = f"the network could not be measured: {fault}"
+        raise_failures(self._hosts, failure)
+        step_us = max(self._hosts.all_gather(times[0]))
+        transfer_us = max(max(self._hosts.all_gather(times[1])) - step_us, 0.01)
+        super().clear(0)
+        self._hosts.barrier()
+        return NetworkSpeed(step_us, (nodes - 1) * slice_bytes / transfer_us / 1e3)
 
     def _disconnect(self) -> None:
         self._control.close()
