@@ -28,6 +28,7 @@ from shotcast.cli.engine_options import (
     say,
 )
 from shotcast.cli.options import Device, DeviceOption
+from shotcast.errors import ConfigError
 
 
 def serve(
@@ -112,9 +113,13 @@ def serve(
     )
     import logging
 
+    from shotcast import env
     from shotcast.engine.async_llm import AsyncLLM
     from shotcast.engine.tokenizer import Tokenizer
 
+    job = env.job()
+    if restart and job is not None:
+        raise ConfigError("--restart is for ranks that this process starts; torchrun has --max-restarts for its own")
     Tokenizer.find(model)
     # until the server listens and handles these signals itself, exit in order
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,6 +134,8 @@ def serve(
         options["device"] = llm.config.device  # a restart must take the same device
         return llm
 
+    if job is not None and job.rank != 0:
+        start()  # which serves rank 0, and does not return
     if restart:
         raise typer.Exit(run_with_restarts(start, config, listening))
     with bind(config) as address:

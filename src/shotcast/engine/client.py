@@ -11,11 +11,10 @@ import queue
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from typing import Any, NamedTuple
@@ -36,8 +35,10 @@ from shotcast.engine.messages import (
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats
 from shotcast.engine.requests import CheckedPrompt, Request, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
+from shotcast.engine.start_facts import require_ranks, start_facts
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
+from shotcast.launcher.job import JobLeader, JobMember
 from shotcast.launcher.spawn import RankGroup
 from shotcast.models.generation_config import FILE, read_sampling_defaults
 from shotcast.models.memory_estimate import require_division
@@ -67,8 +68,9 @@ UpdateCallback = Callable[[list[RequestUpdate]], None]
 class EngineClient:
     """Starts the ranks of an engine, passes requests to them, and notices when they end.
 
-    Under torchrun, rank 0 of the job starts one process, which takes its place among the ranks; the other ranks become
-    ranks of the engine, and exit when it ends: for them this constructor does not return.
+    Under torchrun, on one host or on several, rank 0 of the job starts one process, which takes its place among the
+    ranks; the other ranks become ranks of the engine, and exit when it ends: for them this constructor does not return.
+    All ranks have to give the same options, and the same model.
 
     Attributes:
         config: the configuration, with the selected device.
@@ -82,11 +84,22 @@ class EngineClient:
     """
 
     def __init__(self, config: EngineConfig):
+        job = env.job()
+        if job is not None and job.rank != 0:
+            JobMember(job, config.timeout_s).run(lambda: _as_member(config), worker.worker_main)
+        leader = JobLeader(job, config.timeout_s) if job is not None else None
+        with leader.refusing() if leader is not None else contextlib.nullcontext():
+            self._start(config, leader)
+
+    def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
             require_division(checkpoint.config, config.tensor_parallel, config.pipeline_parallel)
         self.sampling_defaults = _sampling_defaults(config)
+        if leader is not None:
+            leader.gather(start_facts(config))
+            require_ranks(config, leader.world_size)
         self._dead: EngineDead | None = None
         self._closing = False
         self._timeout_reason = ""
@@ -95,20 +108,16 @@ class EngineClient:
         self._death_callbacks: list[Callable[[EngineDead], None]] = []
         self._next_id = itertools.count()
         self._stats = EngineStats()
-        job = env.job()
-        if job is not None and job.rank != 0:
-            worker.worker_main(config, "", b"")
-            sys.exit(0)
         key = secrets.token_bytes(32)
         self._owner_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
         self._address = address = os.path.join(self._folder, "engine")
         try:
             self._listener = Listener(address, authkey=key)
-            if job is None:
+            if leader is None:
                 self._ranks = RankGroup.start(worker.worker_main, config.ranks, config, address, key)
             else:
-                self._ranks = RankGroup.start_in_place(worker.worker_main, config, address, key)
+                self._ranks = RankGroup.start_in_place(leader, worker.worker_main, config, address, key)
         except BaseException as error:
             if hasattr(self, "_listener"):
                 self._listener.close()
@@ -284,7 +293,7 @@ class EngineClient:
         while True:
             if not connection.poll(timeout_s):
                 self._timeout_reason = f"rank 0 has given no sign of life for {timeout_s:g} s"
-                self._ranks.kill()
+                self._ranks.kill(self._timeout_reason)
                 return
             message = connection.recv()
             if message is None:
@@ -315,12 +324,13 @@ class EngineClient:
     def _watch_ranks(self) -> None:
         """Wait for the end of the ranks, and tell all callbacks."""
         failure = self._ranks.wait()
-        self._ranks.end()
+        reason = self._timeout_reason or _reason(failure)
+        self._ranks.end("" if self._closing else reason)
         with self._lock:
             if self._closing:
                 self._loaded.set()
                 return
-            self._dead = EngineDead(self._timeout_reason or _reason(failure))
+            self._dead = EngineDead(reason)
             self._dead.__cause__ = failure.__cause__ if failure is not None and failure.__cause__ else failure
             callbacks, self._callbacks = self._callbacks, {}
             death_callbacks, self._death_callbacks = self._death_callbacks, []
@@ -359,6 +369,12 @@ class EngineClient:
             on_update([RequestUpdate(name, EngineDead("it was closed"), time.perf_counter())])
 
 
+def _as_member(config: EngineConfig) -> tuple[Mapping[str, str], tuple[Any, ...]]:
+    """Return the facts of a rank that has no client, and the arguments of its main function."""
+    config = select_device(config)
+    return start_facts(config), (config, "", b"")
+
+
 def _sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     """Return the sampling parameters of the model's files. Raise ConfigError if they make no sense."""
     defaults = read_sampling_defaults(config.model, config.generation_config)
@@ -377,4 +393,4 @@ def _reason(failure: RankFailed | None) -> str:
         return "its ranks ended without an error message"
     if isinstance(failure.__cause__, ShotcastError):
         return f"rank {failure.rank}: {failure.__cause__}"
-    return str(failure)
+    return f"rank {failure.rank} failed: {failure.detail}"

@@ -112,8 +112,6 @@ def communicators(
     Returns:
         The communicator of all ranks, and that of the stage.
 
-    Raises:
-        ConfigError: the job has another number of ranks.
     """
     pipelined = config.pipeline_parallel > 1
     stage_bytes = max_bytes if config.tensor_parallel > 1 else _MIN_WORKSPACE
@@ -124,11 +122,6 @@ def communicators(
             timeout_s=max(config.timeout_s, _LOADING_TIMEOUT_S),
         )
     )
-    if job.world_size != config.ranks:
-        raise ConfigError(
-            f"tensor_parallel x pipeline_parallel is {config.tensor_parallel} x {config.pipeline_parallel}, but "
-            f"the job has {job.world_size} ranks"
-        )
     if not pipelined:
         return job, job
     comm = job.split(job.rank // config.tensor_parallel, max_bytes=stage_bytes)
@@ -181,7 +174,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
         ConfigError: the weights, or a cache of ``kv_cache_bytes``, do not fit.
     """
     on_gpu = config.device == "cuda"
-    sharers = -(-local_world_size() // torch.cuda.device_count()) if on_gpu else config.ranks
+    sharers = -(-local_world_size() // torch.cuda.device_count()) if on_gpu else local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")

@@ -1,8 +1,9 @@
 """Connections between the ranks of an engine beside their collectives.
 
 They carry plans from rank 0 to all other ranks, and sampled tokens from the last pipeline stage back to rank 0. They
-are connections of :mod:`multiprocessing`: over a Unix socket if all ranks are on one machine, over TCP otherwise. Each
-end proves that it knows a key, which the communicator broadcasts. A rank whose peer is gone gets ConnectionError.
+are connections of :mod:`multiprocessing`: over a Unix socket if all ranks are on one host, over TCP otherwise. Each end
+proves that it knows a key, which the communicator broadcasts (over TCP, SHOTCAST_SECRET too). A rank whose peer is gone
+gets ConnectionError.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import secrets
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
@@ -20,33 +20,61 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.rank_device import local_world_size
 from shotcast.engine.model_runner import ModelRunnerOutput
 from shotcast.engine.step_plan import ScheduledSequence, StepPlan
 from shotcast.errors import ShotcastError
+from shotcast.hardware.interfaces import address_of_this_host
+from shotcast.launcher.tcp_channels import TcpListener, connect
+from shotcast.transport.network.handshake import connection_key, new_key
 
 _INVITATION_BYTES = 512
+_ACCEPT_S = 60.0
+"""Seconds in which each of the other hosts' ranks has to connect, once all know where."""
 
 
 class DriverChannel:
     """Rank 0's connections: it sends plans to the other ranks and receives the outputs of ``output_rank``.
 
     If ``output_rank`` is rank 0, there is nothing to receive.
+
+    Args:
+        job: the communicator of all ranks.
+        output_rank: the rank that reports.
+        silence_s: how long another host may give no sign of life.
     """
 
-    def __init__(self, job: Communicator, output_rank: int):
+    def __init__(self, job: Communicator, output_rank: int, silence_s: float):
         self._connections: dict[int, Connection] = {}
         self._output_rank = output_rank
         if job.world_size == 1:
             return
-        key = secrets.token_bytes(32)
-        local = os.environ.get("LOCAL_WORLD_SIZE", "") == str(job.world_size)
-        with tempfile.TemporaryDirectory(prefix="shotcast-", dir=env.socket_dir()) as folder:
-            address = os.path.join(folder, "ranks") if local else (os.environ["MASTER_ADDR"], 0)
-            with Listener(address, backlog=job.world_size, authkey=key) as listener:
-                _broadcast_invitation(job, (listener.address, key))
-                for _ in range(job.world_size - 1):
-                    connection = listener.accept()
-                    self._connections[connection.recv()] = connection
+        if local_world_size() == job.world_size:
+            self._accept_local(job)
+        else:
+            self._accept_remote(job, silence_s)
+
+    def _accept_local(self, job: Communicator) -> None:
+        key = new_key()
+        with (
+            tempfile.TemporaryDirectory(prefix="shotcast-", dir=env.socket_dir()) as folder,
+            Listener(os.path.join(folder, "ranks"), backlog=job.world_size, authkey=key) as listener,
+        ):
+            _broadcast_invitation(job, (listener.address, key))
+            for _ in range(job.world_size - 1):
+                connection = listener.accept()
+                self._connections[connection.recv()] = connection
+
+    def _accept_remote(self, job: Communicator, silence_s: float) -> None:
+        key = new_key()
+        listener = TcpListener(address_of_this_host(os.environ["MASTER_ADDR"]), connection_key(key), silence_s)
+        with contextlib.closing(listener):
+            _broadcast_invitation(job, (listener.address, key))
+            while absent := [rank for rank in range(1, job.world_size) if rank not in self._connections]:
+                connection = listener.accept(_ACCEPT_S)
+                if connection is None:
+                    raise ShotcastError(f"ranks {absent} have not connected to rank 0 within {_ACCEPT_S:g} s")
+                self._connections[connection.recv()] = connection
 
     def send_plan(self, plan: StepPlan | None) -> None:
         """Send a plan to every other rank. None ends them."""
@@ -78,11 +106,18 @@ class DriverChannel:
 
 
 class WorkerChannel:
-    """The connection of another rank to rank 0."""
+    """The connection of another rank to rank 0.
 
-    def __init__(self, job: Communicator):
+    Args:
+        job, silence_s: as for :class:`DriverChannel`.
+    """
+
+    def __init__(self, job: Communicator, silence_s: float):
         address, key = _broadcast_invitation(job, None)
-        self._connection = Client(address, authkey=key)
+        if isinstance(address, str):
+            self._connection = Client(address, authkey=key)
+        else:
+            self._connection = connect(address, connection_key(key), silence_s, _ACCEPT_S)
         self._connection.send(job.rank)
 
     def recv_plan(self) -> StepPlan | None:

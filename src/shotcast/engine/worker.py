@@ -50,7 +50,7 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
             comm.check()
 
         if requests is not None:
-            channel = DriverChannel(job, config.output_rank)
+            channel = DriverChannel(job, config.output_rank, config.timeout_s)
             stack.callback(channel.close)
             client = ClientConnection(requests)
             core = EngineCore(config, info, runner, channel, client, check)
@@ -59,7 +59,7 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
             stack.callback(client.stop_heartbeat)
             core.run()
         else:
-            worker_channel = WorkerChannel(job)
+            worker_channel = WorkerChannel(job, config.timeout_s)
             stack.callback(worker_channel.close)
             worker_loop(runner, worker_channel, job.rank == config.output_rank, check)
 

@@ -1,1 +1,1 @@
-"""Start the ranks of a job on one machine, and watch over them."""
+"""Start the ranks of a job on one machine, or join those that something else started, and watch over them."""

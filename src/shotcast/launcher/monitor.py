@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
+from typing import Any, Protocol
 
 from shotcast.errors import RankFailed
-from shotcast.launcher.rank_handle import EXIT_GRACE_S, RankHandle
+from shotcast.launcher.rank_handle import EXIT_GRACE_S, Failure, RankHandle
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +21,25 @@ _TERM_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL."""
 
 
-def wait_for_reports(ranks: Sequence[RankHandle], deadline: float | None, *, stop_at_failure: bool) -> bool:
+class WatchedRank(Protocol):
+    """A rank whose report is awaited: a process started here, or one of another host that is connected."""
+
+    rank: int
+    failure: Failure | None
+
+    @property
+    def finished(self) -> bool:
+        """True once it has reported or failed."""
+
+    @property
+    def ends(self) -> list[Any]:
+        """The pipes and processes to wait for until there is something to receive."""
+
+    def receive(self) -> None:
+        """Take its report, or note that it ended without one."""
+
+
+def wait_for_reports(ranks: Sequence[WatchedRank], deadline: float | None, *, stop_at_failure: bool) -> bool:
     """Wait until all ranks have reported; return True if the deadline passed first.
 
     With ``stop_at_failure`` a failure ends the wait, after a moment in which its cause may still be reported.
@@ -29,9 +48,9 @@ def wait_for_reports(ranks: Sequence[RankHandle], deadline: float | None, *, sto
         now = time.monotonic()
         if deadline is not None and now >= deadline:
             return True
-        ends = {end: rank for rank in unfinished for end in (rank.results, rank.process.sentinel)}
+        ends = {end: rank for rank in unfinished for end in rank.ends}
         ready = wait(list(ends), None if deadline is None else deadline - now)
-        for rank in dict.fromkeys(ends[end] for end in ready):  # type: ignore[index]
+        for rank in dict.fromkeys(ends[end] for end in ready):
             rank.receive()
         failures = [rank.failure for rank in ranks if rank.failure is not None]
         if failures and stop_at_failure:
@@ -71,7 +90,7 @@ def timeout_detail(rank: RankHandle, unfinished: Sequence[RankHandle], timeout_s
     return f"ranks that had not finished within {timeout_s:g} s: {names}; they were ended{position}"
 
 
-def root_cause(failed: Sequence[RankHandle]) -> RankFailed:
+def root_cause(failed: Sequence[WatchedRank]) -> RankFailed:
     """Return the failure that is least likely to be the consequence of another; among equals, the first one."""
     rank = min(failed, key=lambda rank: rank.failure.consequence if rank.failure else 0)
     assert rank.failure is not None

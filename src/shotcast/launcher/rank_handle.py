@@ -86,14 +86,22 @@ class RankHandle:
     failure: Failure | None = None
 
     @classmethod
-    def create(cls, rank: int, env: dict[str, str], payload: bytes, namespaces: Sequence[int] = ()) -> RankHandle:
-        """Create the pipes and the process object; :meth:`start` starts the process."""
+    def create(
+        cls,
+        rank: int,
+        env: dict[str, str],
+        payload: bytes,
+        namespaces: Sequence[int] = (),
+        own_group: bool = False,
+    ) -> RankHandle:
+        """Create the pipes and the process object; :meth:`start` starts the process, perhaps in its own group."""
         context = multiprocessing.get_context("forkserver")
         results, results_w = context.Pipe(duplex=False)
         stacks, stacks_w = context.Pipe(duplex=False)
         alive_r, alive = context.Pipe(duplex=False)
         child_ends = (results_w, stacks_w, alive_r)
-        process = RankProcess(target=run_rank, args=(CallerContext.current(env, namespaces), payload, *child_ends))
+        caller = CallerContext.current(env, namespaces, own_group)
+        process = RankProcess(target=run_rank, args=(caller, payload, *child_ends))
         process.name = f"shotcast rank {rank}"
         return cls(rank, process, results, stacks, alive, child_ends)
 
@@ -107,6 +115,11 @@ class RankHandle:
     @property
     def finished(self) -> bool:
         return self.reported or self.failure is not None
+
+    @property
+    def ends(self) -> list[Any]:
+        """The pipe of its report and the sentinel of its process, one of which becomes ready."""
+        return [self.results, self.process.sentinel]
 
     @property
     def succeeded(self) -> bool:
@@ -123,14 +136,7 @@ class RankHandle:
             self.record_exit(timeout_s=EXIT_GRACE_S)
             return
         self.reported = True
-        kind, value, text = pickle.loads(report)
-        if kind == "error":
-            self.failure = Failure(text, exception=_unpickle(value))
-            return
-        try:
-            self.value = pickle.loads(value)
-        except Exception:
-            self.failure = Failure(f"its return value cannot be unpickled here\n{traceback.format_exc()}")
+        self.value, self.failure = read_report(report)
 
     def record_exit(self, timeout_s: float) -> None:
         """Record an exit that was not a clean one; the process has ended or is about to."""
@@ -167,6 +173,17 @@ class RankHandle:
         for connection in (self.results, self.stacks, self.alive, *self.child_ends):
             connection.close()
         self.process.close()
+
+
+def read_report(report: bytes) -> tuple[Any, Failure | None]:
+    """Return the value that a rank reports, and its failure if it failed."""
+    kind, value, text = pickle.loads(report)
+    if kind == "error":
+        return None, Failure(text, exception=_unpickle(value))
+    try:
+        return pickle.loads(value), None
+    except Exception:
+        return None, Failure(f"its return value cannot be unpickled here\n{traceback.format_exc()}")
 
 
 def _unpickle(data: bytes | None) -> BaseException | None:

@@ -56,9 +56,10 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         socket_dir()
-        # The server ignores Ctrl-C only after its imports. Until then it must not see one: it inherits SIGINT blocked.
-        multiprocessing.resource_tracker.ensure_running()  # otherwise the server starts it, which unblocks SIGINT
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The server ends with this process, not by a signal to both, which ranks may have to outlive for a while: it
+        # inherits both signals blocked. (It ignores SIGINT itself, but only after its imports.)
+        multiprocessing.resource_tracker.ensure_running()  # otherwise the server starts it, which unblocks them
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             _server.ensure_running()
         finally:
@@ -70,6 +71,10 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
         with open(write_fd, "wb", closefd=True) as file:
             file.write(buffer.getbuffer())
         self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
+
+
+_BLOCKED = {signal.SIGINT, signal.SIGTERM}
+"""Signals that the server of the ranks does not take, and that a rank takes once it is prepared for them."""
 
 
 class RankProcess(ForkServerProcess):
@@ -139,6 +144,7 @@ class CallerContext:
         main: how the rank imports the caller's script.
         streams: standard output and error, by descriptor, if open.
         namespaces: the namespaces that the rank enters, those of a simulated host.
+        own_group: the rank leaves the caller's process group, so that signals to the group do not reach it.
     """
 
     env: dict[str, str]
@@ -148,9 +154,10 @@ class CallerContext:
     cores: set[int]
     niceness: int
     namespaces: tuple[_Descriptor, ...] = ()
+    own_group: bool = False
 
     @classmethod
-    def current(cls, env: dict[str, str], namespaces: Sequence[int] = ()) -> CallerContext:
+    def current(cls, env: dict[str, str], namespaces: Sequence[int] = (), own_group: bool = False) -> CallerContext:
         streams = {}
         for number in (1, 2):
             with contextlib.suppress(OSError):
@@ -164,6 +171,7 @@ class CallerContext:
             os.sched_getaffinity(0),
             os.nice(0),
             tuple(map(_Descriptor, namespaces)),
+            own_group,
         )
 
     def apply(self) -> None:
@@ -201,9 +209,11 @@ def run_rank(
     _die_with(alive.fileno())
     for pipe in (results, stacks, alive):
         os.set_inheritable(pipe.fileno(), False)
+    if caller.own_group:
+        os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C too and ends the ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
     try:
         caller.apply()
         _apply_env()
@@ -212,12 +222,12 @@ def run_rank(
         fn, args = pickle.loads(payload)
         value = fn(*args)
     except BaseException as error:
-        results.send_bytes(_error_report(error))
+        results.send_bytes(error_report(error))
         sys.stdout.flush()
         sys.stderr.flush()
         # Threads of a broken job may block an orderly exit, and none is needed.
         os._exit(1)
-    results.send_bytes(_value_report(value))
+    results.send_bytes(value_report(value))
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -252,7 +262,8 @@ def _importing_main() -> Iterator[None]:
         running_main = False
 
 
-def _value_report(value: Any) -> bytes:
+def value_report(value: Any) -> bytes:
+    """Return the report of a rank whose function returned ``value``."""
     try:
         return pickle.dumps(("value", pickle.dumps(value), ""))
     except Exception as error:
@@ -260,7 +271,8 @@ def _value_report(value: Any) -> bytes:
         return pickle.dumps(("error", None, text))
 
 
-def _error_report(error: BaseException) -> bytes:
+def error_report(error: BaseException) -> bytes:
+    """Return the report of a rank whose function raised ``error``."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
         text = f"called sys.exit({error.code!r})\n{text}"

@@ -31,7 +31,15 @@ import torch.distributed as dist
 from shotcast.errors import ConfigError, RankFailed
 from shotcast.hardware.detect import available_cores
 from shotcast.launcher import rank_process
-from shotcast.launcher.monitor import join_all, root_cause, terminate_all, timeout_detail, wait_for_reports
+from shotcast.launcher.job import JobLeader, RemoteRank, Word
+from shotcast.launcher.monitor import (
+    WatchedRank,
+    join_all,
+    root_cause,
+    terminate_all,
+    timeout_detail,
+    wait_for_reports,
+)
 from shotcast.launcher.rank_handle import Failure, RankHandle
 from shotcast.launcher.rank_process import main_of_caller
 
@@ -109,8 +117,9 @@ class RankGroup:
     """The processes of a job's ranks. They run while the caller goes on, and end when it does.
 
     Attributes:
-        ranks: the handles of the processes, by rank.
+        ranks: the handles of the processes that are started here, by rank.
         pids: the process ids, by rank.
+        others: the ranks that something else started, perhaps on other hosts.
     """
 
     def __init__(
@@ -119,9 +128,12 @@ class RankGroup:
         environments: Mapping[int, dict[str, str]],
         store: dist.Store | None,
         namespaces: Mapping[int, Sequence[int]] | None = None,
+        others: Sequence[RemoteRank] = (),
+        own_group: bool = False,
     ):
         self._store = store  # the store must live as long as the ranks
         self.ranks: list[RankHandle] = []
+        self.others = list(others)
         self.pids: list[int] = []
         # at exit, multiprocessing waits for processes that still run
         atexit.register(self.kill)
@@ -129,7 +141,8 @@ class RankGroup:
         try:
             for number, environment in environments.items():
                 # recorded before it runs, as an interrupt may come at any moment
-                self.ranks.append(RankHandle.create(number, environment, payload, (namespaces or {}).get(number, ())))
+                spaces = (namespaces or {}).get(number, ())
+                self.ranks.append(RankHandle.create(number, environment, payload, spaces, own_group))
                 self.ranks[-1].start()
                 self.pids.append(self.ranks[-1].process.pid or 0)
         except BaseException:
@@ -179,11 +192,19 @@ class RankGroup:
         return cls(_pickle_call(fn, args), environments, store, namespaces)
 
     @classmethod
-    def start_in_place(cls, fn: Callable[..., Any], *args: Any) -> RankGroup:
-        """Start one process that replaces this one, which torchrun started as a rank: same rank, same store."""
+    def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any) -> RankGroup:
+        """Start one process in the place of this one, rank 0 of a job, and tell the other ranks to begin.
+
+        The process has a group of its own: torchrun passes its signals to the group, and this process decides whether
+        running work may end first.
+        """
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         environment = _with_threads(dict(os.environ), local_world_size)
-        return cls(_pickle_call(fn, args), {int(os.environ["RANK"]): environment}, None)
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists, in this process or in torchrun's
+        environments = {int(os.environ["RANK"]): environment}
+        group = cls(_pickle_call(fn, args), environments, leader.store, others=leader.members, own_group=True)
+        leader.begin()
+        return group
 
     def results(self, timeout_s: float | None = None, *, return_exceptions: bool = False) -> list[Any]:
         """Wait for the ranks, end them, and return their results by rank; :func:`spawn` describes the arguments."""
@@ -214,18 +235,38 @@ class RankGroup:
 
         After a failure the other ranks still run: the thread that waits must end them.
         """
-        wait_for_reports(self.ranks, None, stop_at_failure=True)
-        failed = [rank for rank in self.ranks if rank.failure is not None]
+        ranks: list[WatchedRank] = [*self.ranks, *self.others]
+        wait_for_reports(ranks, None, stop_at_failure=True)
+        failed = [rank for rank in ranks if rank.failure is not None]
         return root_cause(failed) if failed else None
 
-    def kill(self) -> None:
-        """Kill all processes, from any thread. Does nothing in a process forked from the one that started them."""
-        for pid in self.pids if os.getpid() == self._owner else ():
+    def kill(self, reason: str = "") -> None:
+        """Kill all processes, and have other ranks end, from any thread.
+
+        Does nothing in a process forked from the one that started them.
+
+        Args:
+            reason: why, for the other ranks; "" where it is no failure.
+        """
+        if os.getpid() != self._owner:
+            return
+        for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for other in self.others:
+            other.tell(Word(reason))
+            other.stop_receiving()
 
-    def end(self) -> None:
-        """End the processes that still run, and close everything that was opened for them."""
+    def end(self, reason: str = "") -> None:
+        """End the processes that still run, and close everything that was opened for them; have the other ranks end.
+
+        The connections to these stay open: after a failure, they wait for the end of this process, for some seconds.
+
+        Args:
+            reason: as in :meth:`kill`.
+        """
+        for other in self.others:
+            other.tell(Word(reason))
         terminate_all(self.ranks)
         for rank in self.ranks:
             rank.close()

@@ -1,0 +1,43 @@
+"""The facts that the ranks of a job must share where something else than this package started them."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+
+import torch
+
+from shotcast import __version__
+from shotcast.engine.config import EngineConfig
+from shotcast.errors import ConfigError
+from shotcast.models.fingerprint import fingerprints
+
+_OWN = ("model", "progress", "generation_config")
+"""Options that may differ: where a host keeps the model, and what rank 0 alone uses."""
+
+
+def start_facts(config: EngineConfig) -> dict[str, str]:
+    """Return what this rank was started with, in words, by name: versions, options and the files of the model.
+
+    Args:
+        config: the configuration, with the selected device.
+
+    Raises:
+        ConfigError: there is no such model on this host.
+    """
+    options = {name: repr(value) for name, value in asdict(config).items() if name not in _OWN}
+    versions = {
+        "the version of shotcast": __version__,
+        "the version of torch": torch.__version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    return versions | options | fingerprints(config.model)
+
+
+def require_ranks(config: EngineConfig, world_size: int) -> None:
+    """Raise ConfigError unless the layout has as many ranks as the job."""
+    if config.ranks != world_size:
+        raise ConfigError(
+            f"tensor_parallel x pipeline_parallel is {config.tensor_parallel} x {config.pipeline_parallel}, but the "
+            f"job has {world_size} ranks: they have to be equal (torchrun: nnodes x nproc-per-node)"
+        )

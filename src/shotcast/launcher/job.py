@@ -1,0 +1,386 @@
+"""A job whose ranks something else started, such as torchrun on several hosts.
+
+The process of rank 0 leads. Every other rank connects to it before anything else, says what it was started with, and
+waits for the word to begin. Over the same connection it reports how it ended, and hears why the job ends. So all ranks
+refuse together what does not fit together, the end of one is known to all others at once, and the error names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from shotcast.env import JobEnv
+from shotcast.errors import ConfigError, EngineDead, ShotcastError, UnsupportedError
+from shotcast.hardware.interfaces import address_of_this_host
+from shotcast.launcher.rank_handle import Failure, read_report
+from shotcast.launcher.rank_process import error_report, value_report
+from shotcast.launcher.tcp_channels import TcpListener, connect
+from shotcast.transport.network.handshake import connection_key, new_key
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 120.0
+"""Seconds in which all ranks have to come."""
+_HELLO_S = 10.0
+"""Seconds from a connection to the words that say whose it is."""
+_VERDICT_S = 5.0
+"""Seconds that a rank which failed waits to hear which rank was to blame."""
+_LEAVE_S = 1.0
+"""Seconds that a rank has to end by itself, after it has heard that the job ends in order, before it is ended."""
+_LINGER_S = 5.0
+"""Seconds that a rank stays after a failure unless the process of rank 0 ends first.
+
+torchrun ends all ranks of a host when one has ended, and rank 0 has to tell its clients before.
+"""
+_SHOWN_DIFFERENCES = 4
+_FACTS, _REPORT = b"f", b"r"
+"""The first byte of what a rank sends: what it was started with, or how it ended."""
+_PREFIX, _LEADERS, _LEADER = "shotcast/job", "leaders", "leader"
+
+
+@dataclass(slots=True, eq=False)
+class RemoteRank:
+    """A rank that this process has not started, as the leader sees it.
+
+    Attributes:
+        rank, host: its number, and the name of its host.
+        connection: where it reports, and hears when to begin and why the job ends.
+        facts: what it was started with.
+        reported: it has reported a result or an exception.
+        left: it needs to be told nothing any more.
+    """
+
+    rank: int
+    host: str
+    connection: Connection
+    facts: Mapping[str, str] | None = None
+    reported: bool = False
+    failure: Failure | None = None
+    left: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def finished(self) -> bool:
+        return self.reported or self.failure is not None
+
+    @property
+    def ends(self) -> list[Any]:
+        return [self.connection]
+
+    def receive(self) -> None:
+        """Take its report or, before that, its facts; or note that it is gone."""
+        try:
+            message = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            self.failure = Failure(f"host {self.host}: its process ended, or its host cannot be reached", killed=True)
+            return
+        kind, content = message[:1], message[1:]
+        if kind == _FACTS:
+            self.facts = json.loads(content)
+            return
+        self.reported = True
+        _, self.failure = read_report(content)
+        if self.failure is not None:
+            self.failure.detail = f"host {self.host}: {self.failure.detail}"
+
+    def tell(self, word: Word) -> None:
+        """Tell the rank to begin or, once, why it is to end. Any thread may call this."""
+        with self._lock, contextlib.suppress(OSError):  # then it is gone
+            if not self.left:
+                self.left = word.reason is not None
+                self.connection.send_bytes(json.dumps([word.reason, word.refused]).encode())
+
+    def stop_receiving(self) -> None:
+        """Let :meth:`receive` find the end of the connection, from any thread. What was told still arrives."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RD)
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word of the leader: to begin (``reason`` is None), or to end.
+
+    Attributes:
+        reason: why the job ends; "" where it ends in order.
+        refused: the configuration was refused, before the rank began.
+    """
+
+    reason: str | None = None
+    refused: bool = False
+
+
+class JobLeader:
+    """The other ranks of a job, in the process of its rank 0.
+
+    Args:
+        job: this rank.
+        silence_s: how long another host may give no sign of life.
+
+    Attributes:
+        members: the other ranks that have come.
+        world_size: the ranks of the job.
+
+    Raises:
+        ConfigError: the job has had a leader before, or other hosts cannot reach this one.
+    """
+
+    def __init__(self, job: JobEnv, silence_s: float):
+        self.members: list[RemoteRank] = []
+        self.world_size = job.world_size
+        self._store = _job_store(job)
+        if self._store.add(_LEADERS, 1) > 1:
+            raise ConfigError("the ranks of this job have served already; each needs a job of its own")
+        key = new_key()
+        try:
+            address = address_of_this_host(os.environ["MASTER_ADDR"])
+            self._listener = TcpListener(address, connection_key(key), silence_s)
+        except ConfigError as error:
+            self._refuse(str(error), True)
+            raise
+        self._store.set(
+            _LEADER,
+            json.dumps({"address": self._listener.address, "key": key.hex(), "host": socket.gethostname()}),
+        )
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Tell all ranks the error that is raised within, if one is."""
+        try:
+            yield
+        except BaseException as error:
+            self._listener.close()
+            refused = isinstance(error, ConfigError | UnsupportedError)
+            text = str(error) if isinstance(error, Exception) else f"rank 0 ended ({type(error).__name__})"
+            text = error.reason if isinstance(error, EngineDead) else text
+            self._refuse(text, refused)
+            raise
+
+    def _refuse(self, text: str, refused: bool) -> None:
+        """Tell why the job ends to the ranks that have come, and to those that will."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which they find out
+            self._store.set(_LEADER, json.dumps({"error": text, "refused": refused}))
+        for member in self.members:
+            member.tell(Word(text, refused))
+
+    def gather(self, facts: Mapping[str, str], timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Wait until all ranks have come, and compare what they were started with.
+
+        Raises:
+            ConfigError: some rank did not come, was started with something else than rank 0, or found an error.
+            EngineDead: a rank ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while unknown := self._unknown():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                ranks = ", ".join(map(str, unknown))
+                raise ConfigError(
+                    f"ranks {ranks} of {self.world_size} did not come within {timeout_s:g} s; what they or their "
+                    "hosts printed says why"
+                )
+            waiting = {member.connection.fileno(): member for member in self.members if member.facts is None}
+            for end in wait([self._listener.fileno(), *waiting], remaining):
+                if end == self._listener.fileno():
+                    self._accept()
+                    continue
+                assert isinstance(end, int)
+                member = waiting[end]
+                member.receive()
+                if member.failure is not None:
+                    if isinstance(cause := member.failure.exception, ConfigError):
+                        raise ConfigError(f"rank {member.rank} (host {member.host}): {cause}")
+                    raise EngineDead(f"rank {member.rank}: {member.failure.detail}")
+        self._listener.close()
+        different = [text for member in self.members for text in _differences(member, facts)]
+        if different:
+            more = len(different) - _SHOWN_DIFFERENCES
+            shown = "; ".join(different[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+            raise ConfigError(f"the ranks were not started alike: {shown}")
+
+    @property
+    def store(self) -> dist.Store:
+        """The store of the job, which has to live as long as the ranks."""
+        return self._store
+
+    def begin(self) -> None:
+        """Give all ranks the word to begin."""
+        for member in self.members:
+            member.tell(Word())
+
+    def _unknown(self) -> list[int]:
+        known = {member.rank for member in self.members if member.facts is not None}
+        return [rank for rank in range(1, self.world_size) if rank not in known]
+
+    def _accept(self) -> None:
+        connection = self._listener.accept(0.0)
+        with contextlib.suppress(EOFError, OSError):
+            if connection is not None and connection.poll(_HELLO_S):
+                rank, host = json.loads(connection.recv_bytes())
+                self.members.append(RemoteRank(rank, host, connection))
+
+
+def _differences(member: RemoteRank, facts: Mapping[str, str]) -> Iterator[str]:
+    """Yield each difference between what a rank was started with and the facts of rank 0, in words."""
+    assert member.facts is not None
+    for name in dict.fromkeys((*facts, *member.facts)):
+        here, there = facts.get(name, "absent"), member.facts.get(name, "absent")
+        if here != there:
+            yield f"{name} is {there} on rank {member.rank} (host {member.host}) and {here} on rank 0"
+
+
+@dataclass(slots=True)
+class JobMember:
+    """Another rank than 0 of a job, in its own process: it serves until the job ends.
+
+    Args:
+        job: this rank.
+        silence_s: how long the host of rank 0 may give no sign of life.
+    """
+
+    job: JobEnv
+    silence_s: float
+    _connection: Connection = field(init=False)
+    _leader_host: str = field(init=False, default="")
+    _word: Word | None = field(init=False, default=None)
+    _begun: threading.Event = field(init=False, default_factory=threading.Event)
+    _ended: threading.Event = field(init=False, default_factory=threading.Event)
+    _alone: threading.Event = field(init=False, default_factory=threading.Event)
+    _left: threading.Event = field(init=False, default_factory=threading.Event)
+
+    def run(self, facts: Callable[[], tuple[Mapping[str, str], tuple[Any, ...]]], fn: Callable[..., Any]) -> NoReturn:
+        """Join the leader, call ``fn`` when it says so, and exit when that returns or the job ends.
+
+        Args:
+            facts: returns what this rank was started with, and the arguments of ``fn``.
+            fn: what this rank does.
+
+        Raises:
+            ConfigError: the ranks, or one of them, were refused before they began.
+            SystemExit: the job has ended in order.
+        """
+        self._join()
+        _ignore_one_signal(self.job.rank)
+        threading.Thread(target=self._listen, name="shotcast-job", daemon=True).start()
+        try:
+            found, arguments = facts()
+        except BaseException as error:
+            self._report(_REPORT + error_report(error))
+            self._left.set()
+            raise
+        self._report(_FACTS + json.dumps(dict(found)).encode())
+        self._begun.wait()
+        if self._word is not None:
+            self._left.set()
+            if not self._word.reason:
+                sys.exit(0)
+            raise _refusal(self._word)
+        try:
+            value = fn(*arguments)
+        except BaseException as error:
+            self._fail(error)
+        self._report(_REPORT + value_report(value))
+        self._left.set()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit(0)
+
+    def _join(self) -> None:
+        store = _job_store(self.job)
+        try:
+            store.wait([_LEADER], timedelta(seconds=JOIN_TIMEOUT_S))
+        except (dist.DistError, RuntimeError) as error:
+            raise ConfigError(
+                f"rank 0 has ended, or has not begun within {JOIN_TIMEOUT_S:g} s; what it printed says why"
+            ) from error
+        leader = json.loads(store.get(_LEADER))
+        if "error" in leader:
+            raise _refusal(Word(leader["error"], leader["refused"]))
+        self._leader_host = leader["host"]
+        key = connection_key(bytes.fromhex(leader["key"]))
+        self._connection = connect(tuple(leader["address"]), key, self.silence_s, JOIN_TIMEOUT_S)
+        self._report(json.dumps([self.job.rank, socket.gethostname()]).encode())
+
+    def _report(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # the thread that listens finds out that the leader is gone
+            self._connection.send_bytes(message)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Report an error, and end this process when it is known which rank is to blame."""
+        text = "".join(traceback.format_exception(error))
+        if Failure(text, error).consequence <= 1 and not isinstance(error, ShotcastError):
+            logger.critical("rank %d failed: %s", self.job.rank, text)
+        self._report(_REPORT + error_report(error))
+        if self._ended.wait(_VERDICT_S):
+            self._alone.wait()
+        else:
+            logger.critical("rank %d ends: %s: %s", self.job.rank, type(error).__name__, error)
+        _leave(1)
+
+    def _listen(self) -> None:
+        """Wait for the words of the leader, on a thread: the rank may be stuck in a call that never returns."""
+        word = Word()
+        while word.reason is None:
+            try:
+                word = Word(*json.loads(self._connection.recv_bytes()))
+            except (EOFError, OSError):
+                word = Word(f"rank 0 (host {self._leader_host}): its process ended, or its host cannot be reached")
+            if word.reason is not None:
+                self._word = word
+                self._ended.set()
+            self._begun.set()
+        if self._left.wait(0 if word.reason else _LEAVE_S):
+            return
+        if word.reason:
+            logger.critical("rank %d ends: %s", self.job.rank, word.reason)
+            with contextlib.suppress(OSError):
+                self._connection.poll(_LINGER_S)
+        self._alone.set()
+        if not self._left.is_set():
+            _leave(1 if word.reason else 0)
+
+
+def _refusal(word: Word) -> ShotcastError:
+    """Return the error of a rank that ends before it began."""
+    return (ConfigError if word.refused else EngineDead)(word.reason or "")
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once: threads of a broken job may block an orderly exit, and none is needed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _ignore_one_signal(rank: int) -> None:
+    """Go on after the first SIGINT or SIGTERM: rank 0 gets one too, and ends all ranks in order. A second one ends."""
+
+    def ignore(number: int, frame: Any) -> None:
+        logger.warning("rank %d goes on until rank 0 ends; a second %s ends it", rank, signal.Signals(number).name)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, ignore)
+
+
+def _job_store(job: JobEnv) -> dist.Store:
+    """Return a part of the store of the job's rendezvous, which the leader hosts unless torchrun does."""
+    store, _, _ = next(dist.rendezvous("env://", job.rank, job.world_size, timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
+    return dist.PrefixStore(_PREFIX, store)
