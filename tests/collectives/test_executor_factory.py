@@ -83,7 +83,7 @@ def test_gpus_with_peer_access() -> None:
     made = build_executor(host, ONE_NODE, GPU, 1 << 20, 3.0, registered())
     assert made[1:] == ("triton", "", True, "", NO_NETWORK)
     assert built["buffer"] == (GPU, False)
-    assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered())
+    assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered(), 1)
     assert arena.held()[str(GPU)].leased > Layout.for_messages(1 << 20).nbytes
 
 

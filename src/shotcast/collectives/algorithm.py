@@ -147,6 +147,7 @@ class Form:
             words; 0 where tiles stay at 512.
         launch: ``launch(problem)``: the launch, where it does not follow from ``share`` and ``large_warps``; it is not
             tuned then.
+        between_nodes: it exchanges the sums of nodes, so it serves ranks on several nodes, and no others.
         workspace: ``workspace(problem)``: what a call needs of the workspace.
         obstacle: ``obstacle(problem)``: why this form cannot serve a problem, beyond what the other fields say; empty
             if it can.
@@ -163,6 +164,7 @@ class Form:
     share: Callable[[CollectiveProblem], int] = whole_message
     large_warps: Callable[[int], int] = _eight_warps
     launch: Callable[[CollectiveProblem], LaunchShape] | None = None
+    between_nodes: bool = False
     workspace: Callable[[CollectiveProblem], Workspace] = message_fits
     obstacle: Callable[[CollectiveProblem], str] = _no_obstacle
     divides: bool = False

@@ -105,7 +105,13 @@ def _triton_executor(
 
     arena, multicast = arena_of(device), env.multicast()
     executor = TritonExecutor(
-        lambda nbytes: arena.lease(host, nbytes, allocate, multicast), host, max_bytes, timeout_s, device, algorithms
+        lambda nbytes: arena.lease(host, nbytes, allocate, multicast),
+        host,
+        max_bytes,
+        timeout_s,
+        device,
+        algorithms,
+        nodes.layout.nodes if nodes.layout.consecutive else 1,
     )
     network, cost = "", NO_NETWORK
     if nodes.layout.nodes > 1:

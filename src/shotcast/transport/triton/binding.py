@@ -72,6 +72,7 @@ class KernelContext:
         clear_after_read_bytes: calls with larger slots, in bytes, clear them as they read.
         header_of: ``header_of(plan)``, the words of the header of a plan.
         aligned: all addresses of the call are multiples of 16.
+        nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class KernelContext:
     clear_after_read_bytes: int
     header_of: Callable[[CallPlan], HeaderWords]
     aligned: bool = field(default=True)
+    nodes: int = field(default=1)
 
     def launch(
         self,
@@ -102,10 +104,11 @@ class KernelContext:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
         Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``slots_at``, ``slots_quads``,
-        ``cells_at``, ``cells_quads``, ``flags_at``, ``mailboxes_at``. Numbers: ``rank``, ``root``,
-        ``header_size``, ``header_call`` and ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32 for a dtype that is
-        only moved), ``UNIT`` (16 where every address and size is a multiple of 16 bytes, else the item size up to 4),
-        ``WORLD``, ``BLOCK`` (words of a tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+        ``cells_at``, ``cells_quads``, ``network_at``, ``network_quads``, ``flags_at``, ``mailboxes_at``. Numbers:
+        ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32
+        for a dtype that is only moved), ``UNIT`` (16 where every address and size is a multiple of 16 bytes, else the
+        item size up to 4), ``WORLD``, ``NODES``, ``BLOCK`` (words of a tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``,
+        ``MULTICAST``, ``NATIVE``.
 
         Args:
             programs: of the grid; by default the plan's and one for the headers.
@@ -134,9 +137,12 @@ class KernelContext:
             "cells_quads": self.layout.cells_quads,
             "slots_at": self.layout.slots_at,
             "slots_quads": self.layout.slots_quads,
+            "network_at": self.layout.network_at,
+            "network_quads": self.layout.network_quads,
             "DTYPE": DTYPES.get(plan.dtype, tl.int32),
             "UNIT": self.unit(plan),
             "WORLD": self.world_size,
+            "NODES": self.nodes,
             "BLOCK": plan.launch.block_words,
             "WARPS": 1 if INTERPRETED else warps,
             "PDL": self.pdl,

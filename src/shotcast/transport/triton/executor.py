@@ -36,6 +36,8 @@ class Form(Protocol):
 
     @property
     def divides(self) -> bool: ...
+    @property
+    def between_nodes(self) -> bool: ...
 
 
 class Algorithms(Protocol):
@@ -182,6 +184,7 @@ class TritonExecutor:
         timeout_s: deadline of a call, from its first unsuccessful look.
         device: where the kernels run; ``cpu`` needs Triton's interpreter (TRITON_INTERPRET=1 at import).
         algorithms: those that plans name.
+        nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
@@ -200,6 +203,7 @@ class TritonExecutor:
         timeout_s: float,
         device: torch.device,
         algorithms: Algorithms,
+        nodes: int = 1,
     ):
         on_gpu = device.type == "cuda"
         if on_gpu == INTERPRETED:
@@ -207,7 +211,7 @@ class TritonExecutor:
             raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
         self._lease, self._group, self._rooms = lease, group, layout.rooms(max_bytes)
         self.device = device
-        self._algorithms = algorithms
+        self._algorithms, self._nodes = algorithms, nodes
         failure = ""
         try:
             self._status = _host_word(device)
@@ -255,10 +259,12 @@ class TritonExecutor:
     def pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
-        There are several where a message is beyond the largest workspace and the algorithm divides it.
+        There are several where a message is beyond the largest workspace and the algorithm divides it, or beyond the
+        cells between nodes, through which all of it passes.
         """
-        most = self._rooms[-1] // 16 * 16
-        if plan.nbytes <= most or not self._algorithms.form(plan).divides:
+        form = self._algorithms.form(plan)
+        most = self._layout(self._rooms[-1]).piece_bytes if form.between_nodes else self._rooms[-1] // 16 * 16
+        if plan.nbytes <= most or not form.divides:
             return [(plan, 0)]
         pieces = []
         for number, start in enumerate(range(0, plan.nbytes, most)):
@@ -317,7 +323,8 @@ class TritonExecutor:
 
     def _layout(self, room: int) -> Layout:
         size = next(size for size in self._rooms if size >= room)
-        return Layout.for_messages(size, mailboxes=not self.workspaces)
+        ranks_per_node = self._group.world_size // self._nodes
+        return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node)
 
     def keep(self) -> None:
         """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""
@@ -326,7 +333,9 @@ class TritonExecutor:
     def _workspace(self, memory: Memory, where: Layout) -> Workspace:
         rank, world_size = self._group.rank, self._group.world_size
         status = self._status.data_ptr()
-        workspace = Workspace(memory, where, rank, world_size, status, self.device, self._algorithms.header)
+        workspace = Workspace(
+            memory, where, rank, world_size, status, self.device, self._algorithms.header, self._nodes
+        )
         workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self._timeout_s)
         _wait_for_stream(self.device)
         return workspace

@@ -1,14 +1,15 @@
 """The layout of a rank's region of symmetric memory: plain numbers for the host and the kernels.
 
 A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, two
-generations of flag cells, and three generations of sentinel slots. Offsets never depend on a call, so calls of
-different sizes cannot overlap.
+generations of flag cells, three generations of sentinel slots and, where ranks are on several nodes, two generations of
+the cells that pass between nodes. Offsets never depend on a call, so calls of different sizes cannot overlap.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shotcast.hardware.nodes import folded
 from shotcast.units import align_up
 from shotcast.wire import DTYPES, FP8_BLOCK, MAX_WORLD_SIZE, Norm, slice_bytes
 
@@ -60,6 +61,13 @@ MAX_SPREAD_CELLS = 1024
 CLEAR_AFTER_READ_BYTES = 4 << 20
 """Calls with larger slots clear them after reading them. Smaller slots are cleared by the next call while it waits."""
 
+NETWORK_BYTES = 16 << 20
+"""The most bytes of a generation of the cells between nodes; a longer message passes in pieces."""
+_NETWORK_SLACK = 64
+"""Words of a slot of these cells beyond those of a slice, of which the last is rounded up."""
+GRACE = 32
+"""The part of the timeout, as a divisor, that a wait is longer for each rank that its data pass through."""
+
 _MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 
@@ -80,7 +88,10 @@ def rooms(max_bytes: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of a region for messages up to ``max_bytes``: offsets and sizes in quads, ``nbytes`` in bytes."""
+    """The parts of a region for messages up to ``max_bytes``: offsets and sizes in quads, ``nbytes`` in bytes.
+
+    ``piece_bytes`` is the longest message, or piece of one, that the cells between nodes hold.
+    """
 
     max_bytes: int
     mailboxes_at: int
@@ -89,14 +100,20 @@ class Layout:
     cells_quads: int
     slots_at: int
     slots_quads: int
+    network_at: int
+    network_quads: int
+    piece_bytes: int
     nbytes: int
 
     @classmethod
-    def for_messages(cls, max_bytes: int, mailboxes: bool = True) -> Layout:
+    def for_messages(
+        cls, max_bytes: int, mailboxes: bool = True, nodes: int = 1, ranks_per_node: int = MAX_WORLD_SIZE
+    ) -> Layout:
         """Lay a region out for messages up to ``max_bytes``.
 
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
-        bytes. Send and recv use the mailboxes of one region, whatever others a communicator has.
+        bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
+        slice of a message between nodes, of which a word of two 16-bit floats takes two cells of eight bytes.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slots = align_up(2 * (max_bytes + slack), 4096)
@@ -105,6 +122,11 @@ class Layout:
         flags_at = mailboxes_at + (_MAILBOX_BYTES if mailboxes else 0)
         cells_at = flags_at + _FLAG_BYTES
         slots_at = cells_at + 2 * cells
+        network_at = slots_at + 3 * slots
+        slot_bytes = 16 * network_slots(nodes)
+        longest = slot_bytes * (slice_bytes(max_bytes, ranks_per_node) // 4 + _NETWORK_SLACK)
+        network = align_up(min(longest, NETWORK_BYTES), 4096) if nodes > 1 else 0
+        piece = (network // slot_bytes - _NETWORK_SLACK) * 4 * ranks_per_node if nodes > 1 else max_bytes
         return cls(
             max_bytes=max_bytes,
             mailboxes_at=mailboxes_at // QUAD,
@@ -113,8 +135,19 @@ class Layout:
             cells_quads=cells // QUAD,
             slots_at=slots_at // QUAD,
             slots_quads=slots // QUAD,
-            nbytes=slots_at + 3 * slots,
+            network_at=network_at // QUAD,
+            network_quads=network // QUAD,
+            piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
+            nbytes=network_at + 2 * network,
         )
+
+
+def network_slots(nodes: int) -> int:
+    """Return the most slots, each of the partial sums of a slice, that an exchange between nodes takes at a rank.
+
+    Pairs take one for each other node. Doubling and halving take one for each step, one for folding, and one of words.
+    """
+    return max(nodes - 1, nodes.bit_length() + (folded(nodes) > 0))
 
 
 def row_cell_count(max_bytes: int) -> int:

@@ -31,6 +31,7 @@ class Workspace:
         status_address: the host's word that faults of this rank's calls are reported to.
         device: where the kernels run.
         header_of: ``header_of(plan)``, the header of a plan.
+        nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
 
     Attributes:
         memory: as given.
@@ -47,6 +48,7 @@ class Workspace:
         status_address: int,
         device: torch.device,
         header_of: Callable[[CallPlan], HeaderWords],
+        nodes: int = 1,
     ):
         self.memory, self.where = memory, where
         self._rank, self._world = rank, world_size
@@ -68,6 +70,7 @@ class Workspace:
             native_fp8=has_float8_conversions(device),
             clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
             header_of=header_of,
+            nodes=nodes,
         )
 
     @property
@@ -96,10 +99,10 @@ class Workspace:
 
     def _flag_cells(self, epoch: int) -> None:
         """Give all flag cells the flag of call ``epoch``, which is over: zero would be the flag of call 2^32."""
-        shape = (4 * self.where.cells_quads,)
-        cells = self.memory.view(self._rank, self.where.cells_at * layout.QUAD, shape, torch.int64)
-        flag = epoch & 0xFFFFFFFF
-        cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
+        where, flag = self.where, epoch & 0xFFFFFFFF
+        for at, quads in ((where.cells_at, where.cells_quads), (where.network_at, where.network_quads)):
+            cells = self.memory.view(self._rank, at * layout.QUAD, (4 * quads,), torch.int64)
+            cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return what each rank called in ``epoch``, None where no such header came.
@@ -137,7 +140,7 @@ class Workspace:
         self._cells.zero_()
         words = self.memory.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
         words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
-        words[where.slots_at * 4 :].fill_(-1)
+        words[where.slots_at * 4 : where.network_at * 4].fill_(-1)
         self._control[layout.STATUS] = self._status_address
         self.set_epoch(epoch)
         self.set_timeout(timeout_s)

@@ -1,0 +1,404 @@
+"""All-reduce over nodes (NVRAR) in one launch, for any number of nodes and of ranks in a node.
+
+    scatter   in the node: local rank l gets slice l of all ranks, and adds up in rank order, in float32
+    exchange  between the ranks of one local rank, in one of the ways of ``exchanges.py``: the partial sums of the nodes
+              are added up in one fixed tree, in float32, and rounded once
+    gather    in the node: local rank l sends its slice of the result to all others
+
+Scatter and gather go through sentinel slots, as in two-shot. The exchange goes through the cells of ``network.py``.
+
+A program carries its tile through all phases, and the grid passes over the message as a window, so the phases of
+different tiles overlap. Nodes are consecutive ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
+from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, store_words, unpack
+from shotcast.hardware.nodes import folded
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.exchanges import (
+    DOUBLING,
+    HALVING,
+    PAIRS,
+    begin_doubling,
+    begin_halving,
+    begin_pairs,
+    finish_doubling,
+    finish_halving,
+    finish_pairs,
+    place_of,
+    rounded,
+    targets_of,
+)
+from shotcast.transport.triton.network import enter_network
+from shotcast.transport.triton.sync import (
+    await_words,
+    clear_parts,
+    clear_previous,
+    enter,
+    escape_sentinel,
+    exchange_headers,
+    leave_epoch,
+    peer_addresses,
+    rotated_peer,
+    slots_offset,
+    store_to,
+    store_to_all,
+)
+from shotcast.wire import CallPlan
+
+
+@triton.jit
+def load_slice(x, local, slice_quads, nbytes, offs, UNIT: tl.constexpr):
+    """Load a tile of the slice of a local rank; zero beyond the slice."""
+    start = local * slice_quads * 16
+    return load_words(x, start, offs, tl.minimum(nbytes - start, slice_quads * 16), UNIT)
+
+
+@triton.jit
+def tiles_to_send(
+    x,
+    local,
+    rotation,
+    slice_quads,
+    nbytes,
+    offs,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    UNIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """Load tiles of the slices of mates FIRST to END - 1, in the order of ``rotated_peer``; a lone rank has its own."""
+    tiles = ()
+    for i in tl.static_range(FIRST, END):
+        mate = local
+        if LOCAL > 1:
+            mate = rotated_peer(local, rotation, i, LOCAL)
+        tiles = tiles + (load_slice(x, mate, slice_quads, nbytes, offs, UNIT),)
+    return tiles
+
+
+@triton.jit
+def partial_sum(parts, DTYPE: tl.constexpr, COUNT: tl.constexpr):
+    """Return ((+0.0 + parts[0]) + parts[1]) + ... in float32, of low and of high halves."""
+    low, high = unpack(parts[0], DTYPE)
+    return accumulate(low + 0.0, high + 0.0, parts[1:], COUNT - 1, DTYPE)
+
+
+@triton.jit
+def slice_span(local, slice_words, total):
+    """Return the words of the slice of a local rank; not above 0 if it is empty."""
+    return tl.minimum(slice_words, total - local * slice_words)
+
+
+@triton.jit
+def begin_exchange(
+    call,
+    network,
+    targets,
+    place,
+    tile,
+    start,
+    slice_words,
+    lanes,
+    value,
+    count,
+    EXCHANGE: tl.constexpr,
+    NODES: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Send what a rank has of its partial sums without waiting for other nodes."""
+    if NODES > 1:
+        if EXCHANGE == PAIRS:
+            begin_pairs(call, network, targets, place, start, slice_words, lanes, value, count, NODES, PARTS)
+        elif EXCHANGE == HALVING:
+            begin_halving(
+                call, network, targets, place, tile, start, slice_words, lanes, value, count, FOLDED, DOUBLINGS, PARTS
+            )
+        else:
+            begin_doubling(
+                call, network, targets, place, start, slice_words, lanes, value, count, FOLDED, DOUBLINGS, PARTS
+            )
+
+
+@triton.jit
+def finish_exchange(
+    call,
+    network,
+    targets,
+    place,
+    tile,
+    start,
+    slice_words,
+    lanes,
+    value,
+    count,
+    EXCHANGE: tl.constexpr,
+    NODES: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Add up the partial sums of all nodes. Returns (words of the result, call)."""
+    if NODES == 1:
+        words = rounded(value, DTYPE)
+    elif EXCHANGE == PAIRS:
+        words, call = finish_pairs(
+            call,
+            network,
+            place,
+            start,
+            slice_words,
+            lanes,
+            value,
+            count,
+            NODES,
+            FOLDED,
+            DOUBLINGS,
+            LOCAL,
+            DTYPE,
+            PARTS,
+            WORLD,
+        )
+    elif EXCHANGE == HALVING:
+        words, call = finish_halving(
+            call,
+            network,
+            targets,
+            place,
+            tile,
+            start,
+            slice_words,
+            lanes,
+            value,
+            count,
+            FOLDED,
+            DOUBLINGS,
+            LOCAL,
+            DTYPE,
+            PARTS,
+            WORLD,
+        )
+    else:
+        words, call = finish_doubling(
+            call,
+            network,
+            targets,
+            place,
+            start,
+            slice_words,
+            lanes,
+            value,
+            count,
+            FOLDED,
+            DOUBLINGS,
+            LOCAL,
+            DTYPE,
+            PARTS,
+            WORLD,
+        )
+    return words, call
+
+
+@kernel
+def nvrar_all_reduce(
+    x,
+    out,
+    own,
+    peers,
+    rank,
+    header_size,
+    header_call,
+    nbytes,
+    slots_at,
+    slots_quads,
+    network_at,
+    network_quads,
+    EXCHANGE: tl.constexpr,
+    NODES: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sum x over all ranks into out."""
+    LOCAL: tl.constexpr = WORLD // NODES
+    PARTS: tl.constexpr = 1 if DTYPE == tl.float32 else 2
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
+    place = place_of(rank, FOLDED, LOCAL)
+    local = place.local
+    first_rank = rank - local
+    quads = (nbytes + 15) // 16
+    slice_quads = (quads + LOCAL - 1) // LOCAL  # the last slices may be shorter, or empty
+    slice_words = slice_quads * 4
+    mates = ()
+    if LOCAL > 1:
+        mates = peer_addresses(peers + first_rank * 8, local, worker, LOCAL)
+    targets = targets_of(peers, place, EXCHANGE, NODES, FOLDED, DOUBLINGS, LOCAL)
+    await_prior_kernel(PDL)
+    lanes = tl.arange(0, BLOCK)
+    offs = tl.maximum(worker, 0) * BLOCK + lanes
+    # as in two-shot: all of a small message is loaded before the epoch is known, of a large one the first tile
+    SENT: tl.constexpr = LOCAL - 1 if LOCAL > 1 else 1
+    EARLY: tl.constexpr = SENT if WARPS == 1 else 1
+    tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, LOCAL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
+    extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * LOCAL)
+    if tl.program_id(0) == 0:
+        exchange_headers(call, extent, LOCAL > 1, WORLD, WARPS, PDL)
+    else:
+        network = enter_network(call, network_at, network_quads)
+        total = quads * 4
+        own_span = slice_span(local, slice_words, total)
+        first_shot = slots_offset(call.generation, slots_at, slots_quads)
+        second_shot = first_shot + slice_quads * LOCAL
+        for chunk in range(0, rounds):
+            tile = chunk * workers + worker
+            offs = tile * BLOCK + lanes
+            if LOCAL == 1:
+                begin_exchange(
+                    call,
+                    network,
+                    targets,
+                    place,
+                    tile,
+                    tile * BLOCK,
+                    slice_words,
+                    lanes,
+                    partial_sum(tiles, DTYPE, 1),
+                    tl.minimum(tl.maximum(own_span - tile * BLOCK, 0), BLOCK),
+                    EXCHANGE,
+                    NODES,
+                    FOLDED,
+                    DOUBLINGS,
+                    PARTS,
+                )
+            else:
+                for i in tl.static_range(SENT):
+                    span = slice_span(rotated_peer(local, worker, i, LOCAL), slice_words, total)
+                    if i < EARLY:
+                        words = tiles[i]
+                    else:
+                        (words,) = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, LOCAL)
+                    words = escape_sentinel(words)
+                    store_to(call, mates[i], first_shot + local * slice_quads, offs, words, offs < span, False)
+            next_offs = offs + workers * BLOCK
+            tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, LOCAL)
+        dirty = leave_epoch(call, extent, LOCAL > 1)
+        release_next_kernel(PDL)
+        if LOCAL > 1:
+            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        for chunk in range(0, rounds + (LOCAL > 1)):
+            if chunk < rounds:
+                tile = chunk * workers + worker
+                start = tile * BLOCK
+                offs = start + lanes
+                count = tl.minimum(tl.maximum(own_span - start, 0), BLOCK)
+                words = load_slice(x, local, slice_quads, nbytes, offs, UNIT)
+                if LOCAL == 1:
+                    value = partial_sum((words,), DTYPE, 1)
+                else:
+                    masks = ()
+                    for r in tl.static_range(LOCAL):
+                        masks = masks + ((offs < own_span) & (local != r),)
+                    parts, call = await_words(
+                        call, first_shot, slice_quads, offs, masks, first_rank, False, LOCAL, WORLD
+                    )
+                    value = partial_sum(insert_own(parts, words, local, LOCAL), DTYPE, LOCAL)
+                    if CLEAR_AFTER_READ:
+                        clear_parts(call, first_shot, slice_quads, offs, masks, LOCAL)
+                    begin_exchange(
+                        call,
+                        network,
+                        targets,
+                        place,
+                        tile,
+                        start,
+                        slice_words,
+                        lanes,
+                        value,
+                        count,
+                        EXCHANGE,
+                        NODES,
+                        FOLDED,
+                        DOUBLINGS,
+                        PARTS,
+                    )
+                words, call = finish_exchange(
+                    call,
+                    network,
+                    targets,
+                    place,
+                    tile,
+                    start,
+                    slice_words,
+                    lanes,
+                    value,
+                    count,
+                    EXCHANGE,
+                    NODES,
+                    FOLDED,
+                    DOUBLINGS,
+                    LOCAL,
+                    DTYPE,
+                    PARTS,
+                    WORLD,
+                )
+                quad = local * slice_quads
+                if LOCAL > 1:
+                    store_to_all(call, mates, second_shot + quad, offs, words, offs < own_span, False, False, LOCAL - 1)
+                remaining = tl.minimum(slice_quads * 16, nbytes - quad * 16)
+                store_words(out, quad * 16, offs, nan_unless(call.live, words, DTYPE), remaining, UNIT)
+            if LOCAL > 1 and chunk > 0:
+                offs = ((chunk - 1) * workers + worker) * BLOCK + lanes
+                masks = ()
+                for r in tl.static_range(LOCAL):
+                    masks = masks + ((offs < slice_span(r, slice_words, total)) & (local != r),)
+                parts, call = await_words(
+                    call, second_shot, slice_quads, offs, masks, first_rank, False, LOCAL, WORLD, NODES > 1
+                )
+                for r in tl.static_range(LOCAL):
+                    remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
+                    remaining = tl.where(local == r, 0, remaining)
+                    words = nan_unless(call.live, parts[r], DTYPE)
+                    store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
+                if CLEAR_AFTER_READ:
+                    clear_parts(call, second_shot, slice_quads, offs, masks, LOCAL)
+
+
+def _shape(context: KernelContext) -> dict[str, Any]:
+    """Return the arguments of a kernel that describe the tree of nodes."""
+    return {"FOLDED": folded(context.nodes), "DOUBLINGS": context.nodes.bit_length() - 1}
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce whose exchange between nodes is by doubling."""
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=DOUBLING.value, **_shape(context))
+
+
+def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce whose exchange between nodes is between all pairs at once."""
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=PAIRS.value, **_shape(context))
+
+
+def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce whose exchange between nodes is by halving and doubling."""
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **_shape(context))
