@@ -10,7 +10,7 @@ import torch
 from local_ranks import LocalGroup
 from shotcast.hardware.nodes import NodeLayout, folded
 from shotcast.transport.cpu import send_recv
-from shotcast.transport.network import meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network import fused, meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
 from shotcast.transport.network.executor import HostsExecutor
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
 
@@ -19,6 +19,12 @@ SUMS = {
     "nvrar_pairs": nvrar_pairs.ALL_REDUCE,
     "nvrar_two_shot": nvrar_two_shot.ALL_REDUCE,
     "nvrar_halving": nvrar_halving.ALL_REDUCE,
+}
+FUSED = {
+    "nvrar": fused.NVRAR,
+    "nvrar_pairs": fused.PAIRS,
+    "nvrar_two_shot": fused.TWO_SHOT,
+    "nvrar_halving": fused.HALVING,
 }
 CALLS = {**SUMS, "vendor": meet.BARRIER}
 NAMES = (*CALLS, "message")
@@ -62,6 +68,8 @@ class _Algorithms:
         return encode_header(plan, NAMES.index(plan.algorithm))
 
     def kernel(self, plan: CallPlan, kind: str) -> Any:
+        if plan.norm is not None:
+            return FUSED[plan.algorithm]
         if plan.algorithm == "message":
             return getattr({"hosts": messages, "cpu": send_recv}[kind], plan.op.name)
         assert kind == "hosts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -15,7 +16,9 @@ from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of
 from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast import wire
 from shotcast.errors import ConfigError
-from shotcast.wire import CallPlan, Fault, Header, Op
+from shotcast.memory.operands import NormTensors
+from shotcast.transport.cpu.norm_rows import add_rms_norm
+from shotcast.wire import CallPlan, Fault, Header, LaunchShape, Norm, Op
 
 pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
@@ -85,6 +88,38 @@ def _special_values(group: LocalGroup) -> list[str]:
 
 def test_special_values_have_the_same_bits_everywhere() -> None:
     assert run_ranks(3, _special_values) == [[]] * 3
+
+
+def _fused(group: LocalGroup, nodes: int, local: int) -> list[str]:
+    """Return the fused calls whose outputs have other bits than the norm of the sum."""
+    executor, layout, wrong = executor_of(group, nodes, local), layout_of(nodes, local), []
+    launch = LaunchShape(programs=0, block_words=0, num_warps=0)
+    for number, (rows, hidden, dtype) in enumerate(itertools.product((1, 5), (64, 1001), DTYPES)):
+        inputs = _inputs(layout.world_size, rows * hidden, dtype, number)
+        residual, weight = _inputs(2, rows * hidden, dtype, 50 + number)
+        norm = Norm(hidden)
+        for algorithm in SUMS:
+            tensors, expected = (
+                NormTensors(
+                    residual.clone(), weight[:hidden], 1e-6, torch.empty_like(residual), torch.empty_like(residual)
+                )
+                for _ in range(2)
+            )
+            nbytes = inputs[0].numel() * inputs[0].element_size()
+            plan = CallPlan(Op.ALL_REDUCE_RMS_NORM, algorithm, str(dtype)[6:], nbytes, launch=launch, norm=norm)
+            executor.bind(plan).run(inputs[group.rank], None, tensors)
+            add_rms_norm(tree_sum(inputs, layout).view(rows, hidden), expected, norm)
+            same = torch.equal(tensors.new_residual, expected.new_residual)
+            if executor.fault() is not None or not same or not torch.equal(tensors.normed, expected.normed):
+                wrong.append(f"{algorithm} {rows} {hidden} {dtype}")
+    group.barrier()
+    executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.full)])
+def test_fused_rows_have_the_bits_of_sum_and_norm(nodes: int, local: int) -> None:
+    assert run_ranks(nodes * local, _fused, nodes, local) == [[]] * (nodes * local)
 
 
 # -- faults --------------------------------------------------------------------------------------------------------

@@ -67,8 +67,9 @@ SQUARES_LANES = 32
 # Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather.
 # ADD, NORM, HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather.
 # PARTIAL, ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32, of float32, and of float32
-# to the dtype. SLOT is the bytes from one slice that has arrived from another node to the next. MESSAGE_NUMBER counts
-# the messages between two ranks on different nodes, whose ROOT is the descriptor of their connection.
+# to the dtype. SLOT is the bytes from one slice that has arrived from another node to the next, and TOTAL those to the
+# sum that is normed. MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT is the
+# descriptor of their connection.
 HEADER = 0  # of two words
 CHUNK = 16
 ROOT = 24
@@ -88,4 +89,5 @@ ADD_PARTIAL = 256
 ROUND = 264
 SLOT = 272
 MESSAGE_NUMBER = 280
-PLAN_WORDS = 36
+TOTAL = 288
+PLAN_WORDS = 37

@@ -171,6 +171,8 @@ class HostsExecutor(CpuExecutor):
         within = message and plan.root in self._members
         call: HostCall = self._algorithms.kernel(plan, super().kind if within else self.kind)
         call.arithmetic(plan)
+        if call.norms:
+            self._check_rows(plan)
         if not message or within:
             return BoundCall(self, plan, call)
         numbers = self._numbers[0 if plan.op is Op.SEND else 1]
@@ -187,7 +189,9 @@ class HostsExecutor(CpuExecutor):
             count = -(-wire.slice_bytes(plan.nbytes, len(self._members)) // itemsize)
             slot = align_up(4 * count, 64) + 64 * self._nodes.nodes
             record[local_layout.SLOT // 8] = slot
-            self._make_room(slot * (1 + call.slots(self._nodes.nodes)))
+            room = slot * (1 + call.slots(self._nodes.nodes))
+            record[local_layout.TOTAL // 8] = room
+            self._make_room(room + (plan.nbytes if call.norms else 0))
         return record
 
     def _make_room(self, nbytes: int) -> None:
