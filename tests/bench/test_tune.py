@@ -114,10 +114,11 @@ class TestSearch:
         assert best.algorithm != "two_shot_fp8"
 
     def test_fp8_is_never_an_implementation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        everything = tuple(Candidate(name, LaunchShape()) for name in registered())
+        on_a_node = {name for name, algorithm in registered().items() if not algorithm.between_nodes}
+        everything = tuple(Candidate(name, LaunchShape()) for name in on_a_node)
         monkeypatch.setattr(tune, "candidates", lambda asked: everything)
         assert {c.algorithm for c in eligible_candidates(problem(), False)} == {"one_shot", "two_shot", "vendor"}
-        assert {c.algorithm for c in eligible_candidates(problem(), True)} == set(registered()) - {"two_shot_fp8"}
+        assert {c.algorithm for c in eligible_candidates(problem(), True)} == on_a_node - {"two_shot_fp8"}
 
     def test_launches_found_before_are_all_that_is_measured(self) -> None:
         shape = launch_shapes(problem(), "two_shot")[2]

@@ -74,16 +74,3 @@ def uneven() -> tuple[list[float], str, str]:
         except shotcast.CollectiveTimeout as error:
             late = f"{error.reason}: {error.where}"
         return total, explanation, late
-
-
-def splits() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of splits across nodes and within them."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
-        shapes = []
-        for color in (comm.rank % 2, comm.rank // 2):
-            child = comm.split(color)
-            assert child is not None
-            with child:
-                assert child.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
-                shapes.append(tuple(child.topology.shape))
-        return shapes[0], shapes[1]  # type: ignore[return-value]

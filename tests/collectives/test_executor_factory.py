@@ -80,7 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_with_peer_access() -> None:
     host: Any = TwoRanks()
-    made = build_executor(host, ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    made = build_executor(host, ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
     assert made[1:] == ("triton", "", True, "", NO_NETWORK)
     assert built["buffer"] == (GPU, False)
     assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered(), 1)
@@ -89,22 +89,22 @@ def test_gpus_with_peer_access() -> None:
 
 def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    built_executor = build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    built_executor = build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
     assert built_executor.obstacle == "rank 1: kernels need compute capability 8.0, as Triton does, and GPU 1 has 7.5"
     assert not built
 
 
 def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     both = torch.device("cuda", 0)
-    built_executor = build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered())
+    built_executor = build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print)
     assert (
         "several ranks use one GPU (0, 1 use GPU-0), which SHOTCAST_SHARE_GPUS=1 would allow" in built_executor.obstacle
     )
     assert not built
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
-    assert build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered()).kernels == "triton"
+    assert build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print).kernels == "triton"
     assert built["buffer"][-1] is True
-    build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
     assert built["buffer"][-1] is False, "these have one each"
 
 
@@ -113,32 +113,34 @@ def test_a_gpu_that_this_process_does_not_see(monkeypatch: pytest.MonkeyPatch) -
     factory = "shotcast.collectives.executor_factory"
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: "GPU-1")
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-1": 0})
-    obstacle = build_executor(TwoRanks(), ONE_NODE, torch.device("cuda", 0), 1 << 20, 3.0, registered()).obstacle
+    obstacle = build_executor(TwoRanks(), ONE_NODE, torch.device("cuda", 0), 1 << 20, 3.0, registered(), print).obstacle
     assert obstacle == "rank 1: this process does not see the GPU of rank 0, GPU-0: CUDA_VISIBLE_DEVICES hides it"
 
 
 def test_logical_nodes_are_joined_by_peer_stores() -> None:
     layout = NodeLayout.of_keys(["a/0", "a/1"])
-    made = build_executor(TwoRanks(), ONE_NODE._replace(layout=layout), GPU, 1 << 20, 3.0, registered())
-    assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps))
+    made = build_executor(TwoRanks(), ONE_NODE._replace(layout=layout), GPU, 1 << 20, 3.0, registered(), print)
+    assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps / 2))
 
 
 def test_gpus_of_several_hosts() -> None:
     nodes = Nodes(NodeLayout.of_keys(["a", "b"]), False)
-    obstacle = build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered()).obstacle
+    obstacle = build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered(), print).obstacle
     assert obstacle == "the ranks are on several hosts, and own kernels share memory of one"
     assert not built
 
 
 def test_multicast_is_for_all_ranks_or_none() -> None:
     """The choice of algorithm depends on multicast, and all ranks must choose and launch alike."""
-    made: Any = build_executor(TwoRanks(others_multicast=False), ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    made: Any = build_executor(TwoRanks(others_multicast=False), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
     assert not made.multicast
     assert made.executor.memory.multicast_address == 0
 
 
 def test_an_obstacle_of_another_rank_counts_for_all() -> None:
-    built_executor = build_executor(TwoRanks("Triton is not installed"), ONE_NODE, GPU, 1 << 20, 3.0, registered())
+    built_executor = build_executor(
+        TwoRanks("Triton is not installed"), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print
+    )
     assert built_executor == (None, "", "rank 0: Triton is not installed", False, "", NO_NETWORK)
     assert not built
 
@@ -147,7 +149,7 @@ def test_an_obstacle_is_said_once_by_rank_0(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("shotcast.collectives.executor_factory._said", set())
     for rank in (1, 0, 0):
         for obstacle in ("no peer access", "too old"):
-            build_executor(TwoRanks(obstacle, rank=rank), ONE_NODE, GPU, 1 << 20, 3.0, registered())
+            build_executor(TwoRanks(obstacle, rank=rank), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {obstacle}")
         for obstacle in ("no peer access", "too old")

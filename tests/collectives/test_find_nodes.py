@@ -97,9 +97,3 @@ def test_uneven_nodes_are_served_by_the_library() -> None:
         assert total == [6.0] * 3
         assert "own kernels serve nodes of equally many ranks, and there are 2 on one, 1 on two" in explanation
         assert late == "late: 2 (node two)", "the deadline is the same, and errors name the node"
-
-
-def test_a_split_has_the_nodes_of_its_ranks() -> None:
-    across, within = shotcast.spawn(targets.splits, 4, env={"SHOTCAST_RANKS_PER_NODE": "2"}, timeout_s=60)[0]
-    assert across == (2, 1)
-    assert within == (1, 2)

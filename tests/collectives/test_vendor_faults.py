@@ -29,6 +29,8 @@ from shotcast.collectives.vendor.interface import CallError
 from shotcast.collectives.vendor.vendor import Vendor, _Begun, _Connected
 from shotcast.collectives.vendor.watch import CallWatch
 from shotcast.errors import RankFailed
+from shotcast.hardware.nodes import NodeLayout
+from shotcast.memory.host_group import StoreGroup
 from shotcast.wire import CallPlan, HeaderWords, Op
 
 SLACK_S = 1.0
@@ -265,9 +267,11 @@ class TestCallsOnADevice:
     @pytest.fixture
     def parts(self) -> Any:
         store, gone, faults = dist.HashStore(), set[int](), list[int]()
-        host = types.SimpleNamespace(rank=0, world_size=2, gone=gone, store=lambda name: dist.PrefixStore(name, store))
+        host: Any = object.__new__(StoreGroup)
+        host.rank, host.world_size, host.gone, host.layout = 0, 2, gone, NodeLayout.one_node(2)
+        host._store = store
         cpu = torch.device("cpu")
-        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults))  # type: ignore[arg-type]
+        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", (), lambda: bool(faults))
         device: Any = Device()
         known = _Connected(device, (0, 1))
         vendor._connected[0, 1] = known
@@ -332,6 +336,16 @@ class TestCallsOnADevice:
         with pytest.raises(shotcast.ShotcastError, match="own kernels stopped the communicator"):
             parts.vendor.check()
         assert parts.device.stops == 1
+
+    def test_a_broken_connection_to_another_node(self, parts: Any) -> None:
+        """Nobody can tell from here whether the process has ended or the network is cut."""
+        parts.vendor._host.layout = NodeLayout.of_keys(["a", "b"])
+        parts.device.trouble = CallError("remote process exited", "connection")
+        parts.device.begun = 1
+        assert self.look(parts, 5.0) < 5.0
+        with pytest.raises(shotcast.CollectiveTimeout, match=r"unreachable ranks: 1 \(node b\)") as caught:
+            parts.vendor.check()
+        assert (caught.value.missing, caught.value.reason) == ((1,), "unreachable")
 
     def test_a_fault_of_another_rank(self, parts: Any) -> None:
         parts.vendor._timeout_s = 600.0

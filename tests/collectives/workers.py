@@ -94,7 +94,7 @@ def matrix(
                 if algorithm == "vendor" or (algorithm == "multimem" and device == "cuda"):
                     continue  # the vendor and the switch round differently
                 straggle(comm, rng)
-                wanted = reference.all_reduce(xs, algorithm)
+                wanted = reference.all_reduce(xs, algorithm, comm.topology.layout)
                 check(comm.all_reduce(x, algorithm=algorithm), wanted, (name, count, algorithm))
                 y = shifted(x, shift)
                 if algorithm == "two_shot_fp8":

@@ -64,8 +64,9 @@ def algorithms() -> Algorithms:
 
 
 def own_algorithms(op: str) -> tuple[str, ...]:
-    """Return the own algorithms of an operation, and :data:`AUTO`."""
-    own = [one.name for one in algorithms().serving(Op[op.upper()]) if not one.library]
+    """Return the own algorithms of an operation on one node, and :data:`AUTO`."""
+    serving = algorithms().serving(Op[op.upper()])
+    own = [one.name for one in serving if not (one.library or one.between_nodes)]
     return (*own, AUTO)
 
 
@@ -94,10 +95,10 @@ def default(op: str, device: str) -> tuple[str, ...]:
 
 def known(op: str, device: str) -> tuple[str, ...]:
     """Return all names that can be requested for an operation."""
-    extra: tuple[str, ...] = ()
+    extra = tuple(one.name for one in algorithms().serving(Op[op.upper()]) if one.between_nodes)
     if device == "cuda":
         settings = [name for name in NCCL_SETTINGS if name != "nccl_tree" or op not in ("reduce_scatter", "all_gather")]
-        extra = (*settings, *((NCCL_SYMMETRIC,) if op == "all_reduce" else ()))
+        extra = (*extra, *settings, *((NCCL_SYMMETRIC,) if op == "all_reduce" else ()))
     return tuple(dict.fromkeys((*default(op, device), LIBRARY, *extra)))
 
 

@@ -70,6 +70,13 @@ class Topology:
         return self.layout.world_size
 
     @property
+    def form_kind(self) -> str:
+        """The field of a :class:`Form` that has the kernels of these ranks."""
+        if self.kernels == "compiled":
+            return "hosts" if self.network == "tcp" else "cpu"
+        return "triton"
+
+    @property
     def shape(self) -> NodeShape:
         """Nodes and ranks of each; ranks of uneven nodes count as one node."""
         return self.layout.shape
@@ -215,6 +222,11 @@ class Algorithm:
     def is_fused(self) -> bool:
         """True if own kernels of the algorithm serve a fused operation."""
         return not self.library and any(op in self.forms for op in FUSED)
+
+    @property
+    def between_nodes(self) -> bool:
+        """True if the algorithm serves ranks on several nodes only."""
+        return any(form.between_nodes for form in self.forms.values())
 
     def keeps_bits(self, op: Op, shape: NodeShape) -> bool:
         """Return whether results have the bits of the numerics contract. Copies are exact whoever makes them."""

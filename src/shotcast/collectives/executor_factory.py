@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from shotcast import env, wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.nodes import Nodes
-from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost
+from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, TCP, NetworkCost
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.arena import Allocate, arena_of
 from shotcast.memory.host_group import StoreGroup
@@ -42,11 +42,25 @@ class BuiltExecutor(NamedTuple):
 
 
 def build_executor(
-    host: StoreGroup, nodes: Nodes, device: torch.device, max_bytes: int, timeout_s: float, algorithms: Algorithms
+    host: StoreGroup,
+    nodes: Nodes,
+    device: torch.device,
+    max_bytes: int,
+    timeout_s: float,
+    algorithms: Algorithms,
+    ended: Callable[[int], None],
 ) -> BuiltExecutor:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 
-    Raises ConfigError on all ranks if one of them has too little memory.
+    Args:
+        host: the ranks.
+        nodes: their nodes.
+        device, max_bytes, timeout_s: those of the communicator.
+        algorithms: those that plans name.
+        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
+
+    Raises:
+        ConfigError: on all ranks, if one of them has too little memory, or cannot be reached by a peer.
     """
     if why := _too_many_or_uneven(nodes.layout):
         return _by_library(host, why)
@@ -56,7 +70,10 @@ def build_executor(
     if host.world_size > wire.MAX_WORLD_SIZE and (nodes.layout.nodes == 1 or not compiled):
         return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
     if compiled and nodes.layout.nodes > 1:
-        return _by_library(host, f"own kernels of CPU ranks serve one node, and there are {nodes.layout.nodes}")
+        from shotcast.transport.network.executor import HostsExecutor
+
+        hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended)
+        return BuiltExecutor(hosts, "compiled", "", False, "tcp", TCP)
     if compiled:
         from shotcast.transport.cpu.executor import CpuExecutor
 
@@ -116,7 +133,7 @@ def _triton_executor(
     network, cost = "", NO_NETWORK
     if nodes.layout.nodes > 1:
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
-        network, cost = "peer stores", NetworkCost(link.step_us, link.bw_gbps)
+        network, cost = "peer stores", NetworkCost(link.step_us, link.bw_gbps / 2)
     return BuiltExecutor(executor, kernels, "", executor.multicast, network, cost)
 
 

@@ -25,7 +25,8 @@ def of_operation(algorithms: Algorithms, op: Op, kernels: str) -> dict[str, str]
     An algorithm without a kernel of this kind, or whose source cannot be read, is absent.
 
     Args:
-        kernels: what runs them: ``"compiled"`` for host code, otherwise Triton.
+        kernels: what runs them: ``"compiled"`` for host code of one node, ``"hosts"`` for that of several, otherwise
+            Triton.
     """
     found = {algorithm.name: of_form(algorithm.forms[op], kernels) for algorithm in algorithms.serving(op)}
     return {name: digest for name, digest in found.items() if digest}
@@ -33,7 +34,7 @@ def of_operation(algorithms: Algorithms, op: Op, kernels: str) -> dict[str, str]
 
 def of_form(form: Form, kernels: str) -> str:
     """Return the fingerprint of the kernel of a form; empty if it has none, or none whose source can be read."""
-    reference = form.cpu if kernels == "compiled" else form.triton
+    reference = {"compiled": form.cpu, "hosts": form.hosts}.get(kernels, form.triton)
     if callable(reference) and inspect.isfunction(reference):
         file = inspect.getsourcefile(reference)
         return _of_function(reference.__module__, reference.__qualname__, file) if file else ""
@@ -44,7 +45,7 @@ def of_form(form: Form, kernels: str) -> str:
 def _of_reference(reference: str, kernels: str) -> str:
     tree = fingerprint.installed()
     try:
-        if kernels == "compiled":
+        if kernels in ("compiled", "hosts"):
             return fingerprint.of_host_call(tree, reference, *_CPU_OPTIONS)
         return fingerprint.of_launch(tree, reference, *_TRITON_OPTIONS)
     except (ValueError, OSError, SyntaxError):

@@ -22,7 +22,7 @@ class PeerWatch:
         self._ends = []
         for rank, process in enumerate(processes):
             if process != processes[host.rank]:
-                self._ends.append(WATCH.add(process, lambda rank=rank: self._ended(rank)))  # type: ignore[misc]
+                self._ends.append(WATCH.add(process, lambda rank=rank: self.ended(rank)))  # type: ignore[misc]
         host.gone = self.gone
 
     def tell(self, gone: Callable[[int], None]) -> None:
@@ -31,7 +31,10 @@ class PeerWatch:
         for rank in sorted(self.gone):
             gone(rank)
 
-    def _ended(self, rank: int) -> None:
+    def ended(self, rank: int) -> None:
+        """Tell all of the end of a process, on any thread. Those of other machines are watched elsewhere."""
+        if rank in self.gone:
+            return
         self.gone.add(rank)
         for gone in self._told:
             gone(rank)

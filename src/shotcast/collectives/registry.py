@@ -28,14 +28,14 @@ _added: list[Algorithm] = []
 
 
 def _find_built_in() -> tuple[Algorithm, ...]:
-    """Return the built-in algorithms: those of fewest steps first, the library last."""
+    """Return the built-in algorithms: those of fewest steps first, then those between nodes, the library last."""
     names = (module.name for module in pkgutil.iter_modules(built_in_modules.__path__))
     found = [importlib.import_module(f"{built_in_modules.__name__}.{name}").ALGORITHM for name in names]
 
     def steps(algorithm: Algorithm) -> int:
         return algorithm.forms[Op.ALL_REDUCE].work(1, NodeShape(1, 8), 1).steps
 
-    return tuple(sorted(found, key=lambda one: (one.library, steps(one), one.name)))
+    return tuple(sorted(found, key=lambda one: (one.library, one.between_nodes, steps(one), one.name)))
 
 
 BUILT_IN = _find_built_in()
@@ -142,7 +142,7 @@ def _fingerprint(algorithm: Algorithm) -> str:
     shapes = [NodeShape(nodes, ranks) for nodes in range(1, 9) for ranks in range(1, wire.MAX_WORLD_SIZE + 1)]
     facts += [algorithm.in_contract(shape) for shape in shapes]
     for op, form in sorted(algorithm.forms.items()):
-        facts += [op.label, form.divides, form.uneven, form.any_dtype]
+        facts += [op.label, form.divides, form.uneven, form.any_dtype, form.between_nodes]
         if op in REDUCING:
             facts += [form.work(1 << bits, NodeShape(nodes, 4), 2) for nodes in (1, 2) for bits in (0, 12, 24)]
         facts += [_source(form.triton), _source(form.cpu), _source(form.hosts)]

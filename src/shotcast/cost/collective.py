@@ -62,7 +62,8 @@ class NetworkCost(NamedTuple):
 
     Attributes:
         step_us: the time from a rank's send to the arrival at a rank of another node.
-        bw_gbps: bandwidth of each rank in each direction, in 1e9 bytes a second.
+        bw_gbps: bandwidth of each rank in each direction, in 1e9 bytes a second. Where bytes travel in cells, beside as
+            many of a flag, it is half of the wire's.
     """
 
     step_us: float
@@ -70,6 +71,8 @@ class NetworkCost(NamedTuple):
 
 
 NO_NETWORK = NetworkCost(0.0, math.inf)
+TCP = NetworkCost(step_us=25.0, bw_gbps=1.0)
+"""CPU ranks whose connections pass over the loopback of one machine."""
 
 
 class Work(NamedTuple):

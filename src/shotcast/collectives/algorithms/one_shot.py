@@ -109,6 +109,7 @@ ALGORITHM = Algorithm(
             work=part_work,
             triton="shotcast.transport.triton.barrier:bind",
             cpu="shotcast.transport.cpu.copies:BARRIER",
+            hosts="shotcast.transport.network.meet:BARRIER",
             share=slice_of_message,
         ),
         Op.ALL_REDUCE_RMS_NORM: Form(

@@ -23,6 +23,7 @@ _headers_of_all = Form(
     launch=_no_launch,
     triton="shotcast.transport.triton.barrier:bind",
     cpu="shotcast.transport.cpu.copies:BARRIER",
+    hosts="shotcast.transport.network.meet:BARRIER",
 )
 
 ALGORITHM = Algorithm(
@@ -38,6 +39,7 @@ ALGORITHM = Algorithm(
             _headers_of_all,
             triton="shotcast.transport.triton.send_recv:bind_header",
             cpu=f"shotcast.transport.cpu.send_recv:{op.name}_HEADER",
+            hosts="",  # only all ranks meet between nodes: the library compares the two headers
         )
         for op in (Op.SEND, Op.RECV)
     },

@@ -35,8 +35,12 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         return f"the {algorithm.label} takes equal parts only"
     if algorithm.multicast and not topology.multicast:
         return "the ranks share no multicast address"
-    if not (form.cpu if topology.kernels == "compiled" else form.triton):
-        return _no_kernel(algorithm, topology.kernels)
+    if form.between_nodes and topology.shape.nodes == 1:
+        return "all ranks are on one node"
+    if not getattr(form, topology.form_kind):
+        return _no_kernel(problem, algorithm)
+    if form.between_nodes and topology.form_kind == "triton" and not topology.layout.consecutive:
+        return "its kernel takes nodes of consecutive ranks"
     if why := form.obstacle(problem):
         return why
     if topology.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
@@ -44,8 +48,14 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
     return _beyond_workspace(problem, algorithm, form)
 
 
-def _no_kernel(algorithm: Algorithm, kernels: str) -> str:
-    if kernels == "compiled":
+def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
+    kind = problem.topology.form_kind
+    if kind == "hosts":
+        serving = problem.topology.algorithms.serving(problem.op)
+        if not any(one.forms[problem.op].hosts for one in serving if not one.library):
+            return f"no own kernel carries {problem.op.label} between hosts"
+        return f"{algorithm.name} has no form for CPU ranks on several nodes"
+    if kind == "cpu":
         return f"{algorithm.name} has no compiled form for CPU ranks; SHOTCAST_CPU_KERNELS=interpreter runs its kernel"
     return f"{algorithm.name} has no Triton kernel"
 

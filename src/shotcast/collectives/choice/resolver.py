@@ -82,6 +82,14 @@ class Resolver:
     executor: Executor | None
     graphs: bool
 
+    def compares(self, op: Op) -> bool:
+        """Return whether kernels compare the headers of a call before the library makes it.
+
+        They do if there are any, but for messages between nodes: only all ranks can meet there.
+        """
+        between_hosts = self.topology.form_kind == "hosts"
+        return self.executor is not None and not (between_hosts and op in (Op.SEND, Op.RECV))
+
     def problem(
         self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...], norm: Norm | None
     ) -> CollectiveProblem:
@@ -122,7 +130,7 @@ class Resolver:
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm, room=needed)
         by_library = self.topology.algorithms[plan.algorithm].library
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
-        if self.executor is None:
+        if self.executor is None or (by_library and not self.compares(op)):
             return Call(plan, problem.reduction, by_library, None, (), needed, label)
         form = Form(self.executor.form(plan))
         bound: BoundCall = self.executor.bind(plan)
@@ -156,7 +164,8 @@ class Resolver:
             reason = "; ".join((reason, *self.passed))
         if choice.entry is not None:
             (number, key), topology = choice.entry, self.topology
-            made_by = fingerprints.of_table(self.tables[number][1], key, topology.algorithms, topology.kernels)
+            kernels = "hosts" if topology.form_kind == "hosts" else topology.kernels
+            made_by = fingerprints.of_table(self.tables[number][1], key, topology.algorithms, kernels)
             reason += f"; {made_by}" if made_by else ""
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)

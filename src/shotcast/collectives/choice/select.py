@@ -14,6 +14,7 @@ from shotcast.errors import ConfigError
 from shotcast.units import format_size
 
 _NOT_ALLOWED = "allow_fp8 is not set"
+_OTHER_ORDER = "{name} adds up in another order than the contract has over several nodes"
 
 
 def choose(
@@ -85,8 +86,9 @@ def choose(
 def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
     """Return the choice where no own algorithm may serve, with the reasons of all of them."""
     algorithms = problem.topology.algorithms
-    why = dict.fromkeys(obstacle(problem, name) for name in algorithms if not algorithms[name].library)
-    reason = "; ".join(text for text in why if not text.startswith("there is no ")) or "no own algorithm"
+    own = [one.name for one in algorithms.serving(problem.op) if not one.library]
+    why = dict.fromkeys(obstacle(problem, name) or _OTHER_ORDER.format(name=name) for name in own)
+    reason = "; ".join(why) or "no own algorithm"
     if problem.op in FUSED:
         reason += "; so the sum is a call of its own, and the norm follows it"
     library = next(name for name in legal if algorithms[name].library)
@@ -108,6 +110,9 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     times = {name: time_us(work, link, topology.network_cost) for name, work in works.items()}
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
+    if topology.network:
+        step_us, bw_gbps = topology.network_cost
+        reason += f", for {topology.shape} ranks over {topology.network} of {step_us:.3g} us and {bw_gbps:.3g} GB/s"
     fastest = min(own, key=times.__getitem__)
     if fastest not in allowed:
         reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_NOT_ALLOWED}"

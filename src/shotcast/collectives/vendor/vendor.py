@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,8 @@ class Vendor:
         algorithms: of the communicator.
         timeout_s: the deadline of a call.
         library: ``nccl`` or ``gloo``.
-        compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
+        compares: the operations whose headers no kernel compares before they come here, so the library does it if it
+            can.
         stopped: returns whether own kernels have stopped the communicator.
 
     Attributes:
@@ -94,7 +95,7 @@ class Vendor:
         algorithms: Algorithms,
         timeout_s: float,
         library: str,
-        compares: bool,
+        compares: Container[Op],
         stopped: Callable[[], bool],
     ):
         self._host, self._device, self._algorithms = host, device, algorithms
@@ -154,7 +155,7 @@ class Vendor:
             if self._library == "nccl":
                 known.recent.append(call)
                 known.captured |= torch.cuda.is_current_stream_capturing()
-            if self._compares and not known.captured:
+            if plan.op in self._compares and not known.captured:
                 self._compare(known, call)
             root = members.index(plan.root) if plan.op in (Op.BROADCAST, Op.SEND, Op.RECV) else plan.root
             with torch.no_grad():  # otherwise out would carry the gradient of a copy
@@ -292,6 +293,8 @@ class Vendor:
 
     def _timeout(self, ranks: Sequence[int], call: _Begun, reason: str) -> CollectiveTimeout:
         rank, where = self._host.rank, self._host.where(ranks)
+        if reason == "dead" and where and not set(ranks) & set(self._host.gone):
+            reason = "unreachable"  # connections to another node broke, and why cannot be seen from here
         return CollectiveTimeout(rank, ranks, call.op, call.number, self._timeout_s, reason, where)
 
     def _library_error(self, call: _Begun, detail: str) -> ShotcastError:

@@ -1,0 +1,40 @@
+r"""Two-shot between nodes: a part of the slice to each peer, which adds up, then the sums to all. Two network steps.
+
+.. math:: T = f + 2a + 2 \frac{L-1}{L} M / b + M / m + 2 a_n + \frac{H-1}{H} (S + M/L) / b_n
+
+with the terms of :mod:`shotcast.collectives.algorithms.nvrar`, for any number H of nodes. The second step carries the
+sums in the dtype of the call.
+"""
+
+from __future__ import annotations
+
+from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
+from shotcast.collectives.between_nodes import around, slice_of
+from shotcast.cost.collective import Work
+from shotcast.wire import NodeShape, Op
+
+
+def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    """Return the work of sending a part of the slice to each peer, and the sum of the own part to all."""
+    others = shape.nodes - 1
+    sent = others / shape.nodes * sum(slice_of(nbytes, shape, itemsize))
+    return around(nbytes, shape, 2 * min(others, 1), sent)
+
+
+ALGORITHM = Algorithm(
+    name="nvrar_two_shot",
+    label="NVRAR two-shot",
+    summary="a part of the sum of each node to each other node, which adds up, then the rounded parts to all",
+    in_contract=lambda shape: True,
+    color="#6a3d9a",
+    forms={
+        Op.ALL_REDUCE: Form(
+            work=work,
+            hosts="shotcast.transport.network.nvrar_two_shot:ALL_REDUCE",
+            reference="shotcast.collectives.reference:tree_all_reduce",
+            share=slice_in_node,
+            between_nodes=True,
+            divides=True,
+        )
+    },
+)

@@ -1,0 +1,49 @@
+"""Common parts of the all-reduces between nodes: the work inside nodes, and the folding of nodes.
+
+For H nodes of L ranks and a message of M bytes, ranks of a node first add up a slice of M/L each, by a reduce-scatter.
+Then ranks of equal local rank, the peers, exchange their slices over the network: S bytes, since sums of nodes are
+float32 whatever the dtype of the call. The sum of all nodes is rounded to the dtype, which makes R = M/L bytes of it,
+and the ranks of the node gather the slices.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shotcast.cost.collective import Work
+from shotcast.hardware.nodes import folded
+from shotcast.wire import NodeShape
+
+
+class Slice(NamedTuple):
+    """Bytes of the slice that a rank exchanges with its peers: of its float32 sums, and of the rounded result."""
+
+    sums: float
+    result: float
+
+
+def slice_of(nbytes: int, shape: NodeShape, itemsize: int) -> Slice:
+    """Return S and R of a message."""
+    result = nbytes / shape.ranks_per_node
+    return Slice(result * 4 / itemsize, result)
+
+
+def doublings(nodes: int) -> int:
+    """Return k = floor(log2 H), the steps in which the nodes that are left after folding come together."""
+    return nodes.bit_length() - 1
+
+
+def around(nbytes: int, shape: NodeShape, steps: int, sent: float) -> Work:
+    """Return the work of a reduce-scatter and an all-gather inside nodes, around an exchange over the network."""
+    ranks = shape.ranks_per_node
+    return Work(2 if ranks > 1 else 0, 2 * (ranks - 1) / ranks * nbytes, nbytes, 0.0, steps, sent)
+
+
+def around_folding(nbytes: int, shape: NodeShape, itemsize: int, steps: int, sent: float) -> Work:
+    """Return the work of :func:`around` for an exchange between a power of two of nodes.
+
+    Of any other number, some nodes give their sums to others before, and get the result after: two steps, S + R bytes.
+    """
+    if folded(shape.nodes):
+        steps, sent = steps + 2, sent + sum(slice_of(nbytes, shape, itemsize))
+    return around(nbytes, shape, steps, sent)

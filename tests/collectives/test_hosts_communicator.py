@@ -1,0 +1,68 @@
+"""A communicator over several nodes is one like any other: sums by documented order, other calls, faults, splits."""
+
+from __future__ import annotations
+
+import hosts_targets as targets
+import pytest
+import workers
+
+import shotcast
+from shotcast.errors import RankFailed
+
+TWO_A_NODE = {"SHOTCAST_RANKS_PER_NODE": "2"}
+ONE_A_NODE = {"SHOTCAST_RANKS_PER_NODE": "1"}
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize(("ranks", "env"), [(4, TWO_A_NODE), (3, ONE_A_NODE)], ids=["2x2", "3x1"])
+def test_every_algorithm_gives_the_documented_bits(ranks: int, env: dict[str, str]) -> None:
+    done = shotcast.spawn(workers.matrix, ranks, "cpu", DTYPES, [0, 1, 4099], 1, None, 7, env=env, timeout_s=100)
+    assert done[0] >= 9 * 8, "four algorithms, twice each"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("nodes", "ranks"), [(1, 4), (4, 1), (2, 1), (2, 3), (3, 2), (4, 2), (5, 1), (8, 1), (8, 2), (10, 1)]
+)
+def test_every_algorithm_on_more_nodes(nodes: int, ranks: int) -> None:
+    env, counts = {"SHOTCAST_RANKS_PER_NODE": str(ranks)}, [0, 1, 7, 4099, 70_000]
+    shotcast.spawn(workers.matrix, nodes * ranks, "cpu", DTYPES, counts, 1, None, 9, env=env, timeout_s=550)
+
+
+def test_operations_that_the_library_carries() -> None:
+    reasons = shotcast.spawn(targets.other_operations, 4, env=TWO_A_NODE, timeout_s=60)[0]
+    assert "by cost model: predicted us: nvrar " in reasons["all_reduce"]
+    assert ", for 2x2 ranks over tcp of " in reasons["all_reduce"]
+    assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce"]
+    assert "one_shot (chunks of default bytes)" in reasons["barrier"]
+    for name in ("all_gather", "send", "reduce_scatter", "all_reduce_rms_norm"):
+        assert f"vendor, by legality: no own kernel carries {name} between hosts" in reasons[name], name
+
+
+def test_faults_name_ranks_and_nodes() -> None:
+    for late, mismatch in shotcast.spawn(targets.faults, 4, env=TWO_A_NODE, timeout_s=60):
+        kind, (reason, missing, where), took = late
+        assert (kind, reason, missing) == ("CollectiveTimeout", "late", (3,))
+        assert where.startswith("3 (node ")
+        assert where.endswith("/1)")
+        assert took < 0.6 + 1
+        kind, named, took = mismatch
+        assert (kind, named) == ("CollectiveMismatch", ((3,), ("nbytes",)))
+        assert took < 0.6 + 1
+
+
+def test_a_killed_rank_of_another_node_is_named_at_once() -> None:
+    results = shotcast.spawn(targets.killed, 4, 2, env=TWO_A_NODE, timeout_s=60, return_exceptions=True)
+    assert isinstance(results.pop(2), RankFailed)
+    for outcomes in results:
+        for kind, (reason, missing, where), took in outcomes:
+            assert (kind, reason, missing) == ("CollectiveTimeout", "dead", (2,))
+            assert "(node " in where
+            assert took < 1
+
+
+def test_splits_keep_the_nodes_of_their_ranks() -> None:
+    across, within = shotcast.spawn(targets.splits, 4, env=TWO_A_NODE, timeout_s=60)[0]
+    assert "for 2x1 ranks over tcp" in across
+    assert "one_shot" in within
+    assert "tcp" not in within
