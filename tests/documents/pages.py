@@ -25,6 +25,7 @@ MARKS = {
         "long": "it takes minutes",
         "stays": "it goes on until it is ended",
         "gpu": "it needs GPUs",
+        "hosts": "it needs several hosts",
     },
     "python": {
         "": "a test runs it as a script",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import tomllib
 from pathlib import Path
@@ -52,8 +53,16 @@ def check(fence: Fence, words: list[str]) -> None:
     elif program == "torchrun":
         from torch.distributed.run import parse_args
 
-        script = parse_args(arguments).training_script
+        parsed = parse_args(arguments)
+        script = parsed.training_script
+        if parsed.module:
+            assert script == "shotcast"
+            parse(parsed.training_script_args)
+            return
         assert (ROOT / script).is_file() or (fence.page.relative_to(ROOT).as_posix(), script) == SCRIPTS
+    elif program == "srun":
+        assert arguments[:2] == ["bash", "-c"]
+        check(fence, shlex.split(re.sub(r"\$\w+", "1", arguments[2])))
     elif program == "python" and arguments[:2] == ["-m", "pytest"]:
         assert all(list(ROOT.glob(path)) for path in arguments[2:] if path.startswith("tests"))
     elif program == "python":
@@ -120,6 +129,8 @@ def test_tests_and_targets_within_sentences() -> None:
         "make nothing",
         "pip install '.[engines]'",
         "torchrun --nproc-per-node 2 examples/none.py",
+        "torchrun --nproc-per-node 2 -m shotcast serve --tensor-parallell 2",
+        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID -m shotcast serve --no-option'",
         "nothing --at all",
     ],
 )
