@@ -7,11 +7,13 @@ know it, and SHOTCAST_SECRET where that is set, is turned away.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from shotcast.errors import ConfigError
@@ -28,6 +30,8 @@ _HELLO = struct.Struct("!II8s")
 _STRANGER_S = 2.0
 """The limit for the hello of a connection, which may be a stranger's."""
 _RETRY_S = 0.05
+_LEAST_ROOM, _ROOM = 1 << 20, 8 << 20
+"""Bytes of a connection's receive buffer: the least that is better than what the kernel chooses, and the most."""
 _ADVICE = (
     "SHOTCAST_SOCKET_IFNAME names the network interface that hosts use, SHOTCAST_PORT_RANGE the ports that they open, "
     "and SHOTCAST_SECRET is to be equal on all of them"
@@ -78,6 +82,7 @@ def connect(host: Hosts, layout: NodeLayout, timeout_s: float) -> Connections:
     place: tuple[str, int] = ("", 0)
     try:
         listener = listen(address_of_this_host(host.meeting_point or "localhost"))
+        make_room(listener)  # connections inherit it
         place = listener.getsockname()[:2]
     except ConfigError as error:
         failure = str(error)
@@ -155,8 +160,15 @@ class Hellos:
 
     def dial(self, rank: int, purpose: str, deadline: float) -> socket.socket:
         """Connect to ``rank``, and return the socket, which never blocks. Raises OSError."""
-        one = socket.create_connection(self.places[rank], max(0.001, deadline - time.monotonic()))
+        address, port = self.places[rank]
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        one = socket.socket(family, kind, protocol)
         try:
+            make_room(one)
+            one.settimeout(max(0.001, deadline - time.monotonic()))
+            one.connect(place)
             handshake(one, self._key, listens=False, timeout_s=max(0.001, deadline - time.monotonic()))
             one.sendall(_HELLO.pack(self._rank, rank, purpose.encode()))
         except BaseException:
@@ -182,6 +194,18 @@ class Hellos:
             logger.info("a connection was turned away: %s", error)
         one.close()
         return None
+
+
+def make_room(one: socket.socket) -> None:
+    """Let a whole slice arrive at once: before it connects, or before connections come that inherit it.
+
+    A receiver begins with room for 64 KB, and more of a message than that waits for another round trip. Where the host
+    allows little (``net.core.rmem_max``) it is left to the kernel, whose buffers grow with time.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        allowed = int(Path("/proc/sys/net/core/rmem_max").read_text())
+        if allowed >= _LEAST_ROOM:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, min(allowed, _ROOM))
 
 
 def _ready(one: socket.socket) -> socket.socket:
