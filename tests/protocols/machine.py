@@ -50,14 +50,15 @@ class Await(Instruction):
 
     ``arrived(word)`` is what the code really tests. An ``expected`` of None means that any word that has arrived is
     right. With ``unless``, the wait also ends once that word differs from its initial value. A ``deadline`` of "quiet"
-    lets the wait end when nothing else can happen anywhere (the deadline is longer than any delay); with "any time" it
-    may always end. The result is ARRIVED, ABORTED or EXPIRED.
+    lets the wait end when nothing else can happen anywhere (the deadline is longer than any delay), unless a wait of
+    less ``patience`` can; with "any time" it may always end. The result is ARRIVED, ABORTED or EXPIRED.
     """
 
     words: Mapping[Address, Hashable]
     arrived: Callable[[Any], bool]
     unless: Address | None = None
     deadline: str = ""
+    patience: int = 0
 
 
 ARRIVED, ABORTED, EXPIRED = "arrived", "aborted", "expired"
@@ -363,7 +364,7 @@ class Machine:
             self._proceed(mutable, program, result)
             found.append((_Label(self, program, what, mutable.issued), mutable.state()))
 
-        quiet: list[int] = []
+        quiet: dict[int, int] = {}  # the patience of programs whose deadline may pass
         observed: set[int] = set()  # addresses at which a landing could make a difference to somebody
         in_flight_at: dict[int, list[int]] = {}  # by address: the oldest store of every program, and the ones behind it
         for (address, _), values in before.in_flight.items():
@@ -404,7 +405,7 @@ class Machine:
                     if instruction.deadline == "any time":
                         step(program, "is out of time", _MutableState(state), EXPIRED)
                     elif instruction.deadline == "quiet":
-                        quiet.append(program)
+                        quiet[program] = instruction.patience
                 case Load(address):
                     observed.add(self._addresses(address))
                     value = self._values.values[self._word(before, self._addresses(address))]
@@ -465,7 +466,7 @@ class Machine:
         if not found:
             land(True)
         if not found:
-            for program in quiet:
+            for program in [one for one, patience in quiet.items() if patience == min(quiet.values())]:
                 step(program, "is out of time", _MutableState(state), EXPIRED)
         return found
 
