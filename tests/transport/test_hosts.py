@@ -157,6 +157,7 @@ def _fault_of(group: LocalGroup, nodes: int, local: int, who: int, what: str) ->
 FULL = pytest.mark.full
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("nodes", "local", "who"), [(2, 2, 3), pytest.param(2, 1, 1, marks=FULL), pytest.param(3, 1, 0, marks=FULL)]
 )
@@ -167,6 +168,7 @@ def test_an_absent_rank_is_named_at_the_deadline(nodes: int, local: int, who: in
         assert nan
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("nodes", "local", "who"), [(3, 1, 2), pytest.param(2, 1, 1, marks=FULL)])
 def test_a_killed_rank_is_named_at_once(nodes: int, local: int, who: int) -> None:
     results = run_ranks(nodes * local, _fault_of, nodes, local, who, "dies", mortal=True)
@@ -180,6 +182,7 @@ def test_a_killed_rank_is_named_at_once(nodes: int, local: int, who: int) -> Non
             assert nan
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("nodes", "local", "who"), [(2, 2, 2), pytest.param(2, 1, 1, marks=FULL)])
 def test_a_stopped_rank_is_named_at_the_deadline(nodes: int, local: int, who: int) -> None:
     def meddle(processes: list[int]) -> None:
@@ -201,6 +204,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(nodes: int, local: int, who: in
             assert nan
 
 
+@pytest.mark.timing
 def test_calls_that_differ_are_a_mismatch() -> None:
     for fault, took, _, sizes in run_ranks(3, _fault_of, 3, 1, 1, "calls something else"):
         assert (fault.kind, fault.ranks) == (wire.MISMATCH, (1,))
