@@ -11,7 +11,9 @@ import transformers
 from click.testing import Result
 from typer.testing import CliRunner
 
+from hosts import needs_hosts
 from shotcast.bench import engine_bench, engine_report
+from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.cli import app
 from shotcast.errors import ConfigError
 
@@ -64,6 +66,23 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
 
 
+@needs_hosts
+@pytest.mark.full
+def test_simulated_hosts_beside_gloo(folder: Path, tmp_path: Path) -> None:
+    stored = tmp_path / "a.json"
+    options = ["--layouts", "4x1,2x2", "--batches", "1", "--prompt", "8", "--output", "9", "--rounds", "1"]
+    hosts = ["--hosts", "2", "--ranks-per-host", "2", "--delay-us", "2000", "--algorithms", "auto,gloo"]
+    result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *hosts, "--json", str(stored)])
+    assert result.exit_code == 0, result.output
+    rows = {(row.layout, row.algorithm): row for row in engine_report.read(stored)}
+    assert list(rows) == [(layout, algorithm) for layout in ("4x1", "2x2") for algorithm in ("auto", "gloo")]
+    assert {(row.hosts, row.delay_us, row.device) for row in rows.values()} == {(2, 2000.0, "cpu")}
+    # two layers reduce four times, after the embedding once, and gather logits; each crosses the network once or more
+    assert rows["4x1", "auto"].tpot_ms > 5 * 2.0
+    assert rows["4x1", "gloo"].tpot_ms > rows["4x1", "auto"].tpot_ms
+    assert result.output.split()[:2] == ["hosts", "one"]
+
+
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])
 def test_layouts_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="a layout must be TxP"):
@@ -76,6 +95,10 @@ def test_layouts_that_are_none(text: str) -> None:
         ({"algorithms": ("fast",)}, "'fast'"),
         ({"output": 1}, "output at least 2"),
         ({"batches": (0,)}, "must be at least 1"),
+        ({"algorithms": ("gloo",)}, "'gloo'"),
+        ({"hosts": HostsConfig(2), "algorithms": ("nccl",)}, "'nccl'"),
+        ({"hosts": HostsConfig(2)}, "2 hosts with 1 ranks each have 2 ranks, which a layout divides; 1x1 has 1"),
+        ({"hosts": HostsConfig(2), "baseline": True}, "leave out --baseline"),
     ],
 )
 def test_plans_that_measure_nothing(change: dict[str, object], text: str) -> None:

@@ -7,6 +7,9 @@ tokens, ITL the median.
 The roofline is the limit of memory bandwidth: each decoding step reads all weights of a rank once, and the keys and
 values of all its sequences, so ``time >= bytes / bandwidth``. The stages of a pipeline run one after the other, so for
 one sequence their times add up. The bandwidth is measured on the ranks, with all of them reading at once.
+
+Ranks may be on simulated hosts, which share the cores of this machine: that shows what the network between them costs,
+and not how computation scales.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import torch
 
 from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
+from shotcast.bench.hosts.measure import HostsConfig
+from shotcast.bench.hosts.network import SimulatedHosts
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.config import EngineConfig, algorithm_names
@@ -39,13 +44,20 @@ from shotcast.models.source import find_model, open_checkpoint
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
 """Settings under which nothing of ours is added to a call of NCCL."""
+_GLOO = "gloo"
+_ALL_BY_GLOO = {"SHOTCAST_ALGORITHM": LIBRARY, "SHOTCAST_CHECK_VENDOR": "0"}
+"""Settings under which Gloo serves every call of the engine, and nothing of ours is added to one."""
 _READ_BYTES = 256 << 20
 _READS = 8
 
 
-def benchmark_algorithms() -> dict[str, str]:
-    """Return the engine's algorithms by their names in the benchmark; "nccl" is the library (Gloo on CPU ranks)."""
-    return {"nccl" if name == LIBRARY else name: name for name in algorithm_names()}
+def benchmark_algorithms(hosts: bool = False) -> dict[str, str]:
+    """Return the engine's algorithms by their names in the benchmark.
+
+    "nccl" is the library for the all-reduces (Gloo on CPU ranks). On simulated ``hosts`` it is "gloo", for all calls.
+    """
+    library = {_GLOO: "auto"} if hosts else {"nccl": LIBRARY}
+    return {name: name for name in algorithm_names() if name != LIBRARY} | library
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,11 @@ class Layout:
             ) from None
         return cls(tensor, pipeline)
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of all stages."""
+        return self.tensor_parallel * self.pipeline_parallel
+
     def __str__(self) -> str:
         return f"{self.tensor_parallel}x{self.pipeline_parallel}"
 
@@ -76,7 +93,8 @@ class Layout:
 class EngineBenchConfig:
     """The points to measure: each batch with each algorithm on each layout.
 
-    With ``baseline``, Transformers is measured first.
+    With ``baseline``, Transformers is measured first. With ``hosts``, the ranks are on simulated hosts, and each layout
+    takes all of them.
     """
 
     model: str
@@ -90,20 +108,34 @@ class EngineBenchConfig:
     dtype: str = ""
     baseline: bool = False
     quantization: str = ""
+    hosts: HostsConfig | None = None
 
     def __post_init__(self) -> None:
-        known = benchmark_algorithms()
+        known = benchmark_algorithms(self.hosts is not None)
         if unknown := [name for name in self.algorithms if name not in known]:
             raise ConfigError(f"there is no algorithm {unknown[0]!r}; choose from {', '.join(known)}")
         if min((self.prompt, self.rounds, *self.batches)) < 1 or self.output < 2:
             raise ConfigError(
                 "batches, prompt and rounds must be at least 1, and output at least 2 (one token has no TPOT)"
             )
+        if self.hosts is None:
+            return
+        if self.device != "cpu" or self.baseline:
+            raise ConfigError("simulated hosts run the engine's CPU ranks: leave out --baseline, and a device but cpu")
+        ranks = self.hosts.world_size
+        if other := [layout for layout in self.layouts if layout.ranks != ranks]:
+            raise ConfigError(
+                f"{self.hosts.hosts} hosts with {self.hosts.ranks_per_host} ranks each have {ranks} ranks, which a "
+                f"layout divides; {other[0]} has {other[0].ranks}"
+            )
 
 
 def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
     """Measure all points of a configuration, with one engine for each layout and algorithm."""
-    most = max(layout.tensor_parallel * layout.pipeline_parallel for layout in config.layouts)
+    if config.hosts is not None:
+        yield from _measure_on_hosts(config, config.hosts, advance)
+        return
+    most = max(layout.ranks for layout in config.layouts)
     config = replace(config, device=select_device(EngineConfig(config.model, most, device=config.device)).device)
     if config.baseline:
         advance(TRANSFORMERS)
@@ -111,31 +143,62 @@ def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda w
         yield from spawn(transformers_rows, 1, config)[0]
     bandwidths: dict[int, float] = {}
     for layout in config.layouts:
-        ranks = layout.tensor_parallel * layout.pipeline_parallel
-        if ranks not in bandwidths:
-            bandwidths[ranks] = min(spawn(read_bandwidth_gbps, ranks, config.device))
+        if layout.ranks not in bandwidths:
+            bandwidths[layout.ranks] = min(spawn(read_bandwidth_gbps, layout.ranks, config.device))
         # a single rank does not communicate, so it is measured once
         for algorithm in config.algorithms if layout.tensor_parallel > 1 else config.algorithms[:1]:
             advance(f"{layout} {algorithm}")
             with (
                 _environment(_NCCL if algorithm == "nccl" else {}),
-                LLM(
-                    config.model,
-                    tensor_parallel=layout.tensor_parallel,
-                    pipeline_parallel=layout.pipeline_parallel,
-                    device=config.device,
-                    dtype=config.dtype,
-                    quantization=config.quantization,
-                    max_model_len=config.prompt + config.output,
-                    max_sequences=max(config.batches),
-                    prefix_caching=False,
-                    algorithm=benchmark_algorithms()[algorithm],
-                    # graphs with timestamps are captured when the model is loaded, not in the round that uses them
-                    stamp_every=int(config.device == "cuda"),
-                ) as llm,
+                _engine(config, layout, algorithm) as llm,
             ):
                 for batch in config.batches:
-                    yield _point(config, layout, algorithm, batch, llm, bandwidths[ranks])
+                    yield _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
+
+
+def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str) -> LLM:
+    return LLM(
+        config.model,
+        tensor_parallel=layout.tensor_parallel,
+        pipeline_parallel=layout.pipeline_parallel,
+        device=config.device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        max_model_len=config.prompt + config.output,
+        max_sequences=max(config.batches),
+        prefix_caching=False,
+        algorithm=benchmark_algorithms(config.hosts is not None)[algorithm],
+        # graphs with timestamps are captured when the model is loaded, not in the round that uses them
+        stamp_every=int(config.device == "cuda"),
+    )
+
+
+def _measure_on_hosts(
+    config: EngineBenchConfig, hosts: HostsConfig, advance: Callable[[str], None]
+) -> Iterator[EngineRow]:
+    """Measure on simulated hosts. Raises ShotcastError if their network lost packets."""
+    options = {"delay_us": hosts.delay_us, "bandwidth_gbps": hosts.bandwidth_gbps}
+    with SimulatedHosts(hosts.hosts, **options) as network:
+        bandwidth = min(network.run(read_bandwidth_gbps, hosts.ranks_per_host, config.device))
+        for layout, algorithm in itertools.product(config.layouts, config.algorithms):
+            advance(f"{layout} {algorithm}")
+            environment = _ALL_BY_GLOO if algorithm == _GLOO else {}
+            arguments = config, layout, algorithm, bandwidth
+            rows = network.run(rows_of_rank, hosts.ranks_per_host, *arguments, env=environment)[0]
+            network.check()
+            yield from (replace(row, hosts=hosts.hosts, delay_us=hosts.delay_us) for row in rows)
+
+
+def rows_of_rank(config: EngineBenchConfig, layout: Layout, algorithm: str, bandwidth: float) -> list[EngineRow]:
+    """Measure the batches of a layout as rank 0 of a job; other ranks serve it, and return nothing."""
+    try:
+        llm = _engine(config, layout, algorithm)
+    except SystemExit as end:  # of another rank, when rank 0 is done
+        if end.code:
+            raise
+        return []
+    with llm:
+        return [_point(config, layout, algorithm, batch, llm, bandwidth) for batch in config.batches]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ class EngineRow:
         roofline: ``roofline_ms`` divided by ``itl_ms``.
         bandwidth_gbps: the measured memory bandwidth of a rank.
         quantization: of the layers' weight matrices.
+        hosts, delay_us: the simulated hosts that the ranks were on, and the one-way delay between them.
     """
 
     model: str
@@ -54,6 +55,8 @@ class EngineRow:
     roofline: float
     bandwidth_gbps: float
     quantization: str = ""
+    hosts: int = 1
+    delay_us: float = 0.0
 
 
 def reduces(row: EngineRow) -> bool:
@@ -61,10 +64,17 @@ def reduces(row: EngineRow) -> bool:
     return not row.layout.startswith("1x")
 
 
+def _columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
+    """Return the heads of the columns; two more where ranks were on simulated hosts."""
+    return (("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()) + _COLUMNS
+
+
 def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
-    """Return the cells of each row, in the order of :data:`_COLUMNS`."""
+    """Return the cells of each row, in the order of :func:`_columns`."""
+    hosts = any(row.hosts > 1 for row in rows)
     return [
         (
+            *((str(row.hosts), f"{row.delay_us:g}" if row.hosts > 1 else "-") if hosts else ()),
             row.layout,
             row.algorithm if reduces(row) or row.algorithm == TRANSFORMERS else "-",
             str(row.batch),
@@ -82,7 +92,7 @@ def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
 def table(rows: Sequence[EngineRow]) -> Table:
     """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
-    for name in _COLUMNS:
+    for name in _columns(rows):
         view.add_column(name, justify="left" if name in ("layout", "algorithm") else "right")
     for cells in _cells(rows):
         view.add_row(*cells)
@@ -91,7 +101,8 @@ def table(rows: Sequence[EngineRow]) -> Table:
 
 def markdown(rows: Sequence[EngineRow]) -> str:
     """Return the rows as a Markdown table."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *_cells(rows)]
+    columns = _columns(rows)
+    lines = [columns, ("---",) * len(columns), *_cells(rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -117,7 +128,8 @@ def read(path: Path) -> tuple[EngineRow, ...]:
 def _subject(row: EngineRow) -> str:
     """Return the facts that all rows of a picture must share."""
     kind = row.quantization or row.dtype
-    return f"{row.model}, {kind}, {row.device}: prompt {row.prompt}, output {row.output}"
+    hosts = f", {row.hosts} hosts at {row.delay_us:g} us" if row.hosts > 1 else ""
+    return f"{row.model}, {kind}, {row.device}: prompt {row.prompt}, output {row.output}{hosts}"
 
 
 def plot(rows: Sequence[EngineRow], path: Path) -> None:

@@ -64,6 +64,17 @@ app = typer.Typer(
 )
 
 
+def _simulated(hosts: int, ranks_per_host: int, delay_us: float, bandwidth_gbps: float) -> HostsConfig | None:
+    """Return the hosts to simulate, if there are any."""
+    from shotcast.bench.hosts.measure import HostsConfig
+
+    if hosts:
+        return HostsConfig(hosts, ranks_per_host, delay_us, bandwidth_gbps)
+    if ranks_per_host != 1 or delay_us or bandwidth_gbps:
+        raise ConfigError("--ranks-per-host, --delay-us and --bandwidth-gbps are for simulated hosts: say --hosts too")
+    return None
+
+
 def _plain_command(op: str) -> None:
     """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
 
@@ -113,16 +124,7 @@ def _plain_command(op: str) -> None:
             **_common_options(Device.CPU if hosts and device is Device.AUTO else device, dtype, algorithms),
         )
         outputs = _Outputs(json_file, plot_file, plot_kind, markdown_file)
-        if hosts:
-            from shotcast.bench.hosts.measure import HostsConfig
-
-            _bench(config, world_size, outputs, HostsConfig(hosts, ranks_per_host, delay_us, bandwidth_gbps))
-        elif ranks_per_host != 1 or delay_us or bandwidth_gbps:
-            raise ConfigError(
-                "--ranks-per-host, --delay-us and --bandwidth-gbps are for simulated hosts: say --hosts too"
-            )
-        else:
-            _bench(config, world_size, outputs)
+        _bench(config, world_size, outputs, _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps))
 
     name = op.replace("_", "-")
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
@@ -276,7 +278,11 @@ def _engine_command(
     layouts: Annotated[str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel.")] = "1x1,2x1",
     batches: Annotated[str, typer.Option("--batches", help="Numbers of concurrent requests.")] = "1,4,16",
     algorithms: Annotated[
-        str, typer.Option("--algorithms", help="Algorithms of the all-reduces: auto, one_shot, two_shot, ring, nccl.")
+        str,
+        typer.Option(
+            "--algorithms",
+            help="Algorithms of the all-reduces: auto, one_shot, nccl, ...; with --hosts, gloo for all calls.",
+        ),
     ] = "auto",
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")] = 128,
     output: Annotated[int, typer.Option("--output", help="Tokens of each output.")] = 32,
@@ -287,6 +293,10 @@ def _engine_command(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
     ] = False,
+    hosts: Hosts = 0,
+    ranks_per_host: RanksPerHost = 1,
+    delay_us: DelayUs = 0.0,
+    bandwidth_gbps: BandwidthGbps = 0.0,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -303,10 +313,11 @@ def _engine_command(
         prompt,
         output,
         rounds,
-        device.value,
+        "cpu" if hosts and device is Device.AUTO else device.value,
         dtype,
         baseline,
         quantization,
+        _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps),
     )
     screen = new_console()
     environment, command = detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])
