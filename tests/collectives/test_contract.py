@@ -8,6 +8,7 @@ from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import packaged
 from shotcast.collectives.registry import registered
+from shotcast.cost.collective import NetworkCost
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import Op
 
@@ -27,6 +28,21 @@ def test_auto_keeps_the_bits_of_a_sum(device: str, world_size: int, multicast: b
                 for nbytes in SIZES:
                     choice = choose(CollectiveProblem(op, nbytes, dtype, topology), "auto", "auto", tables)
                     assert choice.candidate.algorithm in ("one_shot", "two_shot", "vendor"), (op, dtype, nbytes, choice)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "interpreter", "triton"])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 1), (4, 2), (8, 1)], ids=str)
+def test_auto_keeps_the_bits_of_a_sum_over_nodes(kernels: str, shape: tuple[int, int]) -> None:
+    nodes, ranks = shape
+    layout = NodeLayout.of_keys([str(node) for node in range(nodes) for _ in range(ranks)])
+    device, network = ("cuda" if kernels == "triton" else "cpu"), ("tcp" if kernels == "compiled" else "peer stores")
+    facts = layout, device, "X", kernels, "", True, 512 << 20, registered(), False, network, NetworkCost(5.0, 10.0)
+    allowed = ("nvrar", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot")
+    for op, names in ((Op.ALL_REDUCE, allowed), (Op.REDUCE_SCATTER, ("vendor",))):
+        for dtype in ("float32", "float16", "bfloat16"):
+            for nbytes in SIZES:
+                choice = choose(CollectiveProblem(op, nbytes, dtype, Topology(*facts)), "auto", "auto", ())
+                assert choice.candidate.algorithm in names, (op, dtype, nbytes, choice)
 
 
 def test_packaged_tables_exist() -> None:

@@ -7,6 +7,7 @@ import pytest
 import workers
 
 import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.errors import RankFailed
 
 TWO_A_NODE = {"SHOTCAST_RANKS_PER_NODE": "2"}
@@ -34,8 +35,10 @@ def test_operations_that_the_library_carries() -> None:
     assert "by cost model: predicted us: nvrar " in reasons["all_reduce"]
     assert ", for 2x2 ranks over tcp of " in reasons["all_reduce"]
     assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce"]
-    assert "one_shot (chunks of default bytes)" in reasons["barrier"]
-    for name in ("all_gather", "send", "reduce_scatter", "all_reduce_rms_norm"):
+    for name in ("barrier", "send"):
+        assert "one_shot (chunks of default bytes)" in reasons[name]
+    assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce_rms_norm"]
+    for name in ("all_gather", "reduce_scatter"):
         assert f"vendor, by legality: no own kernel carries {name} between hosts" in reasons[name], name
 
 
@@ -66,3 +69,22 @@ def test_splits_keep_the_nodes_of_their_ranks() -> None:
     assert "for 2x1 ranks over tcp" in across
     assert "one_shot" in within
     assert "tcp" not in within
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_node", "counts"), [(4, "2", [333]), pytest.param(3, "1", [0, 5, 333, 2051], marks=pytest.mark.full)]
+)
+def test_kernels_of_gpus_on_logical_nodes(ranks: int, of_node: str, counts: list[int]) -> None:
+    """By the interpreter: ``auto`` takes sums over nodes, while algorithms without nodes serve by name."""
+    env = {**GPU_COLLECTIVES, "SHOTCAST_RANKS_PER_NODE": of_node}
+    for reasons in interpret(targets.by_peer_stores, ranks, counts, env=env):
+        assert "predicted us: " in reasons["all_reduce"]
+        assert f"{ranks // int(of_node)}x{of_node} ranks over peer stores" in reasons["all_reduce"]
+        assert "legal: one_shot, two_shot, two_shot_fp8, ring, nvrar, nvrar_halving, nvrar_pairs, vendor" in str(
+            reasons
+        )
+        if of_node == "2":
+            assert "nvrar" in reasons["all_reduce"].partition(" by cost model")[0]
+            for name in ("all_reduce_rms_norm", "reduce_scatter"):
+                assert "vendor, by legality" in reasons[name]
+                assert "one_shot adds up in another order than the contract has over several nodes" in reasons[name]

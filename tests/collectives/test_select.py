@@ -28,7 +28,7 @@ from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table, parse
 from shotcast.collectives.registry import registered
-from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, Work
+from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost, Work, time_us
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.wire import LaunchShape, Norm, Op
@@ -46,10 +46,16 @@ def make_topology(
     obstacle: str = "",
     multicast: bool = False,
     allow_fp8: bool = False,
+    nodes: int = 1,
 ) -> Topology:
+    """Return the topology of so many ranks on each of ``nodes`` nodes."""
     device = "cuda" if kernels == "triton" else "cpu"
-    layout = NodeLayout.one_node(world_size)
-    return Topology(layout, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8)
+    layout = NodeLayout.of_keys([f"n{node}" for node in range(nodes) for _ in range(world_size)])
+    network, cost = ("", NO_NETWORK)
+    if nodes > 1:
+        network, cost = ("tcp" if kernels == "compiled" else "peer stores"), NetworkCost(50.0, 2.0)
+    facts = layout, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8, network, cost
+    return Topology(*facts)
 
 
 def problem(
@@ -89,6 +95,7 @@ problems = st.builds(
         max_bytes=st.integers(1, 512 << 20),
         multicast=st.booleans(),
         allow_fp8=st.booleans(),
+        nodes=st.sampled_from([1, 1, 1, 2, 3, 5]),
     ),
     reduction=st.sampled_from(["sum", "max", "min", "prod"]),
 )
@@ -214,6 +221,18 @@ class TestOrder:
         assert (choice.source, choice.candidate.algorithm) == wanted
         assert choose(case, argument, environment, tables) == choice
 
+    @given(st.integers(0, 1 << 26), st.integers(1, 8), st.integers(2, 9), st.sampled_from(["triton", "compiled"]))
+    def test_model_takes_the_least_time_over_nodes(self, nbytes: int, ranks: int, nodes: int, kernels: str) -> None:
+        topology = make_topology(kernels, ranks, 512 << 20, nodes=nodes)
+        case = problem(nbytes=nbytes, topology=topology)
+        choice = choose(case, "auto", "auto", ())
+        link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
+        own = [name for name in ALGORITHMS if name != "vendor" and not obstacle(case, name) and keeps_bits(case, name)]
+        works = {name: registered()[name].forms[Op.ALL_REDUCE].work(nbytes, topology.shape, 4) for name in own}
+        times = {name: time_us(work, link, topology.network_cost) for name, work in works.items()}
+        assert times[choice.candidate.algorithm] == min(times.values())
+        assert f"for {nodes}x{ranks} ranks over {topology.network} of 50 us and 2 GB/s" in choice.reason
+
     @given(st.integers(0, 1 << 26), st.integers(2, 8), st.sampled_from(["triton", "compiled"]))
     def test_model_takes_the_least_time(self, nbytes: int, world_size: int, kernels: str) -> None:
         case = problem(nbytes=nbytes, topology=make_topology(kernels, world_size, 512 << 20))
@@ -223,6 +242,44 @@ class TestOrder:
         own = [name for name in own if name != "ring" or world_size == 2]
         times = {name: predicted_us("all_reduce", name, nbytes, world_size, link) for name in own}
         assert times[taken] == min(times.values())
+
+
+class TestNodes:
+    def test_sums_over_nodes_need_nodes(self) -> None:
+        for kernels in ("triton", "interpreter", "compiled"):
+            case = problem(topology=make_topology(kernels))
+            assert obstacle(case, "nvrar") == "all ranks are on one node"
+            over = problem(topology=make_topology(kernels, nodes=2))
+            assert obstacle(over, "nvrar") == obstacle(over, "nvrar_pairs") == obstacle(over, "nvrar_halving") == ""
+        assert obstacle(problem(topology=make_topology("triton", nodes=2)), "nvrar_two_shot") == (
+            "nvrar_two_shot has no Triton kernel"
+        )
+
+    def test_cpu_hosts_have_sums_messages_and_barriers(self) -> None:
+        topology = make_topology(nodes=3)
+        served = {
+            op
+            for op in Op
+            if choose(problem(op, topology=topology), "auto", "auto", ()).candidate.algorithm != "vendor"
+        }
+        assert served == {Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM, Op.SEND, Op.RECV, Op.BARRIER}
+        assert obstacle(problem(topology=topology), "one_shot") == "one_shot has no form for CPU ranks on several nodes"
+        gather = choose(problem(Op.ALL_GATHER, topology=topology), "auto", "auto", ())
+        assert (gather.source, gather.reason) == ("legality", "no own kernel carries all_gather between hosts")
+
+    def test_kernels_of_gpus_take_nodes_of_consecutive_ranks(self) -> None:
+        mixed = dataclasses.replace(make_topology("triton", nodes=2), layout=NodeLayout.of_keys(["a", "b"] * 4))
+        case = problem(topology=mixed)
+        assert obstacle(case, "nvrar") == "its kernel takes nodes of consecutive ranks"
+        choice = choose(case, "auto", "auto", ())
+        assert choice.candidate.algorithm == "vendor"
+        assert "one_shot adds up in another order than the contract has over several nodes" in choice.reason
+        assert choose(case, "one_shot", "auto", ()).candidate.algorithm == "one_shot", "by name"
+
+    @pytest.mark.parametrize(("nbytes", "best"), [(64, "nvrar_pairs"), (64 << 20, "nvrar_two_shot")])
+    def test_size_decides_between_steps_and_bytes(self, nbytes: int, best: str) -> None:
+        case = problem(nbytes=nbytes, topology=make_topology(world_size=1, nodes=8))
+        assert choose(case, "auto", "auto", ()).candidate.algorithm == best
 
 
 class TestBits:

@@ -271,7 +271,7 @@ class TestCallsOnADevice:
         host.rank, host.world_size, host.gone, host.layout = 0, 2, gone, NodeLayout.one_node(2)
         host._store = store
         cpu = torch.device("cpu")
-        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", (), lambda: bool(faults))
+        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults))
         device: Any = Device()
         known = _Connected(device, (0, 1))
         vendor._connected[0, 1] = known

@@ -216,20 +216,24 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 # --- the kernels of this package --------------------------------------------------------------------------------------
 
 
+KERNELS = {"triton": "triton", "cpu": "compiled", "hosts": "hosts"}
+"""The fields of forms that have kernels, and what fingerprints call those that run them."""
+
+
 def forms() -> list[tuple[Op, str, str, str]]:
     """Return every kernel of the built-in algorithms: operation, algorithm, kind and reference."""
     return [
         (op, algorithm.name, kind, str(getattr(form, kind)))
         for algorithm in registered().values()
         for op, form in algorithm.forms.items()
-        for kind in ("triton", "cpu")
+        for kind in KERNELS
         if getattr(form, kind)
     ]
 
 
-@pytest.mark.parametrize("kernels", ["triton", "compiled"])
-def test_every_built_in_kernel_has_a_fingerprint(kernels: str) -> None:
-    kind = "cpu" if kernels == "compiled" else "triton"
+@pytest.mark.parametrize("kind", KERNELS)
+def test_every_built_in_kernel_has_a_fingerprint(kind: str) -> None:
+    kernels = KERNELS[kind]
     for op in Op:
         expected = {name for one, name, which, _ in forms() if one is op and which == kind}
         found = fingerprints.of_operation(registered(), op, kernels)
@@ -241,8 +245,7 @@ def test_kernels_differ() -> None:
     """Each kernel has its own; forms share one only where they share the kernel: headers of messages and messages."""
     by_digest: dict[str, set[str]] = {}
     for op, name, kind, reference in forms():
-        kernels = "compiled" if kind == "cpu" else "triton"
-        by_digest.setdefault(fingerprints.of_operation(registered(), op, kernels)[name], set()).add(
+        by_digest.setdefault(fingerprints.of_operation(registered(), op, KERNELS[kind])[name], set()).add(
             re.sub("(?i)_header$", "", reference)
         )
     shared = {frozenset(references) for references in by_digest.values() if len(references) > 1}
@@ -261,7 +264,7 @@ def reached(reference: str, kind: str) -> set[tuple[str, str]]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fingerprint, "_Writer", Recorder)
-        (of_host_call if kind == "cpu" else of_launch)(fingerprint.installed(), reference)
+        (of_launch if kind == "triton" else of_host_call)(fingerprint.installed(), reference)
     return found
 
 
@@ -312,7 +315,7 @@ def test_covers_what_triton_finds(reference: str, monkeypatch: pytest.MonkeyPatc
 def test_any_other_number_in_a_kernel_is_seen(data: st.DataObject) -> None:
     """Each number in anything that a kernel calls or reads counts: with another one, the fingerprint is another."""
     reference, kind = data.draw(st.sampled_from([(reference, kind) for _, _, kind, reference in forms()]))
-    make = of_host_call if kind == "cpu" else of_launch
+    make = of_launch if kind == "triton" else of_host_call
     tree = Tree(SOURCE)
     before = make(tree, reference)
     covered = sorted(reached(reference, kind))
@@ -365,7 +368,7 @@ def test_renaming_in_the_whole_package_changes_nothing(tmp_path: Path) -> None:
         file.write_text(text)
     tree, installed = Tree(folder), fingerprint.installed()
     for _, _, kind, reference in forms():
-        make = of_host_call if kind == "cpu" else of_launch
+        make = of_launch if kind == "triton" else of_host_call
         assert make(tree, reference) == make(installed, reference), reference
     module = "shotcast.kernels.triton.paged_attention"
     assert of_module(tree, module) == of_module(installed, module)

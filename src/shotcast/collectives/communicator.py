@@ -172,6 +172,20 @@ class Communicator:
         if self._executor is not None:
             self._first_use = FirstUse(self._host, self._executor)
             self._peers.tell(self._executor.mark_gone)
+        library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
+        compares = self._checks_vendor and self._executor is None
+        executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
+        self._vendor = Vendor(
+            self._host,
+            self.device,
+            self._algorithms,
+            self._timeout_s,
+            library,
+            compares,
+            lambda: executor is not None and executor.fault() is not None,
+        )
+        if self._executor is None and self.world_size > 1:
+            self._vendor.connect(SETUP_TIMEOUT_S)
         topology = Topology(
             self._host.layout,
             self.device.type,
@@ -188,20 +202,6 @@ class Communicator:
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
-        library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
-        compared = [op for op in Op if self._checks_vendor and not self._resolver.compares(op)]
-        executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
-        self._vendor = Vendor(
-            self._host,
-            self.device,
-            self._algorithms,
-            self._timeout_s,
-            library,
-            compared,
-            lambda: executor is not None and executor.fault() is not None,
-        )
-        if self._executor is None and self.world_size > 1:
-            self._vendor.connect(SETUP_TIMEOUT_S)
         self._fast_path: FastPath | None = None
         if others is not None and self._chain is not None and not self._nvtx:
             self._fast_path = FastPath(self._calls, others, self._vendor, self._chain, self._lock, self.device)

@@ -13,7 +13,7 @@ from shotcast import env, wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.nodes import Nodes
-from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, TCP, NetworkCost
+from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.arena import Allocate, arena_of
 from shotcast.memory.host_group import StoreGroup
@@ -73,7 +73,8 @@ def build_executor(
         from shotcast.transport.network.executor import HostsExecutor
 
         hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended)
-        return BuiltExecutor(hosts, "compiled", "", False, "tcp", TCP)
+        cost = NetworkCost(hosts.network.step_us, hosts.network.gbps)
+        return BuiltExecutor(hosts, "compiled", "", False, "tcp", cost)
     if compiled:
         from shotcast.transport.cpu.executor import CpuExecutor
 

@@ -71,8 +71,6 @@ class NetworkCost(NamedTuple):
 
 
 NO_NETWORK = NetworkCost(0.0, math.inf)
-TCP = NetworkCost(step_us=25.0, bw_gbps=1.0)
-"""CPU ranks whose connections pass over the loopback of one machine."""
 
 
 class Work(NamedTuple):

@@ -475,8 +475,8 @@ def of_module(tree: Tree, module: str) -> str:
 def of_launch(tree: Tree, reference: str, *common: str) -> str:
     """Return the fingerprint of the kernel that a function ``bind(plan, context)`` launches.
 
-    It covers the first argument of each ``context.launch(kernel, ...)``, and the ``options`` of the compilation, in
-    this function and in those that it gives its context to.
+    It covers the first argument of each ``context.launch(kernel, ...)``, the values of constants that it is given as
+    ``NAME.value``, and the ``options`` of the compilation, in this function and in those that it gives its context to.
 
     Args:
         reference: ``"module:bind"``.
@@ -489,6 +489,8 @@ def of_launch(tree: Tree, reference: str, *common: str) -> str:
         for keyword in call.keywords:
             if keyword.arg == "options":
                 writer.begin(source, function, _value(function, keyword.value))
+            elif isinstance(keyword.value, ast.Attribute) and keyword.value.attr == "value":
+                writer.begin(source, function, keyword.value)  # of a tl.constexpr, by which one kernel serves several
     for constant in common:
         writer.begin_with(constant)
     return _digest(writer)

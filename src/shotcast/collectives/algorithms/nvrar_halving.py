@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
 from shotcast.collectives.between_nodes import around_folding, doublings, slice_of
+from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
 
@@ -30,11 +31,18 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
+            triton="shotcast.transport.triton.nvrar:bind_halving",
             hosts="shotcast.transport.network.nvrar_halving:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",
             share=slice_in_node,
             between_nodes=True,
             divides=True,
-        )
+        ),
+        Op.ALL_REDUCE_RMS_NORM: Form(
+            work=work,
+            hosts="shotcast.transport.network.fused:HALVING",
+            obstacle=rows_obstacle,
+            between_nodes=True,
+        ),
     },
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
 from shotcast.collectives.between_nodes import around, slice_of
+from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
 
@@ -35,6 +36,12 @@ ALGORITHM = Algorithm(
             share=slice_in_node,
             between_nodes=True,
             divides=True,
-        )
+        ),
+        Op.ALL_REDUCE_RMS_NORM: Form(
+            work=work,
+            hosts="shotcast.transport.network.fused:TWO_SHOT",
+            obstacle=rows_obstacle,
+            between_nodes=True,
+        ),
     },
 )

@@ -99,11 +99,13 @@ ALGORITHM = Algorithm(
             work=part_work,
             triton="shotcast.transport.triton.send_recv:bind",
             cpu="shotcast.transport.cpu.send_recv:SEND",
+            hosts="shotcast.transport.network.messages:SEND",
         ),
         Op.RECV: Form(
             work=part_work,
             triton="shotcast.transport.triton.send_recv:bind",
             cpu="shotcast.transport.cpu.send_recv:RECV",
+            hosts="shotcast.transport.network.messages:RECV",
         ),
         Op.BARRIER: Form(
             work=part_work,

@@ -39,7 +39,7 @@ ALGORITHM = Algorithm(
             _headers_of_all,
             triton="shotcast.transport.triton.send_recv:bind_header",
             cpu=f"shotcast.transport.cpu.send_recv:{op.name}_HEADER",
-            hosts="",  # only all ranks meet between nodes: the library compares the two headers
+            hosts=f"shotcast.transport.network.messages:{op.name}_HEADER",
         )
         for op in (Op.SEND, Op.RECV)
     },

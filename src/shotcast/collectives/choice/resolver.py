@@ -82,14 +82,6 @@ class Resolver:
     executor: Executor | None
     graphs: bool
 
-    def compares(self, op: Op) -> bool:
-        """Return whether kernels compare the headers of a call before the library makes it.
-
-        They do if there are any, but for messages between nodes: only all ranks can meet there.
-        """
-        between_hosts = self.topology.form_kind == "hosts"
-        return self.executor is not None and not (between_hosts and op in (Op.SEND, Op.RECV))
-
     def problem(
         self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...], norm: Norm | None
     ) -> CollectiveProblem:
@@ -130,7 +122,7 @@ class Resolver:
         plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm, room=needed)
         by_library = self.topology.algorithms[plan.algorithm].library
         label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
-        if self.executor is None or (by_library and not self.compares(op)):
+        if self.executor is None:
             return Call(plan, problem.reduction, by_library, None, (), needed, label)
         form = Form(self.executor.form(plan))
         bound: BoundCall = self.executor.bind(plan)

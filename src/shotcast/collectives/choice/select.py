@@ -86,7 +86,9 @@ def choose(
 def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
     """Return the choice where no own algorithm may serve, with the reasons of all of them."""
     algorithms = problem.topology.algorithms
-    own = [one.name for one in algorithms.serving(problem.op) if not one.library]
+    one_node = problem.topology.shape.nodes == 1
+    serving = [one for one in algorithms.serving(problem.op) if not one.library]
+    own = [one.name for one in serving if not (one_node and one.forms[problem.op].between_nodes)]
     why = dict.fromkeys(obstacle(problem, name) or _OTHER_ORDER.format(name=name) for name in own)
     reason = "; ".join(why) or "no own algorithm"
     if problem.op in FUSED:

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,8 +80,7 @@ class Vendor:
         algorithms: of the communicator.
         timeout_s: the deadline of a call.
         library: ``nccl`` or ``gloo``.
-        compares: the operations whose headers no kernel compares before they come here, so the library does it if it
-            can.
+        compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
         stopped: returns whether own kernels have stopped the communicator.
 
     Attributes:
@@ -95,7 +94,7 @@ class Vendor:
         algorithms: Algorithms,
         timeout_s: float,
         library: str,
-        compares: Container[Op],
+        compares: bool,
         stopped: Callable[[], bool],
     ):
         self._host, self._device, self._algorithms = host, device, algorithms
@@ -155,7 +154,7 @@ class Vendor:
             if self._library == "nccl":
                 known.recent.append(call)
                 known.captured |= torch.cuda.is_current_stream_capturing()
-            if plan.op in self._compares and not known.captured:
+            if self._compares and not known.captured:
                 self._compare(known, call)
             root = members.index(plan.root) if plan.op in (Op.BROADCAST, Op.SEND, Op.RECV) else plan.root
             with torch.no_grad():  # otherwise out would carry the gradient of a copy

@@ -6,8 +6,6 @@ from them, have the bits of the sum and the norm as calls of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from numba import njit
 
 from shotcast.device.cpu.atomics import load, store
@@ -67,13 +65,31 @@ def _arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
     return partial_sums(plan) | sums_and_norms(plan)
 
 
-def _call(schedule: Callable[[int, int, int, int], int], plain: HostsCall) -> HostsCall:
-    return HostsCall(
-        schedule=Schedule(schedule), chunk=chunk_of_slices, arithmetic=_arithmetic, slots=plain.slots, norms=True
-    )
-
-
-NVRAR = _call(with_nvrar, nvrar.ALL_REDUCE)
-PAIRS = _call(with_pairs, nvrar_pairs.ALL_REDUCE)
-TWO_SHOT = _call(with_two_shot, nvrar_two_shot.ALL_REDUCE)
-HALVING = _call(with_halving, nvrar_halving.ALL_REDUCE)
+NVRAR = HostsCall(
+    schedule=Schedule(with_nvrar),
+    chunk=chunk_of_slices,
+    arithmetic=_arithmetic,
+    slots=nvrar.ALL_REDUCE.slots,
+    norms=True,
+)
+PAIRS = HostsCall(
+    schedule=Schedule(with_pairs),
+    chunk=chunk_of_slices,
+    arithmetic=_arithmetic,
+    slots=nvrar_pairs.ALL_REDUCE.slots,
+    norms=True,
+)
+TWO_SHOT = HostsCall(
+    schedule=Schedule(with_two_shot),
+    chunk=chunk_of_slices,
+    arithmetic=_arithmetic,
+    slots=nvrar_two_shot.ALL_REDUCE.slots,
+    norms=True,
+)
+HALVING = HostsCall(
+    schedule=Schedule(with_halving),
+    chunk=chunk_of_slices,
+    arithmetic=_arithmetic,
+    slots=nvrar_halving.ALL_REDUCE.slots,
+    norms=True,
+)
