@@ -379,7 +379,7 @@ class TestHosts:
         file = tmp_path / "hosts.json"
         result = invoked(
             "bench", "all-reduce", *QUICK[2:], "-b", "1K", "-e", "64K", "-f", "64", "--hosts", "2", "--ranks-per-host",
-            "1", "--delay-us", "500", "--algorithms", "gloo", "--json", file,
+            "1", "--delay-us", "500", "--algorithms", "nvrar,auto,gloo", "--json", file,
         )  # fmt: skip
         assert "2 cpu ranks on 2 hosts, 500 us one way" in result.stdout
         assert "network: 500 us one way. Unloaded, the relay adds" in result.stdout
@@ -391,6 +391,7 @@ class TestHosts:
         for row in document["rows"]:
             assert (row["nodes"], row["delay_us"], row["errors"]) == (2, 500.0, 0)
             assert row["time_us"] > 500
+            assert (row["predicted_us"] is None) == (row["algorithm"] == "gloo")
 
 
 class TestErrors:

@@ -48,3 +48,12 @@ def test_registered_memory_is_measured_on_request_alone() -> None:
 )  # fmt: skip
 def test_own_bits(name: str, world_size: int, has: bool) -> None:
     assert implementations.has_own_bits(name, NodeShape(1, world_size)) is has
+
+
+def test_hosts_are_measured_with_sums_between_nodes_and_one_host_without() -> None:
+    between = {name for name, algorithm in registered().items() if algorithm.between_nodes}
+    assert "nvrar" in between
+    assert between <= set(implementations.default("all_reduce", "cpu", nodes=2))
+    assert not {"one_shot", "ring"} & set(implementations.default("all_reduce", "cpu", nodes=2))
+    assert not between & set(implementations.default("all_reduce", "cpu"))
+    assert implementations.default("all_gather", "cpu", nodes=2) == ("auto", "gloo")

@@ -29,6 +29,7 @@ class BenchConfig:
         between: work that is also put between calls: ``gemm``, or empty for none.
         inner: columns of the matrix product's left operand; 0 for hidden / ranks.
         host: measure the host time of a call instead of the call's own time.
+        nodes: the nodes that the ranks are on, equally many on each.
     """
 
     op: str
@@ -47,6 +48,7 @@ class BenchConfig:
     between: str = ""
     inner: int = 0
     host: bool = False
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.op not in implementations.OPS:
@@ -88,7 +90,7 @@ class BenchConfig:
 
     def implementations(self) -> tuple[str, ...]:
         """Return the names in the order of the report. ``vendor`` is listed as the library that it is."""
-        return self.algorithms or implementations.default(self.op, self.device)
+        return self.algorithms or implementations.default(self.op, self.device, self.nodes)
 
     def nbytes(self, world_size: int) -> tuple[int, ...]:
         """Return the sizes in whole elements: whole rows, or equal parts for each rank where the tensor is divided."""

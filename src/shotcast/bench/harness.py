@@ -46,10 +46,12 @@ from shotcast.bench.config import MIN_CALLS, BenchConfig
 from shotcast.bench.fused_case import FusedCase
 from shotcast.bench.gemm import Gemm
 from shotcast.bench.report import MEASURES, Row
+from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, Communicator
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.units import format_size
+from shotcast.wire import Op
 
 ROUNDS = 3
 RENDEZVOUS_TIMEOUT_S = 60.0
@@ -222,6 +224,8 @@ class RankHarness:
                     work=work.name if between and work is not None else "",
                     works_us=alone[0] if between and statistics else (),
                     allocations=allocations,
+                    nodes=config.nodes,
+                    predicted_us=self._predicted_us(call.name, case.x),
                 )
 
     def _case(self, nbytes: int, seed: int) -> Case:
@@ -236,6 +240,18 @@ class RankHarness:
         tokens = nbytes // (context.dtype.itemsize * config.hidden)
         inner = config.inner or max(1, config.hidden // context.world_size)
         return Gemm(tokens, inner, config.hidden, context.dtype, self.device)
+
+    def _predicted_us(self, name: str, x: torch.Tensor) -> float | None:
+        """Return the time of an all-reduce between nodes by the cost model; None for what the model does not know."""
+        comm, op = self.context.comm, self.config.op
+        if comm is None or self.config.nodes == 1 or op != "all_reduce":
+            return None
+        if name == implementations.AUTO:
+            name = comm.explain(x).algorithm
+        algorithm = comm.topology.algorithms.get(name)
+        if algorithm is None or algorithm.library:
+            return None
+        return predicted_us(comm.topology, Op.ALL_REDUCE, self.config.dtype, x.nbytes, name)
 
     # --- correctness --------------------------------------------------------------------------------------------------
 

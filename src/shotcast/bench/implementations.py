@@ -63,10 +63,10 @@ def algorithms() -> Algorithms:
     return registry.registered()
 
 
-def own_algorithms(op: str) -> tuple[str, ...]:
-    """Return the own algorithms of an operation on one node, and :data:`AUTO`."""
+def own_algorithms(op: str, nodes: int = 1) -> tuple[str, ...]:
+    """Return the own algorithms of an operation on one node, or between several, and :data:`AUTO`."""
     serving = algorithms().serving(Op[op.upper()])
-    own = [one.name for one in serving if not (one.library or one.between_nodes)]
+    own = [one.name for one in serving if not one.library and one.between_nodes == (nodes > 1)]
     return (*own, AUTO)
 
 
@@ -87,9 +87,10 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
     return ("nccl", "nccl_ring", *protocols)  # NCCL has no tree for these
 
 
-def default(op: str, device: str) -> tuple[str, ...]:
+def default(op: str, device: str, nodes: int = 1) -> tuple[str, ...]:
     """Return the implementations that are measured by default, in the order of the report."""
-    own = (*own_algorithms(op), *FUSED) if op in FUSED_OPS else own_algorithms(op)
+    own = own_algorithms(op, nodes)
+    own = (*own, *FUSED) if op in FUSED_OPS else own
     return (*own, *baselines(op, device))
 
 

@@ -91,6 +91,8 @@ class Row:
         work: str = "",
         works_us: Sequence[float] = (),
         allocations: int | None = None,
+        nodes: int = 1,
+        predicted_us: float | None = None,
     ) -> Row:
         """Build a row from each rank's median and 99th percentile; both are empty for a wrong result."""
         time_us = max(medians_us) if medians_us else None
@@ -113,6 +115,8 @@ class Row:
             work=work,
             work_us=max(works_us) if works_us else None,
             allocations=allocations,
+            nodes=nodes,
+            predicted_us=predicted_us,
         )
 
     @property

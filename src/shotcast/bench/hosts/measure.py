@@ -90,7 +90,7 @@ def run(config: BenchConfig, hosts: HostsConfig) -> tuple[list[Row], NetworkFact
         def start(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
             return network.run(fn, world_size // hosts.hosts, *args, **options)
 
-        rows = harness.run(config, hosts.world_size, start)
+        rows = harness.run(replace(config, nodes=hosts.hosts), hosts.world_size, start)
         counters = network.relay.counters().since(before)
         facts = NetworkFacts(
             hosts,
@@ -103,4 +103,4 @@ def run(config: BenchConfig, hosts: HostsConfig) -> tuple[list[Row], NetworkFact
             network.retransmitted() - retransmitted,
         )
         network.check()
-    return [replace(row, nodes=hosts.hosts, delay_us=hosts.delay_us) for row in rows], facts
+    return [replace(row, delay_us=hosts.delay_us) for row in rows], facts

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shotcast import wire
-from shotcast.collectives.algorithm import FUSED, CollectiveProblem
+from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import candidates, fitted, keeps_bits, obstacle
 from shotcast.collectives.choice.choice import Candidate, Choice
 from shotcast.collectives.choice.table import Table
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, time_us
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
+from shotcast.wire import Op
 
 _NOT_ALLOWED = "allow_fp8 is not set"
 _OTHER_ORDER = "{name} adds up in another order than the contract has over several nodes"
@@ -97,19 +98,22 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     return Choice(legal[library], "legality", reason)
 
 
+def predicted_us(topology: Topology, op: Op, dtype: str, nbytes: int, name: str) -> float:
+    """Return the time of an algorithm by the cost model, in microseconds."""
+    link = NVLINK4 if topology.device == "cuda" else SHARED_MEMORY
+    work = topology.algorithms[name].forms[op].work(nbytes, topology.shape, wire.DTYPES.get(dtype, 1))
+    return time_us(work, link, topology.network_cost)
+
+
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
     topology = problem.topology
     algorithms = topology.algorithms
-    link = NVLINK4 if topology.device == "cuda" else SHARED_MEMORY
     lossy = [name for name in legal if algorithms[name].lossy]
     own = [name for name in legal if keeps_bits(problem, name) and not algorithms[name].library] + lossy
     allowed = [name for name in own if topology.allow_fp8 or name not in lossy]
     if not allowed:
         return _the_library(problem, legal)
-    item = wire.DTYPES.get(problem.dtype, 1)
-    call = problem.nbytes, topology.shape, item
-    works = {name: algorithms[name].forms[problem.op].work(*call) for name in own}
-    times = {name: time_us(work, link, topology.network_cost) for name, work in works.items()}
+    times = {name: predicted_us(topology, problem.op, problem.dtype, problem.nbytes, name) for name in own}
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
     if topology.network:
