@@ -36,6 +36,7 @@ ADDRESSES = (
     "data",
     "own",
     "peers",
+    "puts",
     "header_size",
     "header_call",
     "sum_cells",
@@ -69,7 +70,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": True},
     ),
     "broadcast_cells": (copy, {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": True, "MULTICAST": False}),
-    "barrier": (barrier, {}),
+    "barrier": (barrier, {"PUTS": False}),
     "send": (send_recv, {"SENDING": True}),
     "recv": (send_recv, {"SENDING": False}),
 }

@@ -31,6 +31,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (from_environment, "SHOTCAST_ALGORITHM", "auto", "multimem", "multimem"),
         (env.algorithm_modules, "SHOTCAST_ALGORITHMS", (), "own, /a/b.py", ("own", "/a/b.py")),
         (env.table_paths, "SHOTCAST_TABLE", (), "/a/b.json::/c.json", ("/a/b.json", "/c.json")),
+        (env.network, "SHOTCAST_NETWORK", "auto", "nvshmem", "nvshmem"),
         (env.nvshmem_lib_dir, "NVSHMEM_LIB_DIR", "", "/opt/nvshmem/lib", "/opt/nvshmem/lib"),
         (env.cpu_kernels, "SHOTCAST_CPU_KERNELS", "compiled", "interpreter", "interpreter"),
         (env.multicast, "SHOTCAST_MULTICAST", True, "0", False),

@@ -122,6 +122,11 @@ def socket_dir() -> str:
     return folder
 
 
+def network() -> str:
+    """SHOTCAST_NETWORK: ``nvshmem`` reaches logical nodes of GPUs on one host by puts, as hosts; ``auto`` by stores."""
+    return _read("SHOTCAST_NETWORK", _choice("auto", "nvshmem"), "auto", "auto or nvshmem")
+
+
 def nvshmem_lib_dir() -> str:
     """NVSHMEM_LIB_DIR: the folder of NVSHMEM's libraries; "" for that of the package nvidia.nvshmem."""
     return os.environ.get("NVSHMEM_LIB_DIR", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.nodes import Nodes
 from shotcast.collectives.registry import registered
-from shotcast.cost.collective import NO_NETWORK, NVLINK4, NetworkCost
+from shotcast.cost.collective import INFINIBAND, NO_NETWORK, NVLINK4, NetworkCost
+from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory import arena
+from shotcast.transport.triton import hosts  # before the fixture replaces what it derives from
 from shotcast.transport.triton.layout import Layout
 
 GPU = torch.device("cuda", 1)
@@ -123,11 +126,64 @@ def test_logical_nodes_are_joined_by_peer_stores() -> None:
     assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps / 2))
 
 
-def test_gpus_of_several_hosts() -> None:
-    nodes = Nodes(NodeLayout.of_keys(["a", "b"]), False)
-    obstacle = build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered(), print).obstacle
-    assert obstacle == "the ranks are on several hosts, and own kernels share memory of one"
-    assert not built
+@pytest.fixture
+def heap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the machine have NVSHMEM, and replace the executor that uses it."""
+    for name in ("libnvshmem_host.so.3", "libnvshmem_device.bc"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
+
+    def executor(host: Any, layout: NodeLayout, lease: Any, *args: Any) -> Any:
+        built["executor"] = layout, *args
+        return SimpleNamespace()
+
+    monkeypatch.setattr(hosts, "HostsTritonExecutor", executor)
+
+
+HOSTS = Nodes(NodeLayout.of_keys(["a", "b"]), False)
+
+
+def test_gpus_of_several_hosts_put(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need not see each other's GPUs."""
+    monkeypatch.setattr("shotcast.collectives.executor_factory.visible_gpus", lambda: {"GPU-1": 1})
+    made = build_executor(TwoRanks(), HOSTS, GPU, 1 << 20, 3.0, registered(), print)
+    cost = NetworkCost(INFINIBAND.step_us, INFINIBAND.bw_gbps / 2)
+    assert made[1:] == ("triton", "", False, "nvshmem", cost)
+    assert built["executor"] == (HOSTS.layout, 1 << 20, 3.0, GPU, registered(), print)
+
+
+def test_logical_nodes_put_if_that_is_asked_for(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOTCAST_NETWORK", "nvshmem")
+    nodes = HOSTS._replace(one_host=True)
+    assert build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered(), print).network == "nvshmem"
+    assert build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print).network == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("missing", "rank 1: NVSHMEM, which carries data between GPUs of several nodes, was not found"),
+        ("mixed", "rank 1: kernels that put to other hosts take nodes of consecutive ranks"),
+        ("refuses", "NVSHMEM has no memory"),
+    ],
+)
+def test_gpus_of_several_hosts_that_cannot_put(
+    heap: None, monkeypatch: pytest.MonkeyPatch, change: str, said: str
+) -> None:
+    nodes = HOSTS
+    if change == "missing":
+        monkeypatch.setenv("NVSHMEM_LIB_DIR", "/nowhere")
+    elif change == "mixed":
+        nodes = Nodes(NodeLayout(((1,), (0,)), ("a", "b")), False)
+    else:
+
+        def refuse(*args: Any) -> Any:
+            raise ConfigError("NVSHMEM has no memory")
+
+        monkeypatch.setattr(hosts, "HostsTritonExecutor", refuse)
+    made = build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered(), print)
+    assert made.executor is None
+    assert made.obstacle.startswith(said)
 
 
 def test_multicast_is_for_all_ranks_or_none() -> None:

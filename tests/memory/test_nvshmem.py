@@ -51,7 +51,14 @@ class Job:
         return list(self.threads.map(one, range(len(processes)), processes))
 
     def lease(self, processes: Sequence[int], nbytes: int) -> list[Any]:
-        return self.together(processes, lambda group: self.heaps[group.process].lease(group, nbytes, CPU))
+        def work(group: Group) -> HeapLease:
+            return self.heaps[group.process].lease(group, nbytes, CPU, self.mates(processes, group.process))
+
+        return self.together(processes, work)
+
+    def mates(self, processes: Sequence[int], process: int) -> list[int]:
+        """Return the ranks among ``processes`` on the host of one."""
+        return [rank for rank, other in enumerate(processes) if self.hosts[other] == self.hosts[process]]
 
 
 class Library:
@@ -158,10 +165,12 @@ def test_the_first_communicator_makes_its_ranks_the_pes(job: Job) -> None:
     assert [job.libraries[process].pe for process in (2, 0, 3)] == [0, 1, 2]
     assert not job.libraries[1].initialised
     assert [lease.nbytes for lease in leases] == [3 * PAGE] * 3
-    assert all(not lease.view(0, (3 * PAGE,), torch.uint8).any() for lease in leases), "new memory is zero"
+    assert all(not lease.view(rank, 0, (3 * PAGE,), torch.uint8).any() for rank, lease in enumerate(leases)), (
+        "new memory is zero"
+    )
     for rank, lease in enumerate(leases):
         assert [target.pe for target in lease.targets] == [0, 1, 2]
-        assert lease.targets[rank] == (rank, lease.address, lease.address)
+        assert lease.targets[rank] == (rank, lease.addresses[rank], lease.addresses[rank])
         assert [target.mapped - target.address for target in lease.targets] == [
             (other - rank) * STRIDE for other in range(3)
         ]
@@ -170,8 +179,23 @@ def test_the_first_communicator_makes_its_ranks_the_pes(job: Job) -> None:
 def test_memory_of_other_hosts_is_not_mapped() -> None:
     job = Job(4, hosts=[0, 0, 1, 1])
     leases = job.lease(range(4), PAGE)
-    mapped = [[bool(target.mapped) for target in lease.targets] for lease in leases]
+    mapped = [[bool(address) for address in lease.addresses] for lease in leases]
     assert mapped == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
+
+
+def test_ranks_of_other_nodes_are_reached_by_puts_alone(job: Job) -> None:
+    """It is so also where their memory is mapped, as on logical nodes of one host."""
+    leases = job.together(range(4), lambda group: job.heaps[group.process].lease(group, PAGE, CPU, [group.rank]))
+    for rank, lease in enumerate(leases):
+        assert [bool(address) for address in lease.addresses] == [other == rank for other in range(4)]
+        assert all(target.mapped for target in lease.targets)
+
+
+def test_mates_whose_memory_is_not_mapped_are_named() -> None:
+    job = Job(2, hosts=[0, 1])
+    for refused in job.together([0, 1], lambda group: job.heaps[group.process].lease(group, PAGE, CPU, [0, 1])):
+        assert isinstance(refused, ConfigError)
+        assert "rank 0: NVSHMEM does not map the memory of ranks [1] of this node" in str(refused)
 
 
 def test_later_communicators_lease_from_the_same_blocks(job: Job) -> None:
@@ -185,7 +209,7 @@ def test_later_communicators_lease_from_the_same_blocks(job: Job) -> None:
     assert [start for _, start in places(again)] == [3 * part, 2 * part, 3 * part, 2 * part]
     assert [target.pe for target in some[0].targets] == [3, 1], "ranks are not PEs"
     # what rank 0 puts to rank 1 of `again` goes to where rank 1's part begins, counted from rank 0's own memory
-    own = whole[0].address
+    own = whole[0].addresses[0]
     assert [target.address - own for target in again[0].targets] == [start for _, start in places(again)]
 
 
@@ -218,7 +242,7 @@ def test_a_part_is_leased_again_when_all_ranks_have_closed_it(job: Job) -> None:
     first[3].close()
     assert [start for _, start in places(job.lease(range(4), PAGE))] == [0] * 4
     with pytest.raises(ClosedError):
-        first[0].view(0, (1,), torch.uint8)
+        first[0].view(0, 0, (1,), torch.uint8)
 
 
 def test_an_abandoned_part_is_never_leased_again(job: Job) -> None:
@@ -232,7 +256,7 @@ def test_an_abandoned_part_is_never_leased_again(job: Job) -> None:
 def test_a_part_whose_puts_may_still_land_is_never_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2, hosts=[0, 1])
     first = job.lease([0, 1], PAGE)
-    monkeypatch.setattr(HeapLease, "_puts_completed", lambda lease: lease is not first[1])
+    monkeypatch.setattr(HeapLease, "settle", lambda lease: lease is not first[1])
     for lease in first:
         lease.close()
     assert [start for _, start in places(job.lease([0, 1], PAGE))] == [PAGE] * 2
@@ -240,9 +264,11 @@ def test_a_part_whose_puts_may_still_land_is_never_leased_again(monkeypatch: pyt
 
 def test_a_view_ends_with_the_lease(job: Job) -> None:
     lease = job.lease([0, 1], 100)[0]
-    assert lease.view(PAGE - 8, (1,), torch.int64).shape == (1,)
+    assert lease.view(0, PAGE - 8, (1,), torch.int64).shape == (1,)
     with pytest.raises(ConfigError, match="exceeds the lease's 4096 bytes"):
-        lease.view(PAGE - 7, (1,), torch.int64)
+        lease.view(0, PAGE - 7, (1,), torch.int64)
+    with pytest.raises(ConfigError, match="no tensor of rank 1's memory"):
+        lease.view(1, 0, (1,), torch.int64)
 
 
 @pytest.mark.parametrize("what", ["initialise", "allocate"])
@@ -265,7 +291,7 @@ def test_a_rank_that_does_not_take_part_ends_the_wait(job: Job, monkeypatch: pyt
 
     def lease(group: Group) -> HeapLease:
         group.gone = {1} if gone else set()
-        return job.heaps[group.process].lease(group, 2 * BLOCK_BYTES, CPU)
+        return job.heaps[group.process].lease(group, 2 * BLOCK_BYTES, CPU, [0, 1])
 
     began = time.monotonic()
     error = job.together([0, 1], lease)[0]
@@ -279,9 +305,8 @@ def test_a_rank_that_does_not_take_part_ends_the_wait(job: Job, monkeypatch: pyt
 
 def test_a_process_has_one_gpu(job: Job) -> None:
     job.lease([0, 1], PAGE)
-    for refused in job.together(
-        [0, 1], lambda group: job.heaps[group.process].lease(group, PAGE, torch.device("meta"))
-    ):
+    meta = torch.device("meta")
+    for refused in job.together([0, 1], lambda group: job.heaps[group.process].lease(group, PAGE, meta, [0, 1])):
         assert isinstance(refused, ConfigError)
         assert "on cpu, so not on meta" in str(refused)
 
@@ -306,7 +331,7 @@ def test_leases_never_overlap(steps: list[tuple[set[int], int, set[int]]]) -> No
         held.append((ranks, leases))
         for process in range(3):
             parts = sorted(
-                (lease.address, lease.nbytes)
+                (lease.targets[members.index(process)].address, lease.nbytes)
                 for members, leases in held
                 for member, lease in zip(members, leases, strict=True)
                 if member == process
@@ -332,7 +357,7 @@ def test_structures_have_the_sizes_of_the_library() -> None:
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"Install nvidia-nvshmem-cu13 .* or set NVSHMEM_LIB_DIR"):
+    with pytest.raises(ConfigError, match=r"lacks libnvshmem_host.so.3 or .* Install nvidia-nvshmem-cu13"):
         nvshmem_library.folder()
     (tmp_path / "libnvshmem_host.so.3").touch()
     with pytest.raises(ConfigError):

@@ -158,6 +158,7 @@ class Communicator:
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
             "SHOTCAST_SHARE_GPUS": env.share_gpus(),
+            "SHOTCAST_NETWORK": env.network(),
             "SHOTCAST_RANKS_PER_NODE": nodes.ranks_per_node or "unset",
             "registered algorithms": registry.digest(self._algorithms),
             "tables (SHOTCAST_TABLE)": found.digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from shotcast import env, wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.nodes import Nodes
-from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost
+from shotcast.cost.collective import INFINIBAND, NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost
+from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.memory import nvshmem_library
 from shotcast.memory.arena import Allocate, arena_of
 from shotcast.memory.host_group import StoreGroup
 
@@ -65,8 +67,9 @@ def build_executor(
     if why := _too_many_or_uneven(nodes.layout):
         return _by_library(host, why)
     compiled = device.type == "cpu" and env.cpu_kernels() == "compiled"
-    if not nodes.one_host and not compiled:
-        return _by_library(host, "the ranks are on several hosts, and own kernels share memory of one")
+    puts = device.type == "cuda" and nodes.layout.nodes > 1 and (env.network() == "nvshmem" or not nodes.one_host)
+    if not nodes.one_host and not compiled and not puts:
+        return _by_library(host, "the ranks are on several hosts, and the interpreter shares memory of one")
     if host.world_size > wire.MAX_WORLD_SIZE and (nodes.layout.nodes == 1 or not compiled):
         return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
     if compiled and nodes.layout.nodes > 1:
@@ -84,10 +87,13 @@ def build_executor(
 
         return _triton_executor("interpreter", ShmBuffer, host, nodes, device, max_bytes, timeout_s, algorithms)
     gpus = [gpu for (gpu,) in host.all_gather((uuid_of(device),), what="construction")]
-    obstacle = peer_obstacle(device, gpus)
+    mates = nodes.layout.members[nodes.layout.node_of(host.rank)] if puts else range(host.world_size)
+    obstacle = peer_obstacle(device, {rank: gpus[rank] for rank in mates}) or (_puts_obstacle(nodes) if puts else "")
     for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
         if text:
             return _by_library(host, f"rank {rank}: {text}")
+    if puts:
+        return _puts_executor(host, nodes, device, max_bytes, timeout_s, algorithms, ended)
     from shotcast.memory.cuda import CudaBuffer
 
     overlapping = len(set(gpus)) < len(gpus)
@@ -138,6 +144,50 @@ def _triton_executor(
     return BuiltExecutor(executor, kernels, "", executor.multicast, network, cost)
 
 
+def _puts_obstacle(nodes: Nodes) -> str:
+    """Return why GPUs of several hosts cannot put to each other, as far as this rank knows; empty if they can."""
+    if not nodes.layout.consecutive:
+        return "kernels that put to other hosts take nodes of consecutive ranks"
+    try:
+        nvshmem_library.folder()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _puts_executor(
+    host: StoreGroup,
+    nodes: Nodes,
+    device: torch.device,
+    max_bytes: int,
+    timeout_s: float,
+    algorithms: Algorithms,
+    ended: Callable[[int], None],
+) -> BuiltExecutor:
+    """Build the executor of GPUs that put to those of other nodes. NVSHMEM may refuse; then the library serves."""
+    from shotcast.memory.nvshmem import HEAP
+    from shotcast.transport.triton.hosts import HostsTritonExecutor
+
+    mates = nodes.layout.members[nodes.layout.node_of(host.rank)]
+    try:
+        executor = HostsTritonExecutor(
+            host,
+            nodes.layout,
+            lambda nbytes: HEAP.lease(host, nbytes, device, mates),
+            max_bytes,
+            timeout_s,
+            device,
+            algorithms,
+            ended,
+        )
+    except ConfigError as error:
+        return _by_library(host, str(error))
+    link = INFINIBAND if not nodes.one_host else NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps)
+    return BuiltExecutor(
+        executor, "triton", "", False, "nvshmem", NetworkCost(link.step_us, link.bw_gbps / 2)
+    )  # a cell has the epoch beside four bytes of data
+
+
 _said: set[str] = set()
 
 
@@ -159,15 +209,15 @@ def visible_gpus() -> dict[str, int]:
     return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
 
 
-def peer_obstacle(device: torch.device, gpus: Sequence[str]) -> str:
+def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
     """Return why own kernels cannot run between these GPUs of one host; empty if they can.
 
     Args:
-        gpus: the UUID of each rank's GPU.
+        gpus: the UUID of the GPU of each rank that stores to the others.
     """
     if not env.share_gpus():
-        for gpu in gpus:
-            ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        for gpu in gpus.values():
+            ranks = [rank for rank, other in gpus.items() if other == gpu]
             if len(ranks) > 1:
                 return (
                     f"several ranks use one GPU ({', '.join(map(str, ranks))} use {gpu}), which SHOTCAST_SHARE_GPUS=1 "
@@ -177,7 +227,7 @@ def peer_obstacle(device: torch.device, gpus: Sequence[str]) -> str:
     if major < 8:
         return f"kernels need compute capability 8.0, as Triton does, and GPU {device.index} has {major}.{minor}"
     visible = visible_gpus()
-    for rank, gpu in enumerate(gpus):
+    for rank, gpu in gpus.items():
         index = visible.get(gpu)
         if index is None:
             return f"this process does not see the GPU of rank {rank}, {gpu}: CUDA_VISIBLE_DEVICES hides it"

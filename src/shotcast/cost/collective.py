@@ -71,6 +71,8 @@ class NetworkCost(NamedTuple):
 
 
 NO_NETWORK = NetworkCost(0.0, math.inf)
+INFINIBAND = NetworkCost(step_us=5.0, bw_gbps=45.0)
+"""GPUs with an NDR adapter each, as published; not measured here."""
 
 
 class Work(NamedTuple):

@@ -26,7 +26,7 @@ import torch
 
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.holdings import Held, Notice
-from shotcast.memory.symmetric import HostGroup, SymmetricBuffer
+from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target
 from shotcast.units import align_up
 
 PAGE = 4096
@@ -114,7 +114,10 @@ class Lease:
         nbytes: bytes on each rank.
         addresses: of each rank's bytes.
         multicast_address: the address of all ranks' bytes; 0 on all ranks if a rank has none.
+        targets: empty: nothing is put to memory that is mapped.
     """
+
+    targets: tuple[Target, ...] = ()
 
     def __init__(
         self, arena: Arena, block: _Block, part: _Part, rank: int, places: Sequence[tuple[int, int]], mc: bool

@@ -19,14 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
 from shotcast.memory import nvshmem_library
-from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.memory.symmetric import HostGroup, Target, raise_failures
 from shotcast.units import about_size, align_up
 
 T = TypeVar("T")
@@ -52,20 +52,6 @@ class StoreRanks(HostGroup, Protocol):
     def store(self, name: str) -> dist.Store:
         """Return a part of the store that is reserved for ``name``."""
         ...
-
-
-class Target(NamedTuple):
-    """The part of a rank, seen from another.
-
-    Attributes:
-        pe: the rank's number in NVSHMEM.
-        address: what puts to it take: where its part would be in this process's own memory.
-        mapped: where this GPU has it; 0 where only puts reach it.
-    """
-
-    pe: int
-    address: int
-    mapped: int
 
 
 @dataclass(slots=True, eq=False)
@@ -112,27 +98,38 @@ class _Block:
 class HeapLease:
     """A communicator's part of the heap, with any content.
 
+    It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of the ranks of a node, to which those of other nodes
+    can put.
+
     Attributes:
         nbytes: bytes on each rank.
-        address: of this rank's bytes.
+        addresses: of the bytes of each rank that shares this one's node; 0 for other ranks.
         targets: of all ranks, this one included.
+        multicast_address: 0; NVSHMEM's own is of teams.
     """
+
+    multicast_address = 0
 
     def __init__(
         self,
         library: nvshmem_library.Library,
         block: _Block,
         part: _Part,
+        rank: int,
+        mates: Collection[int],
         targets: Sequence[Target],
         closings: dist.Store,
     ):
         self._library, self._block, self._part, self._closings = library, block, part, closings
+        self._rank = rank
         self.nbytes = part.nbytes
-        self.address = block.address + part.start
         self.targets = tuple(targets)
+        self.addresses = tuple(target.mapped if other in mates else 0 for other, target in enumerate(self.targets))
 
-    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
+        if rank != self._rank:
+            raise ConfigError(f"rank {self._rank} has no tensor of rank {rank}'s memory of NVSHMEM")
         if not self._part.open:
             raise ClosedError("this lease of NVSHMEM's memory is closed")
         nbytes = math.prod(shape) * dtype.itemsize
@@ -150,7 +147,7 @@ class HeapLease:
         if not self._part.open:
             return
         self._part.open = False
-        if self._puts_completed():
+        if self.settle():
             with contextlib.suppress(RuntimeError):  # the store has gone: nobody leases any more
                 self._closings.add("closed", 1)
 
@@ -161,7 +158,7 @@ class HeapLease:
     def __del__(self) -> None:
         self.abandon()
 
-    def _puts_completed(self) -> bool:
+    def settle(self) -> bool:
         """Return whether the puts of this GPU complete in a moment. Those to a rank that was killed may never."""
         if all(target.mapped for target in self.targets):
             return True  # they are stores, which end with their kernel
@@ -198,11 +195,15 @@ class Heap:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def lease(self, group: StoreRanks, nbytes: int, device: torch.device) -> HeapLease:
+    def lease(self, group: StoreRanks, nbytes: int, device: torch.device, mates: Collection[int]) -> HeapLease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
+        Args:
+            mates: the ranks of this rank's node, itself included, which store to each other's bytes.
+
         Raises:
-            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialised or has too little memory.
+            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialised, has too little memory or does not map
+                that of mates.
             CollectiveTimeout: naming ranks that did not come.
         """
         library, pes = self._join(group, device)
@@ -232,7 +233,10 @@ class Heap:
             Target(pe, block.address + start, library.mapped(block.address + start, pe))
             for pe, start in zip(pes, starts, strict=True)
         ]
-        return HeapLease(library, block, part, targets, closings)
+        lease = HeapLease(library, block, part, group.rank, mates, targets, closings)
+        unmapped = [mate for mate in mates if not lease.addresses[mate]]
+        raise_failures(group, f"NVSHMEM does not map the memory of ranks {unmapped} of this node" if unmapped else "")
+        return lease
 
     def _join(self, group: StoreRanks, device: torch.device) -> tuple[nvshmem_library.Library, list[int]]:
         """Make the ranks PEs if they are not; return the library and their numbers in it, by rank."""

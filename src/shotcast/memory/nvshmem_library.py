@@ -76,10 +76,10 @@ def folder() -> Path:
     for place in places:
         if all(Path(place, name).is_file() for name in (_HOST, _DEVICE)):
             return Path(place)
-    looked = ", ".join(places) or "the package nvidia.nvshmem, which is not installed"
+    found = f"{', '.join(places)} lacks {_HOST} or {_DEVICE}" if places else "nvidia.nvshmem is not installed"
     raise ConfigError(
-        f"NVSHMEM, which carries data between GPUs of several nodes, was not found: {looked} has no {_HOST} and "
-        f"{_DEVICE}. Install nvidia-nvshmem-cu13 (or -cu12, as PyTorch's CUDA), or set NVSHMEM_LIB_DIR"
+        f"NVSHMEM, which carries data between GPUs of several nodes, was not found: {found}. Install "
+        "nvidia-nvshmem-cu13 (or -cu12, as PyTorch's CUDA), or set NVSHMEM_LIB_DIR"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -50,6 +50,20 @@ class SymmetricBuffer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Target(NamedTuple):
+    """The part of a rank, seen from another.
+
+    Attributes:
+        pe: the rank's number in NVSHMEM.
+        address: what puts to it take: where its part would be in this process's own memory.
+        mapped: where this GPU has it; 0 where only puts reach it.
+    """
+
+    pe: int
+    address: int
+    mapped: int
 
 
 def raise_failures(group: HostGroup, failure: str) -> None:

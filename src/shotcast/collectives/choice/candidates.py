@@ -39,6 +39,8 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         return "all ranks are on one node"
     if not getattr(form, topology.form_kind):
         return _no_kernel(problem, algorithm)
+    if topology.network == "nvshmem" and not form.between_nodes and op is not Op.BARRIER:
+        return "it stores to all ranks, and those of other hosts are reached by puts"
     if form.between_nodes and topology.form_kind == "triton" and not topology.layout.consecutive:
         return "its kernel takes nodes of consecutive ranks"
     if why := form.obstacle(problem):

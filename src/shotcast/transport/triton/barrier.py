@@ -11,10 +11,21 @@ from shotcast.wire import CallPlan
 
 
 @kernel
-def barrier(own, peers, rank, header_size, header_call, WORLD: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr):
+def barrier(
+    own,
+    peers,
+    puts,
+    rank,
+    header_size,
+    header_call,
+    PUTS: tl.constexpr,
+    WORLD: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Return once every rank has begun this call."""
     call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
-    exchange_headers(call, call.rank * 0, False, WORLD, WARPS, PDL)
+    exchange_headers(call, call.rank * 0, False, WORLD, WARPS, PDL, puts, PUTS)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:

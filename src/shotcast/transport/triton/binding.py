@@ -17,6 +17,7 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES
+from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.layout import Layout
 from shotcast.wire import CallPlan, HeaderWords, Op
 
@@ -73,6 +74,8 @@ class KernelContext:
         header_of: ``header_of(plan)``, the words of the header of a plan.
         aligned: all addresses of the call are multiples of 16.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
+        puts_address: the address of the table of what puts to each rank take, in device memory; 0 where all regions
+            are mapped.
     """
 
     rank: int
@@ -89,6 +92,7 @@ class KernelContext:
     header_of: Callable[[CallPlan], HeaderWords]
     aligned: bool = field(default=True)
     nodes: int = field(default=1)
+    puts_address: int = field(default=0)
 
     def launch(
         self,
@@ -103,12 +107,12 @@ class KernelContext:
     ) -> KernelLaunch:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
-        Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``slots_at``, ``slots_quads``,
+        Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``puts``, ``slots_at``, ``slots_quads``,
         ``cells_at``, ``cells_quads``, ``network_at``, ``network_quads``, ``flags_at``, ``mailboxes_at``. Numbers:
         ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32
         for a dtype that is only moved), ``UNIT`` (16 where every address and size is a multiple of 16 bytes, else the
-        item size up to 4), ``WORLD``, ``NODES``, ``BLOCK`` (words of a tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``,
-        ``MULTICAST``, ``NATIVE``.
+        item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a tile), ``WARPS``, ``PDL``,
+        ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
         Args:
             programs: of the grid; by default the plan's and one for the headers.
@@ -126,6 +130,7 @@ class KernelContext:
             "data": self.own_address,
             "own": self.own_address,
             "peers": self.peers_address,
+            "puts": self.puts_address or self.own_address,
             "rank": self.rank,
             "root": plan.root,
             "header_size": header.size,
@@ -143,6 +148,7 @@ class KernelContext:
             "UNIT": self.unit(plan),
             "WORLD": self.world_size,
             "NODES": self.nodes,
+            "PUTS": bool(self.puts_address),
             "BLOCK": plan.launch.block_words,
             "WARPS": 1 if INTERPRETED else warps,
             "PDL": self.pdl,
@@ -153,6 +159,8 @@ class KernelContext:
         taken = {name: value for name, value in usual.items() if name in kernel.arg_names}
         grid = 1 + plan.launch.programs if programs is None else programs
         compiled = {"num_warps": warps, "launch_pdl": self.pdl} | COMPILE_OPTIONS | (options or {})
+        if taken.get("PUTS") and not INTERPRETED:
+            compiled["extern_libs"] = nvshmem_library.extern_libs()
         return KernelLaunch(kernel, grid, warps, taken | arguments, tensors, compiled)
 
     def clears(self, plan: CallPlan) -> bool:

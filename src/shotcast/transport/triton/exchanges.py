@@ -75,7 +75,9 @@ def folding_partner(place, LOCAL: tl.constexpr):
 @triton.jit
 def targets_of(
     peers,
+    puts,
     place,
+    PUTS: tl.constexpr,
     EXCHANGE: tl.constexpr,
     NODES: tl.constexpr,
     FOLDED: tl.constexpr,
@@ -86,12 +88,12 @@ def targets_of(
     targets = ()
     if EXCHANGE == PAIRS:
         for i in tl.static_range(1, NODES):
-            targets = targets + (destination(peers, (place.node + i) % NODES * LOCAL + place.local),)
+            targets = targets + (destination(peers, puts, (place.node + i) % NODES * LOCAL + place.local, PUTS),)
     else:
         for step in tl.static_range(DOUBLINGS):
-            targets = targets + (destination(peers, partner(place, step, FOLDED, LOCAL)),)
+            targets = targets + (destination(peers, puts, partner(place, step, FOLDED, LOCAL), PUTS),)
         if FOLDED:
-            targets = targets + (destination(peers, folding_partner(place, LOCAL)),)
+            targets = targets + (destination(peers, puts, folding_partner(place, LOCAL), PUTS),)
     return targets
 
 

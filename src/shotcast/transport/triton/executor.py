@@ -7,7 +7,7 @@ import ctypes
 import dataclasses
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, raise_failures
+from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.binding import TENSORS, KernelLaunch
 from shotcast.transport.triton.layout import Layout
@@ -57,6 +57,11 @@ class _Piece(NamedTuple):
 
 class Memory(SymmetricBuffer, Protocol):
     """Symmetric memory that is leased to this communicator."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Each rank as puts take it; empty where the memory of all ranks is mapped."""
+        ...
 
     def abandon(self) -> None:
         """Leave the memory, while other ranks may go on using it."""
@@ -195,6 +200,9 @@ class TritonExecutor:
         ConfigError: on all ranks; a rank has too little memory.
     """
 
+    _puts = False
+    """Ranks of other nodes are reached by puts, which are staged."""
+
     def __init__(
         self,
         lease: Callable[[int], Memory],
@@ -324,7 +332,7 @@ class TritonExecutor:
     def _layout(self, room: int) -> Layout:
         size = next(size for size in self._rooms if size >= room)
         ranks_per_node = self._group.world_size // self._nodes
-        return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node)
+        return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts)
 
     def keep(self) -> None:
         """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""
@@ -334,7 +342,15 @@ class TritonExecutor:
         rank, world_size = self._group.rank, self._group.world_size
         status = self._status.data_ptr()
         workspace = Workspace(
-            memory, where, rank, world_size, status, self.device, self._algorithms.header, self._nodes
+            memory,
+            where,
+            rank,
+            world_size,
+            status,
+            self.device,
+            self._algorithms.header,
+            self._nodes,
+            memory.targets,
         )
         workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self._timeout_s)
         _wait_for_stream(self.device)

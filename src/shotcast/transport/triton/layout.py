@@ -107,13 +107,19 @@ class Layout:
 
     @classmethod
     def for_messages(
-        cls, max_bytes: int, mailboxes: bool = True, nodes: int = 1, ranks_per_node: int = MAX_WORLD_SIZE
+        cls,
+        max_bytes: int,
+        mailboxes: bool = True,
+        nodes: int = 1,
+        ranks_per_node: int = MAX_WORLD_SIZE,
+        staged: bool = False,
     ) -> Layout:
         """Lay a region out for messages up to ``max_bytes``.
 
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
         bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
-        slice of a message between nodes, of which a word of two 16-bit floats takes two cells of eight bytes.
+        slice of a message between nodes, of which a word of two 16-bit floats takes two cells of eight bytes. If cells
+        are ``staged`` to be put, they have as much room again.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slots = align_up(2 * (max_bytes + slack), 4096)
@@ -138,7 +144,7 @@ class Layout:
             network_at=network_at // QUAD,
             network_quads=network // QUAD,
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
-            nbytes=network_at + 2 * network,
+            nbytes=network_at + (4 if staged else 2) * network,
         )
 
 

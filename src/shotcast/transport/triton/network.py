@@ -2,7 +2,10 @@
 
 A kernel looks up where to put cells with :func:`destination`, opens the cells of its call with :func:`enter_network`,
 sends with :func:`put_cells` and waits with :func:`await_cells`; ``docs/reference/protocols.md`` explains why that is
-correct. Here the ranks of all nodes have their memory mapped (logical nodes of one host), and a put is stores.
+correct. A put has two forms. Where the ranks of all nodes have their memory mapped (logical nodes of one host), it is
+stores. Else the cells are *staged* in this rank's own region, and NVSHMEM puts them from there, without a wait for the
+end. A kernel has the constexpr argument PUTS for that, and ``puts``, the address of a table with the PE and the address
+that puts take for each rank.
 
 A *cell* is 64 bits that arrive at once: 32 of data, and the low 32 bits of the epoch. It says for itself that it has
 come, so cells need no order, no fence and no signal. The data are the bits of a float32 (a partial sum is not rounded),
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import yield_core
+from shotcast.device.triton.nvshmem import put_nbi_block
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.sync import (
     POLLS_PER_CHECK,
@@ -41,22 +45,41 @@ GRACE = tl.constexpr(layout.GRACE)
 class Network(NamedTuple):
     """The network as a program sees it in one call.
 
-    ``quads`` is the offset, in quads, of the cells of this call in the region of every rank.
+    ``quads`` is the offset, in quads, of the cells of this call in the region of every rank; ``staging`` is what the
+    cells that are staged lie behind them. ``puts`` is PUTS, known at compile time.
     """
 
     quads: tl.tensor
+    staging: tl.tensor
+    puts: tl.constexpr
+
+
+class Destination(NamedTuple):
+    """A rank, as :func:`put_cells` needs to know it.
+
+    ``address`` is that of its region, or with PUTS what puts take in its place, and ``pe`` its number in NVSHMEM.
+    """
+
+    address: tl.tensor
+    pe: tl.tensor
 
 
 @triton.jit
-def destination(peers, rank):
-    """Return what :func:`put_cells` needs to know of a rank. It never changes: look it up as early as you like."""
-    return region_address(peers, rank)
+def destination(peers, puts, rank, PUTS: tl.constexpr):
+    """Return the destination of what goes to a rank. It never changes: look it up as early as you like."""
+    if PUTS:
+        address = region_address(puts, 2 * rank)
+        pe = region_address(puts, 2 * rank + 1).to(tl.int32)
+    else:
+        address = region_address(peers, rank)
+        pe = rank
+    return Destination(address, pe)
 
 
 @triton.jit
-def enter_network(call, network_at, network_quads):
-    """Open the cells of the call."""
-    return Network(cells_offset(call.epoch, network_at, network_quads))
+def enter_network(call, network_at, network_quads, PUTS: tl.constexpr):
+    """Open the cells of the call. The two generations that are staged lie behind the two that arrive."""
+    return Network(cells_offset(call.epoch, network_at, network_quads), 2 * network_quads, PUTS)
 
 
 @triton.jit
@@ -71,10 +94,26 @@ def put_cells(call, network, target, cell, lanes, parts, count, PARTS: tl.conste
 
     ``cell`` and ``count`` are multiples of 4, the same in the :func:`await_cells` that waits for them; ``lanes`` are
     the numbers of a tile's words. Nothing is put if the call is stopped.
+
+    A cell is staged at its own number, and has the same content for all ranks that it goes to in a call. So what a put
+    still reads does not change before the call after the next, which no rank begins before all have what they were sent
+    in this one.
     """
     mask = lanes < count
-    for part in tl.static_range(PARTS):
-        store_to(call, target, cells_at(network, cell + part * count), lanes, parts[part], mask, True)
+    if network.puts:
+        address = call.own.to(tl.int64)
+        for part in tl.static_range(PARTS):
+            at = cells_at(network, cell + part * count) + network.staging
+            store_to(call, address, at, lanes, parts[part], mask, True)
+        if (count > 0) & (call.live != 0):
+            offset = cells_at(network, cell).to(tl.int64) * 16
+            nbytes = count.to(tl.int64) * (8 * PARTS)
+            put_nbi_block(
+                target.address + offset, address + offset + network.staging.to(tl.int64) * 16, nbytes, target.pe
+            )
+    else:
+        for part in tl.static_range(PARTS):
+            store_to(call, target.address, cells_at(network, cell + part * count), lanes, parts[part], mask, True)
 
 
 @triton.jit

@@ -217,6 +217,7 @@ def nvrar_all_reduce(
     out,
     own,
     peers,
+    puts,
     rank,
     header_size,
     header_call,
@@ -225,6 +226,7 @@ def nvrar_all_reduce(
     slots_quads,
     network_at,
     network_quads,
+    PUTS: tl.constexpr,
     EXCHANGE: tl.constexpr,
     NODES: tl.constexpr,
     FOLDED: tl.constexpr,
@@ -251,7 +253,7 @@ def nvrar_all_reduce(
     mates = ()
     if LOCAL > 1:
         mates = peer_addresses(peers + first_rank * 8, local, worker, LOCAL)
-    targets = targets_of(peers, place, EXCHANGE, NODES, FOLDED, DOUBLINGS, LOCAL)
+    targets = targets_of(peers, puts, place, PUTS, EXCHANGE, NODES, FOLDED, DOUBLINGS, LOCAL)
     await_prior_kernel(PDL)
     lanes = tl.arange(0, BLOCK)
     offs = tl.maximum(worker, 0) * BLOCK + lanes
@@ -263,9 +265,9 @@ def nvrar_all_reduce(
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * LOCAL)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, LOCAL > 1, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, LOCAL > 1, WORLD, WARPS, PDL, puts, PUTS)
     else:
-        network = enter_network(call, network_at, network_quads)
+        network = enter_network(call, network_at, network_quads, PUTS)
         total = quads * 4
         own_span = slice_span(local, slice_words, total)
         first_shot = slots_offset(call.generation, slots_at, slots_quads)

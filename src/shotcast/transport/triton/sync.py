@@ -46,6 +46,7 @@ from shotcast.device.triton.intrinsics import (
     store_release,
     yield_core,
 )
+from shotcast.device.triton.nvshmem import put_nbi_block
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.multicast import multicast_words
 
@@ -497,7 +498,7 @@ def stop(call, kind, ranks, WORLD: tl.constexpr):
     fault = fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
     lanes = tl.arange(0, MAX_WORLD)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
-    tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=lanes < WORLD)
+    tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=(lanes < WORLD) & (bases != 0))
     report_fault(call.own, fault)
 
 
@@ -580,8 +581,32 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def put_header(call, puts, row, mine, words, first, WORLD: tl.constexpr):
+    """Put this rank's header to all ranks whose regions are not mapped.
+
+    It is put from its place in this rank's own row, which the same call after the next overwrites: all ranks have it
+    by then, as no call ends before that.
+    """
+    if call.live != 0:
+        offset = (row + call.rank * HEADER_WORDS) * 8
+        for r in tl.static_range(WORLD):
+            if tl.load(call.peers + r) == 0:
+                target = region_address(puts, 2 * r) + offset
+                pe = region_address(puts, 2 * r + 1).to(tl.int32)
+                source = call.own.to(tl.int64) + offset
+                put_nbi_block(target, source, tl.full((), 8 * HEADER_WORDS, tl.int64), pe)
+
+
+@triton.jit
 def exchange_headers(
-    call, extent, SLOTS: tl.constexpr, WORLD: tl.constexpr, WARPS: tl.constexpr, RELEASE_NEXT: tl.constexpr
+    call,
+    extent,
+    SLOTS: tl.constexpr,
+    WORLD: tl.constexpr,
+    WARPS: tl.constexpr,
+    RELEASE_NEXT: tl.constexpr,
+    puts=0,
+    PUTS: tl.constexpr = False,
 ):
     """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
@@ -591,7 +616,8 @@ def exchange_headers(
 
     Each word of a header carries the epoch and has a thread of its own, so both are sent, and polled, by one
     instruction, and no order between them is needed. With RELEASE_NEXT, the next kernel is allowed to launch before the
-    wait.
+    wait. With PUTS, ranks whose regions are not mapped get it by puts, through the table ``puts``
+    (:mod:`.network`).
     """
     threads = thread_ids(WARPS)
     lanes = threads % (MAX_WORLD * HEADER_WORDS)
@@ -603,7 +629,11 @@ def exchange_headers(
     bases = tl.load(call.peers + ranks, mask=present, other=0)
     first = threads < MAX_WORLD * HEADER_WORDS
     once = present & first & (call.live != 0)
+    if PUTS:
+        once = once & (bases != 0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank * HEADER_WORDS + words, mine, mask=once)
+    if PUTS:
+        put_header(call, puts, row, mine, words, first, WORLD)
     leave_epoch(call, extent, SLOTS)
     release_next_kernel(RELEASE_NEXT)
     waiting = call.live

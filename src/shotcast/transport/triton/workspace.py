@@ -6,7 +6,7 @@ A communicator has one or several, each with its own epochs; calls meet only tho
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import has_float8_conversions, supports_pdl
 from shotcast.errors import ClosedError
 from shotcast.memory import driver
-from shotcast.memory.symmetric import SymmetricBuffer
+from shotcast.memory.symmetric import SymmetricBuffer, Target
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.layout import Layout
@@ -32,6 +32,7 @@ class Workspace:
         device: where the kernels run.
         header_of: ``header_of(plan)``, the header of a plan.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
+        targets: what puts to each rank take, where ranks of other nodes are reached by puts; else none.
 
     Attributes:
         memory: as given.
@@ -49,6 +50,7 @@ class Workspace:
         device: torch.device,
         header_of: Callable[[CallPlan], HeaderWords],
         nodes: int = 1,
+        targets: Sequence[Target] = (),
     ):
         self.memory, self.where = memory, where
         self._rank, self._world = rank, world_size
@@ -56,6 +58,8 @@ class Workspace:
         self._control = memory.view(rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         table = list(memory.addresses) + [0] * (wire.MAX_WORLD_SIZE - world_size) + [memory.multicast_address]
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
+        puts = [word for target in targets for word in (target.address, target.pe)]
+        self._puts = torch.tensor(puts, dtype=torch.int64, device=device)
         self._cells = torch.zeros(2 * layout.row_cell_count(where.max_bytes), dtype=torch.int64, device=device)
         self.context = KernelContext(
             rank=rank,
@@ -71,6 +75,7 @@ class Workspace:
             clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
             header_of=header_of,
             nodes=nodes,
+            puts_address=self._puts.data_ptr() if puts else 0,
         )
 
     @property
@@ -129,6 +134,19 @@ class Workspace:
         else:
             ctypes.c_int64.from_address(address).value = ranks
 
+    def stop(self, fault: int) -> None:
+        """Stop the calls of this workspace for a fault that another node has found. Any thread may call it.
+
+        A fault that is known here stays, as it is the cause of those that follow.
+        """
+        address = self.context.own_address + 8 * layout.ABORT
+        if self._read(layout.ABORT)[0]:
+            return
+        if self._device.type == "cuda":
+            driver.side_stream(self._device.index).write_word(address, fault)
+        else:
+            ctypes.c_int64.from_address(address).value = fault
+
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and graph replays."""
         self._control[layout.TIMEOUT] = int(timeout_s * 1e9)
@@ -150,5 +168,5 @@ class Workspace:
 
         A second call does nothing.
         """
-        self._control = self._peers = self._cells = torch.empty(0, dtype=torch.int64)
+        self._control = self._peers = self._puts = self._cells = torch.empty(0, dtype=torch.int64)
         self.memory.close()

@@ -1,0 +1,137 @@
+"""The executor of GPU ranks on several hosts: mapped memory inside a node, NVSHMEM's puts between nodes.
+
+A rank's region lies in NVSHMEM's memory. Kernels store to the regions of the ranks of their node, and put cells and
+headers into those of others. What a kernel cannot put, because it must arrive whatever happens to the call, the hosts
+tell each other: that a call is stopped, and that a process has ended. A thread looks at the word that kernels of this
+rank report faults to, and tells the peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+
+from shotcast.errors import ConfigError
+from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.network.connect import Hosts, connect
+from shotcast.transport.network.control import ControlPlane
+from shotcast.transport.triton.executor import Algorithms, Memory, TritonExecutor
+
+_LONGEST_LOOK_S, _SHORTEST_LOOK_S = 0.01, 0.001
+_LOOKS_PER_TIMEOUT = 500
+"""Looks at the word of faults in the time of a deadline: each rank that data pass through waits a 32nd longer."""
+_WORD = 1 << 64
+_CONNECT_S = 60.0
+
+
+class PutMemory(Memory, Protocol):
+    """Memory that the ranks of a node store to, and those of other nodes put to."""
+
+    def settle(self) -> bool:
+        """Return whether the puts of this GPU complete in a moment."""
+        ...
+
+
+class HostsTritonExecutor(TritonExecutor):
+    """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
+
+    Args:
+        host: all ranks.
+        nodes: their nodes, each of consecutive ranks.
+        lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
+        max_bytes, timeout_s, device, algorithms: as for :class:`TritonExecutor`.
+        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
+
+    Raises:
+        ConfigError: on all ranks; NVSHMEM is missing or has too little memory, or peers cannot connect.
+        CollectiveTimeout: naming ranks that did not come.
+    """
+
+    _puts = True
+
+    def __init__(
+        self,
+        host: Hosts,
+        nodes: NodeLayout,
+        lease: Callable[[int], PutMemory],
+        max_bytes: int,
+        timeout_s: float,
+        device: torch.device,
+        algorithms: Algorithms,
+        ended: Callable[[int], None] = lambda rank: None,
+    ):
+        self._hosts, self._layout_of_nodes, self._ended = host, nodes, ended
+        super().__init__(lease, host, max_bytes, timeout_s, device, algorithms, nodes.nodes)
+        self._peers = nodes.peers(host.rank)
+        self._told = 0
+        self._stop_looking = threading.Event()
+        self._control = self._connect()
+        self._looker = threading.Thread(target=self._look, name="shotcast faults", daemon=True)
+        self._looker.start()
+
+    # -- what the hosts tell each other ---------------------------------------------------------------------------
+
+    def _connect(self) -> ControlPlane:
+        made = connect(self._hosts, self._layout_of_nodes, _CONNECT_S)
+        for one in (*made.data.values(), made.listener):  # data goes by puts
+            one.close()
+        return ControlPlane(made.control, lambda epoch: [], self._hear, self._peer_ended)
+
+    def _look(self) -> None:
+        """Tell the peers of faults of this rank's calls, until the executor is closed."""
+        while not self._stop_looking.wait(
+            min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
+        ):
+            word = self._status_word.value & (_WORD - 1)
+            if word and word != self._told:
+                self._told = word
+                with self._marking:
+                    if self._closed:
+                        return
+                    number = next((n for n, one in enumerate(self.workspaces) if one.stopped), 0)
+                self._control.tell(number * _WORD + word)
+
+    def _hear(self, message: int) -> None:
+        """Stop the calls of a workspace for a fault of another node."""
+        number, word = divmod(message, _WORD)
+        with self._marking:
+            if self._closed or number >= len(self.workspaces):
+                return
+            self.workspaces[number].stop(word)
+            if not self._status_word.value:
+                self._told = word
+                self._status_word.value = word
+
+    def _peer_ended(self, node: int) -> None:
+        self._ended(self._peers[node])
+        self.mark_gone(self._peers[node])
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def clear(self, epoch: int) -> None:
+        """Forget faults and calls, and connect anew. On every rank, between two host barriers.
+
+        Puts of calls that failed could land in what is cleared, so all of them have to end first.
+
+        Raises ConfigError on a rank whose puts do not end.
+        """
+        self._control.close()
+        settled = all(cast(PutMemory, one.memory).settle() for one in self.workspaces)
+        if not all(self._hosts.all_gather(settled)):
+            raise ConfigError("puts of NVSHMEM to another node do not end; start the processes again")
+        super().clear(epoch)
+        self._told = 0
+        self._hosts.barrier()
+        self._control = self._connect()
+
+    def close(self) -> None:
+        """Close the connections and give the memory back. A second call does nothing."""
+        self._stop_looking.set()
+        with contextlib.suppress(RuntimeError):  # this is the thread itself, at the end of the process
+            self._looker.join()
+        self._control.close()
+        super().close()

@@ -1,0 +1,178 @@
+"""Functions that the ranks of tests/collectives/test_puts.py run: nodes that reach each other by puts alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import node_kernel_targets
+import torch
+from node_kernel_targets import ALGORITHMS, plan_of, tree_sum
+from workers import check, inputs
+
+import emulated_puts
+import shotcast
+from executor_calls import run_call
+from shotcast.hardware.nodes import NodeLayout
+
+
+def layout_of(nodes: int, world_size: int) -> NodeLayout:
+    local = world_size // nodes
+    members = tuple(tuple(range(node * local, (node + 1) * local)) for node in range(nodes))
+    return NodeLayout(members, tuple(f"n{node}" for node in range(nodes)))
+
+
+@contextlib.contextmanager
+def executor_of(comm: shotcast.Communicator, nodes: int, max_bytes: int, timeout_s: float = 60.0) -> Iterator[Any]:
+    """Make an executor for the ranks of ``comm`` on so many hosts."""
+    from shotcast.transport.triton.hosts import HostsTritonExecutor
+
+    host, layout = comm._host, layout_of(nodes, comm.world_size)
+    mates = layout.members[layout.node_of(host.rank)]
+    executor = HostsTritonExecutor(
+        host,
+        layout,
+        lambda nbytes: emulated_puts.EmulatedLease(host, nbytes, mates),
+        max_bytes,
+        timeout_s,
+        comm.device,
+        ALGORITHMS,
+    )
+    try:
+        if max_bytes > executor.room:
+            executor.grow(max_bytes)
+        yield executor
+        executor.drain()
+        host.barrier()
+    finally:
+        executor.close()
+
+
+def with_puts(fn: Callable[..., Any], longest_s: float, *args: Any) -> Any:
+    """Run a function of ``node_kernel_targets`` with puts that take up to ``longest_s``."""
+    emulated_puts.emulate(longest_s, int(os.environ["RANK"]))
+    with mock.patch.object(node_kernel_targets, "executor_of", executor_of):
+        return fn(*args)
+
+
+def with_headers_late(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run ``fn`` with grids of which every second has its first program, which awaits all headers, interpreted last.
+
+    So a rank may stage cells of a call while a peer still awaits those of the call before, as it may on a GPU.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    set_index, grids = interpreter_builder.set_grid_idx, 0
+
+    def set_in_turn(x: int, y: int, z: int) -> None:
+        nonlocal grids
+        grids += x == 0
+        set_index(interpreter_builder.grid_dim[0] - 1 - x if grids % 2 else x, y, z)
+
+    with mock.patch.object(interpreter_builder, "set_grid_idx", set_in_turn):
+        return fn(*args)
+
+
+def with_one_generation_of_staging(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run ``fn`` with kernels that stage all cells where the call before did."""
+    from shotcast.transport.triton import network
+
+    enter = network.enter_network
+
+    def enter_wrongly(call: Any, network_at: Any, network_quads: Any, puts: Any) -> Any:
+        entered = enter(call, network_at, network_quads, puts)
+        return entered._replace(staging=2 * network_quads - entered.quads + network_at)
+
+    from shotcast.transport.triton import nvrar
+
+    with mock.patch.object(nvrar, "enter_network", enter_wrongly):
+        return fn(*args)
+
+
+def wrong_sums(nodes: int, calls: int) -> int:
+    """Return how many of ``calls`` of one size give wrong sums or end at the deadline."""
+    wrong = 0
+    with (
+        shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
+        executor_of(comm, nodes, 1 << 16, 3.0) as executor,
+    ):
+        for number in range(calls):
+            xs = inputs(40, torch.float32, comm.world_size, number, "cpu")
+            out = torch.zeros_like(xs[0])
+            run_call(executor, plan_of("nvrar", out, 1, 64), xs[comm.rank], out)
+            if executor.fault() is not None:
+                return wrong + calls - number
+            try:
+                check(out, tree_sum(xs, nodes), number)
+            except AssertionError:
+                wrong += 1
+    return wrong
+
+
+def after_reset(nodes: int) -> tuple[Any, bool]:
+    """Have the last rank come late, reset, and sum again. Return the fault, and whether the sum is right."""
+    emulated_puts.emulate(0.05)
+    with (
+        shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
+        executor_of(comm, nodes, 1 << 16, 1.0) as executor,
+    ):
+        x, out = torch.ones(600), torch.zeros(600)
+        call = executor.bind(plan_of("nvrar", x))
+        call.run(x, out)
+        comm._host.barrier()
+        if comm.rank == comm.world_size - 1:
+            time.sleep(3.0)
+        call.run(x, out)
+        fault = executor.fault()
+        comm._host.barrier()
+        executor.clear(executor.epoch)
+        comm._host.barrier()
+        call.run(x, out)
+        return fault, executor.fault() is None and bool((out == comm.world_size).all())
+
+
+def heard_while_idle(nodes: int) -> float:
+    """Have rank 0 alone make a call. Return how long after it began the fault is known."""
+    emulated_puts.emulate()
+    with (
+        shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
+        executor_of(comm, nodes, 1 << 16, 0.5) as executor,
+    ):
+        x, out = torch.ones(600), torch.zeros(600)
+        comm._host.barrier()
+        began = time.monotonic()
+        if comm.rank == 0:
+            run_call(executor, plan_of("nvrar", x), x, out)
+        while executor.fault() is None and time.monotonic() < began + 10:
+            time.sleep(0.005)
+        took = time.monotonic() - began
+        fault = executor.fault()
+        assert fault is not None
+        assert executor.stopped
+        assert set(fault.ranks) <= set(range(1, comm.world_size)), fault
+        comm._host.barrier()
+        return took
+
+
+def killed(nodes: int) -> Any:
+    """Have the last rank die. Return the fault that the others see, and how long they waited for it."""
+    emulated_puts.emulate()
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        context = executor_of(comm, nodes, 1 << 16, 30.0)
+        executor = context.__enter__()
+        x, out = torch.ones(600), torch.zeros(600)
+        run_call(executor, plan_of("nvrar", x), x, out)
+        comm._host.barrier()
+        if comm.rank == comm.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        run_call(executor, plan_of("nvrar", x), x, out)
+        took = time.monotonic() - began
+        fault = executor.fault()
+        executor.close()
+        return fault, took
