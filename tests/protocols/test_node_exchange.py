@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from . import test_sentinel as sentinel
 from .explore import Kind
 from .machine import ABORTED, ARRIVED, EXPIRED, Await, Fail, KernelBoundary, Load, Machine, Program, Read, Start, Steps
 from .machine import Store as Put
-from .test_sentinel import CAPACITY, arrived, reduce_scatter
 from .words import SENTINEL, ZERO, Call, Header, HeaderRules, Sum, header_programs
 
 HEADERS = HeaderRules()
@@ -188,7 +188,7 @@ def data_program(rank: int, group: Group, calls: Sequence[NodeCall], rules: Rule
         outcome, lost_from = ARRIVED, None
         if loss is not None and (yield Load((rank, "abort"))) is not None:
             outcome = ABORTED
-        slots = number % 3 * CAPACITY
+        slots = number % 3 * sentinel.CAPACITY
 
         def slot_of(owner: int, word: int, slots: int = slots, node: int = node) -> tuple[int, str, int]:
             return node * group.local + owner, "slots", slots + word
@@ -196,9 +196,9 @@ def data_program(rank: int, group: Group, calls: Sequence[NodeCall], rules: Rule
         if group.local > 1:
             cleared = (number + 2) % 3
             for word in range(extents[cleared]):
-                yield Put((rank, "slots", cleared * CAPACITY + word), SENTINEL)
+                yield Put((rank, "slots", cleared * sentinel.CAPACITY + word), SENTINEL)
             extents[number % 3] = 2 * group.local * max(call.sizes)
-            yield from reduce_scatter(local, group.local, number, call.in_node, slot_of)
+            yield from sentinel.reduce_scatter(local, group.local, number, call.in_node, slot_of)
         count = 0
         for step in exchange(place, node, call, call.sizes[local]) if outcome == ARRIVED else ():
             if isinstance(step, Sent):
@@ -267,7 +267,7 @@ def gather(local: int, ranks: int, epoch: int, call: Call, slot_of: Callable[[in
             for r in range(ranks)
             for i in range(call.sizes[r])
         },
-        arrived,
+        sentinel.arrived,
     )
 
 
@@ -413,7 +413,7 @@ def test_a_cell_put_in_two_halves_is_read_torn(refute) -> None:
 
 
 def test_a_cell_untouched_until_its_flag_comes_around_is_taken_for_new(refute) -> None:
-    """As in flag cells: here after 4 calls, in kernels after 2**32."""
+    """The limit of flag cells is that of these: here after 4 calls, in kernels after 2**32."""
     refute(model(TWO, calls_of("doubling", (2, 1, 1, 1, 2)), Rules(flag_values=4)), Kind.WRONG_VALUE)
 
 
