@@ -7,6 +7,7 @@ Memory is bounded: while no slot is free the relay does not read, and packets wa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -252,8 +253,12 @@ class Relay:
         self._thread.start()
 
     def _carry(self) -> None:
-        # ahead of the ranks, and woken in time: both for this thread alone
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -20)
+        # ahead of the ranks, and woken in time: both for this thread alone. Containers may not let root do the first.
+        try:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        except PermissionError:
+            with contextlib.suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -20)
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
         _run(*self._arguments)
 
