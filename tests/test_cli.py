@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import shotcast
 from hosts import needs_hosts
 from shotcast.cli import app
+from shotcast.wire import LaunchShape, NodeShape
 
 pytestmark = pytest.mark.long
 
@@ -286,23 +287,26 @@ class TestTune:
         from shotcast.bench import tune
 
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(tune, "run", lambda config, world_size: ("Some CPU", []))
-        result = CliRunner().invoke(app, ["tune", *self.QUICK])
-        assert result.exit_code == 0, result.output
-        (file,) = tmp_path.iterdir()
-        assert file.name.endswith("_x2.json")
-        assert json.loads(file.read_text())["part"] == "Some CPU"
+        for ranks_per_node, shape, end in (("", NodeShape(1, 2), "_x2.json"), ("1", NodeShape(2, 1), "_2x1.json")):
+            monkeypatch.setenv("SHOTCAST_RANKS_PER_NODE", ranks_per_node)
+            monkeypatch.setattr(tune, "run", lambda config, world_size, shape=shape: ("Some CPU", shape, []))
+            result = CliRunner().invoke(app, ["tune", *self.QUICK])
+            assert result.exit_code == 0, result.output
+            (file,) = tmp_path.iterdir()
+            assert file.name.endswith(end)
+            written = json.loads(file.read_text())
+            assert (written["part"], written.get("nodes", 1)) == ("Some CPU", shape.nodes)
+            file.unlink()
 
     def test_wrong_results_are_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from shotcast.bench import tune
         from shotcast.collectives.choice.choice import Candidate
-        from shotcast.wire import LaunchShape
 
         best = tune.Timed("one_shot", LaunchShape(), True, 1.0)
         point = tune.Point(
             "eager", "all_reduce", "float32", 64, tune.Choice(best, (), (Candidate("ring", LaunchShape()),))
         )
-        monkeypatch.setattr(tune, "run", lambda config, world_size: ("Some CPU", [point]))
+        monkeypatch.setattr(tune, "run", lambda config, world_size: ("Some CPU", NodeShape(1, 2), [point]))
         result = CliRunner().invoke(app, ["tune", *self.QUICK, "-o", str(tmp_path / "t.json")])
         assert result.exit_code == 1
         assert "all_reduce of float32, 64 B, eager: ring with LaunchShape" in result.stderr

@@ -26,7 +26,7 @@ from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.wire import LaunchShape, Op
+from shotcast.wire import LaunchShape, NodeShape, Op
 
 CONFIG = TuneConfig(
     ops=("all_reduce",),
@@ -249,13 +249,13 @@ class TestDocument:
     def text(self, *points: Point, part: str = "H") -> str:
         environment = {"cpu_model": "c", "versions": {"torch": "2"}, "driver": "580"}
         return tune_table.document(
-            part, 4, points, device="cuda", environment=environment, command="shotcast tune", seconds=0.5
+            part, NodeShape(1, 4), points, device="cuda", environment=environment, command="shotcast tune", seconds=0.5
         )
 
     def test_is_a_table_with_provenance_and_measurements(self) -> None:
         text = self.text(*self.POINTS)
         table = parse(text, "t", registered())
-        assert (table.part, table.world_size) == ("H", 4)
+        assert (table.part, table.shape) == ("H", NodeShape(1, 4))
         assert table.rows == {key: tuple(rows) for key, rows in tune_table.rows(self.POINTS).items()}
         document = json.loads(text)
         ((date, run),) = document["provenance"].items()
@@ -319,6 +319,10 @@ class TestDocument:
         [
             (('"part": "H"', '"part": "G"'), "t.json is a table for 4 x G; this machine has 4 x H"),
             (('"world_size": 4', '"world_size": 2'), "t.json is a table for 2 x H; this machine has 4 x H"),
+            (
+                ('"world_size": 4', '"world_size": 4, "nodes": 2'),
+                "t.json is a table for 4 x H on 2 nodes; this machine",
+            ),
             (('"format": 3', '"format": 2'), "has format 2; this version reads format 3"),
         ],
     )
@@ -328,7 +332,7 @@ class TestDocument:
         with pytest.raises(ConfigError, match=said):
             tune_table.merged(path.read_text(), self.text(*self.POINTS), str(path))
         with pytest.raises(ConfigError, match=said):
-            tune_table.mergeable(path.read_text(), str(path), "H", 4)
+            tune_table.mergeable(path.read_text(), str(path), "H", NodeShape(1, 4))
 
 
 class TestConfig:
@@ -397,17 +401,19 @@ class TestRanks:
 
     @staticmethod
     def table(points: list[Point]) -> str:
-        return tune_table.document("cpu", 2, points, device="cpu", environment={}, command="", seconds=0.0)
+        return tune_table.document(
+            "cpu", NodeShape(1, 2), points, device="cpu", environment={}, command="", seconds=0.0
+        )
 
     def test_tuned_then_used(self, tmp_path: Path) -> None:
         config = dataclasses.replace(CONFIG, ops=("all_reduce", "all_gather"), sizes=(1024, 65536), seconds=0.02)
-        part, points = tune.run(config, 3)
-        assert part == cpu_model()
+        part, shape, points = tune.run(config, 3)
+        assert (part, shape) == (cpu_model(), NodeShape(1, 3))
         assert {p.key for p in points} == {("eager", op, "float32") for op in config.ops}
         for p in points:
             assert p.nbytes % (12 if p.op == "all_gather" else 4) == 0, "whole elements, equally many a rank"
         path = tmp_path / "t.json"
-        path.write_text(tune_table.document(part, 3, points, device="cpu", environment={}, command="", seconds=0.0))
+        path.write_text(tune_table.document(part, shape, points, device="cpu", environment={}, command="", seconds=0.0))
         counts = [100, 256, 300, 16384, 16400]
         for op in config.ops:
             settings = {"SHOTCAST_TABLE": str(path)}
@@ -422,10 +428,30 @@ class TestRanks:
                         assert reason.startswith(f"{path}: {algorithm} for ")
                     assert got == ([6.0, 6.0] if op == "all_reduce" else [1.0, 3.0])
 
+    def test_a_table_of_ranks_on_two_nodes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SHOTCAST_RANKS_PER_NODE", "1")
+        part, shape, points = tune.run(dataclasses.replace(CONFIG, sizes=(1024,), seconds=0.01), 2)
+        assert shape == NodeShape(2, 1)
+        text = tune_table.document(part, shape, points, device="cpu", environment={}, command="", seconds=0.0)
+        table = parse(text, "t", registered())
+        assert table.shape == shape
+        known = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "hosts")
+        assert known.keys() == {"nvrar", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot", "vendor"}
+        kernels = table.kernels["eager", "all_reduce", "float32"]
+        assert {points[0].choice.best.algorithm} <= kernels.keys()
+        assert kernels.items() <= known.items()
+        path = tmp_path / "t.json"
+        path.write_text(text)
+        monkeypatch.setenv("SHOTCAST_TABLE", str(path))
+        found = shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=60)[0][0]
+        assert (found[0], found[2]) == ("user table", points[0].choice.best.algorithm)
+        monkeypatch.delenv("SHOTCAST_RANKS_PER_NODE")
+        assert shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=60)[0][0][0] == "cost model"
+
     def test_tables_and_overrides_of_the_environment_decide_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SHOTCAST_TABLE", "/no/such/table")
         monkeypatch.setenv("SHOTCAST_ALGORITHM", "ring")
-        _, (found,) = tune.run(dataclasses.replace(CONFIG, sizes=(64,), seconds=0.0), 3)
+        _, _, (found,) = tune.run(dataclasses.replace(CONFIG, sizes=(64,), seconds=0.0), 3)
         assert found.choice.best.algorithm != "ring"
 
     def test_sizes_between_are_measured_where_the_choice_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,14 @@ def test_both_modes() -> None:
         seconds=0.2,
         timeout_s=400,
     )
-    part, points = tune.run(config, 2)
+    part, shape, points = tune.run(config, 2)
     assert part == torch.cuda.get_device_name(0)
     assert tune_table.wrong(points) == []
     assert {point.key for point in points} == {(mode, op, "bfloat16") for op in config.ops for mode in config.modes}
     for point in points:
         times = [one.time_us for one in (point.choice.best, *point.choice.others)]
         assert all(0.5 < time_us < 5000 for time_us in times), point
-    text = tune_table.document(part, 2, points, device="cuda", environment={}, command="", seconds=0.2)
+    text = tune_table.document(part, shape, points, device="cuda", environment={}, command="", seconds=0.2)
     assert parse(text, "t", registered()).rows.keys() == {point.key for point in points}
 
 

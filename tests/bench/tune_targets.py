@@ -26,7 +26,7 @@ def _with(
         return dataclasses.replace(right, run=change(candidate, right))
 
     tune.TuneCase.call = call  # type: ignore[method-assign]
-    return tune.measure(config)[1]
+    return tune.measure(config)[2]
 
 
 def _slow(candidate: Candidate) -> bool:

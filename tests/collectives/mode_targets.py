@@ -17,7 +17,7 @@ from shotcast.collectives.choice.table import Row, parse, render
 from shotcast.collectives.registry import registered
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.errors import ConfigError
-from shotcast.wire import CallPlan, LaunchShape, Op
+from shotcast.wire import CallPlan, LaunchShape, NodeShape, Op
 
 
 class Modes:
@@ -81,7 +81,7 @@ def with_modes(comm: shotcast.Communicator) -> tuple[Modes, list[CallPlan]]:
     """
     modes, plans = Modes(), []
     comm._chain, comm._resolver.graphs = modes.chain, True
-    text = render("a GPU", comm.world_size, rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
+    text = render("a GPU", NodeShape(1, comm.world_size), rows("one_shot", "graph") | rows("two_shot", "eager"), {}, [])
     comm._resolver.tables = (("user table", parse(text, "t.json", registered())),)
     bind = comm._executor.bind
 

@@ -16,7 +16,7 @@ import pytest
 import shotcast
 from shotcast import ConfigError
 from shotcast.collectives.choice.table import Row, render
-from shotcast.wire import LaunchShape
+from shotcast.wire import LaunchShape, NodeShape
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -124,7 +124,7 @@ class TestDisagreement:
 
     def test_table(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        path.write_text(render("cpu", 3, {}, {}, []))
+        path.write_text(render("cpu", NodeShape(1, 3), {}, {}, []))
         message = self.error_of({1: {"SHOTCAST_TABLE": str(path)}})
         assert message.startswith("the ranks do not agree on tables (SHOTCAST_TABLE): rank 0: ")
 
@@ -135,14 +135,14 @@ class TestDisagreement:
     def test_table_that_is_out_of_date(self, tmp_path: Path) -> None:
         reason = "has format 2; this version reads format 3: run `shotcast tune` again"
         path = tmp_path / "table.json"
-        path.write_text(render("cpu", 3, {}, {}, []).replace('"format": 3', '"format": 2'))
+        path.write_text(render("cpu", NodeShape(1, 3), {}, {}, []).replace('"format": 3', '"format": 2'))
         message = self.error_of({rank: {"SHOTCAST_TABLE": str(path)} for rank in range(3)})
         assert f"table {path} {reason}" in message
 
     def test_table_with_a_launch_that_the_kernels_cannot_take(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
         row = Row(64, "one_shot", LaunchShape(block_words=0), "eager")
-        path.write_text(render("cpu", 3, {("eager", "all_reduce", "int8"): [row]}, {}, []))
+        path.write_text(render("cpu", NodeShape(1, 3), {("eager", "all_reduce", "int8"): [row]}, {}, []))
         settings = {"SHOTCAST_TABLE": str(path), "SHOTCAST_CPU_KERNELS": "interpreter"}
         message = self.error_of(dict.fromkeys(range(3), settings))
         assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 8192, not 0" in message

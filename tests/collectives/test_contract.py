@@ -10,7 +10,7 @@ from shotcast.collectives.choice.table import packaged
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import NetworkCost
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 
@@ -21,7 +21,7 @@ SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 def test_auto_keeps_the_bits_of_a_sum(device: str, world_size: int, multicast: bool) -> None:
     kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
     topology = Topology(NodeLayout.one_node(world_size), device, part, kernels, "", multicast, 512 << 20, registered())
-    table = packaged(part, world_size, registered())
+    table = packaged(part, NodeShape(1, world_size), registered())
     for tables in ((), (("packaged table", table),) if table else ()):
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             for dtype in ("float32", "float16", "bfloat16"):
@@ -46,5 +46,5 @@ def test_auto_keeps_the_bits_of_a_sum_over_nodes(kernels: str, shape: tuple[int,
 
 
 def test_packaged_tables_exist() -> None:
-    assert packaged("NVIDIA H200", 2, registered())
-    assert packaged("NVIDIA H200", 4, registered())
+    assert packaged("NVIDIA H200", NodeShape(1, 2), registered())
+    assert packaged("NVIDIA H200", NodeShape(1, 4), registered())

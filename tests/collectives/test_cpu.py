@@ -15,7 +15,7 @@ from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics, wai
 import shotcast
 from shotcast import wire
 from shotcast.collectives.choice.table import Row, render
-from shotcast.wire import LaunchShape
+from shotcast.wire import LaunchShape, NodeShape
 
 ODD_COUNTS = [0, 1, 5, 63, 4099]
 MANY_COUNTS = [0, 1, 2, 3, 5, 7, 8, 63, 64, 65, 1000, 4095, 4096, 4099, 65_537, 300_001, 1 << 20]
@@ -108,7 +108,7 @@ class TestBits:
             for chunk_bytes in (64, 4096):
                 path = tmp_path / f"{algorithm}{chunk_bytes}.json"
                 row = Row(float("inf"), algorithm, LaunchShape(0, 0, 0, chunk_bytes), "eager")
-                path.write_text(render("cpu", 3, {("eager", "all_reduce", "bfloat16"): [row]}, {}, []))
+                path.write_text(render("cpu", NodeShape(1, 3), {("eager", "all_reduce", "bfloat16"): [row]}, {}, []))
                 env = {"SHOTCAST_TABLE": str(path)}
                 for found, explanation in shotcast.spawn(
                     targets.sums_with_chunks, 3, [algorithm], env=env, timeout_s=60

@@ -11,6 +11,7 @@ from resource_targets import many_splits
 
 import shotcast
 from shotcast.collectives.choice.table import Row, render
+from shotcast.wire import NodeShape
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -45,7 +46,7 @@ def test_each_size_takes_the_tables_made_for_it(tmp_path: Path) -> None:
     for world_size, algorithm in ((3, "ring"), (2, "two_shot"), (8, "vendor")):
         paths[world_size] = path = tmp_path / f"x{world_size}.json"
         row = Row(64, algorithm, None, "eager")
-        path.write_text(render("cpu", world_size, {("eager", "all_reduce", "float32"): [row]}, {}, []))
+        path.write_text(render("cpu", NodeShape(1, world_size), {("eager", "all_reduce", "float32"): [row]}, {}, []))
     env = {"SHOTCAST_TABLE": os.pathsep.join(map(str, paths.values()))}
     first, _, last = shotcast.spawn(targets.reasons_of_each_size, 3, env=env, timeout_s=50)
     assert first[0] == last[0]

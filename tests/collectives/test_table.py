@@ -32,9 +32,10 @@ from shotcast.collectives.choice.table import (
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.wire import LaunchShape, Norm, Op
+from shotcast.wire import LaunchShape, NodeShape, Norm, Op
 
 ALGORITHMS = tuple(registered())
+NODES = st.builds(NodeShape, st.integers(1, 4), st.integers(1, 8))
 
 
 def table_text(**changes: Any) -> str:
@@ -247,8 +248,8 @@ class TestRender:
         st.sampled_from(MODES), st.sampled_from([op.label for op in Op]), st.sampled_from(list(wire.DTYPES))
     )
 
-    @given(st.data(), st.lists(KEYS, unique=True, max_size=4), st.text(min_size=1), st.integers(1, 8))
-    def test_is_read_back(self, data: st.DataObject, keys: list[Any], name: str, world_size: int) -> None:
+    @given(st.data(), st.lists(KEYS, unique=True, max_size=4), st.text(min_size=1), NODES)
+    def test_is_read_back(self, data: st.DataObject, keys: list[Any], name: str, shape: NodeShape) -> None:
         part = f"part {name}"
         rows = {}
         for key in keys:
@@ -259,16 +260,18 @@ class TestRender:
             rows[key] = tuple(
                 Row(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(shapes), key[0]) for limit in limits
             )
-        text = render(part, world_size, rows, {"today": {"a": [1, {"b": 2}], "c": {}}}, [{"x": 1}, {"y": [2]}])
+        text = render(part, shape, rows, {"today": {"a": [1, {"b": 2}], "c": {}}}, [{"x": 1}, {"y": [2]}])
         table = parse(text, "t", registered())
-        assert (table.part, table.world_size) == (part, world_size)
+        assert (table.part, table.shape) == (part, shape)
         assert table.rows == rows
         document = json.loads(text)
         assert document["provenance"] == {"today": {"a": [1, {"b": 2}], "c": {}}}
         assert document["measurements"] == [{"x": 1}, {"y": [2]}]
 
     def test_each_row_is_one_line(self) -> None:
-        text = render("p", 2, {("graph", "barrier", "int8"): [Row(8, "ring", LaunchShape(), "graph")]}, {}, [])
+        text = render(
+            "p", NodeShape(1, 2), {("graph", "barrier", "int8"): [Row(8, "ring", LaunchShape(), "graph")]}, {}, []
+        )
         shape = json.dumps(dataclasses.asdict(LaunchShape()))
         assert f'     [8, "ring", {shape}]\n' in text
 
@@ -277,32 +280,52 @@ class TestFiles:
     def test_loaded(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(table_text())
-        table = load(str(path), "NVIDIA H200", 4, registered())
+        table = load(str(path), "NVIDIA H200", NodeShape(1, 4), registered())
         assert isinstance(table, Table)
-        assert (table.name, table.part, table.world_size, table.text) == (str(path), "NVIDIA H200", 4, table_text())
+        assert (table.name, table.part, table.shape, table.text) == (
+            str(path),
+            "NVIDIA H200",
+            NodeShape(1, 4),
+            table_text(),
+        )
 
     @pytest.mark.parametrize(("part", "world_size"), [("NVIDIA H200", 8), ("NVIDIA H100", 4), ("cpu", 4)])
     def test_for_other_hardware(self, tmp_path: Path, part: str, world_size: int) -> None:
         path = tmp_path / "t.json"
         path.write_text(table_text())
         reason = f"{path} is for 4 x NVIDIA H200, and this is {world_size} x {part}"
-        assert load(str(path), part, world_size, registered()) == PassedOver(reason)
+        assert load(str(path), part, NodeShape(1, world_size), registered()) == PassedOver(reason)
+
+    def test_for_other_nodes(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(table_text(nodes=2))
+        two = NodeShape(2, 2)
+        assert isinstance(load(str(path), "NVIDIA H200", two, registered()), Table)
+        for shape, here in ((NodeShape(1, 4), ""), (NodeShape(4, 1), " on 4 nodes")):
+            reason = f"{path} is for 4 x NVIDIA H200 on 2 nodes, and this is 4 x NVIDIA H200{here}"
+            assert load(str(path), "NVIDIA H200", shape, registered()) == PassedOver(reason)
+        assert file_name("NVIDIA H200", two) == "nvidia_h200_2x2.json"
+
+    @pytest.mark.parametrize("nodes", [0, 3, "2", True])
+    def test_nodes_that_do_not_divide_the_ranks(self, nodes: Any) -> None:
+        with pytest.raises(ConfigError, match="nodes is a whole number that divides 4 ranks, not"):
+            parse(table_text(nodes=nodes), "t", registered())
 
     def test_for_other_hardware_and_malformed(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(table_text(entries={"graph": {"all_reduce": {"bfloat16": [[1, "fast", None]]}}}))
         with pytest.raises(ConfigError, match="unknown algorithm 'fast'"):
-            load(str(path), "NVIDIA H200", 8, registered())
+            load(str(path), "NVIDIA H200", NodeShape(1, 8), registered())
 
     def test_unreadable(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
-            load(str(tmp_path), "cpu", 2, registered())
+            load(str(tmp_path), "cpu", NodeShape(1, 2), registered())
 
     def test_not_text(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_bytes(b"\xff\xfe")
         with pytest.raises(ConfigError, match="SHOTCAST_TABLE: cannot read"):
-            load(str(path), "cpu", 2, registered())
+            load(str(path), "cpu", NodeShape(1, 2), registered())
 
     @pytest.mark.parametrize(
         ("part", "passed"), [("EPYC", ""), ("cpu", ""), ("Xeon", "is for 4 x Xeon, and this is 4 x EPYC")]
@@ -310,7 +333,7 @@ class TestFiles:
     def test_tables_of_processors(self, tmp_path: Path, part: str, passed: str) -> None:
         path = tmp_path / "t.json"
         path.write_text(table_text(part=part, entries={"eager": {}}))
-        found = load(str(path), "EPYC", 4, registered(), "cpu")
+        found = load(str(path), "EPYC", NodeShape(1, 4), registered(), "cpu")
         if passed:
             assert found == PassedOver(f"{path} {passed}")
         else:
@@ -320,13 +343,13 @@ class TestFiles:
     def test_table_for_any_processor_serves_no_gpu(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(table_text(part="cpu", entries={"eager": {}}))
-        assert isinstance(load(str(path), "NVIDIA H200", 4, registered()), PassedOver)
+        assert isinstance(load(str(path), "NVIDIA H200", NodeShape(1, 4), registered()), PassedOver)
 
     def test_graph_rows_of_a_processor_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         path.write_text(table_text(part="EPYC"))
         with pytest.raises(ConfigError, match="has entries for graph, and CPU ranks have eager calls only"):
-            load(str(path), "EPYC", 4, registered(), "cpu")
+            load(str(path), "EPYC", NodeShape(1, 4), registered(), "cpu")
 
     @pytest.mark.parametrize(
         ("kernels", "launch", "message"),
@@ -378,15 +401,15 @@ class TestPackaged:
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_is_found_by_the_hardware_it_names_and_fits_it(self, file: Path) -> None:
         table = parse(file.read_text(), file.name, registered())
-        assert file.name == file_name(table.part, table.world_size)
-        found = packaged(table.part, table.world_size, registered())
+        assert file.name == file_name(table.part, table.shape)
+        found = packaged(table.part, table.shape, registered())
         assert found == table
         assert fit_for(table, "triton", registered()) is table
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_each_row_is_legal_and_keeps_the_bits(self, file: Path) -> None:
         table = parse(file.read_text(), file.name, registered())
-        layout = NodeLayout.one_node(table.world_size)
+        layout = NodeLayout.one_node(table.shape.world_size)
         topology = Topology(layout, "cuda", table.part, "triton", "", True, 512 << 20, registered())
         assert table.rows
         for (mode, op, dtype), rows in table.rows.items():
@@ -431,7 +454,7 @@ class TestPackaged:
         assert [table.name for table in all_packaged(registered())] == [file.name for file in PACKAGED]
 
     def test_no_table_for_an_unknown_part(self) -> None:
-        assert packaged("no such part", 3, registered()) is None
+        assert packaged("no such part", NodeShape(1, 3), registered()) is None
 
     @pytest.mark.parametrize(
         ("part", "name"),
@@ -442,4 +465,4 @@ class TestPackaged:
         ],
     )
     def test_file_names(self, part: str, name: str) -> None:
-        assert file_name(part, 4) == name
+        assert file_name(part, NodeShape(1, 4)) == name

@@ -41,7 +41,7 @@ from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.launcher.spawn import spawn
 from shotcast.units import align_up, format_size
-from shotcast.wire import LaunchShape, Op
+from shotcast.wire import LaunchShape, NodeShape, Op
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 NEAR = 1.3
@@ -338,8 +338,8 @@ class TuneCase(Case):
         return self._known
 
 
-def measure(config: TuneConfig) -> tuple[str, list[Point]]:
-    """Tune on this rank; every rank returns the same: the name of the hardware for the table, and all points."""
+def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
+    """Tune on this rank; every rank returns the same: the hardware and the ranks for the table, and all points."""
     largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
     comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest))
     with comm:
@@ -348,16 +348,16 @@ def measure(config: TuneConfig) -> tuple[str, list[Point]]:
         group = dist.group.WORLD
         assert group is not None
         part = cpu_model() if config.device == "cpu" else comm.topology.part
-        return part, settled(Tuner(config, comm, group, harness.ControlGroup(group)).points())
+        return part, comm.topology.shape, settled(Tuner(config, comm, group, harness.ControlGroup(group)).points())
 
 
-def run(config: TuneConfig, world_size: int) -> tuple[str, list[Point]]:
+def run(config: TuneConfig, world_size: int) -> tuple[str, NodeShape, list[Point]]:
     """Start ``world_size`` ranks and tune. Tables and environment overrides have no effect meanwhile."""
     settings = {"SHOTCAST_TABLE": "", "SHOTCAST_ALGORITHM": ""}
     return spawn(measure, world_size, config, timeout_s=config.timeout_s, env=settings)[0]
 
 
-def run_under_torchrun(config: TuneConfig) -> tuple[str, list[Point]]:
+def run_under_torchrun(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
     """Tune on the ranks that torchrun started. Every rank calls this and gets all points."""
     faulthandler.dump_traceback_later(
         config.timeout_s, exit=True

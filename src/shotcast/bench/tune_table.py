@@ -17,7 +17,7 @@ from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.choice import table
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
 def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
@@ -41,7 +41,7 @@ def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
 
 def document(
     part: str,
-    world_size: int,
+    shape: NodeShape,
     points: Sequence[Point],
     *,
     device: str,
@@ -66,16 +66,17 @@ def document(
         }
     }
     measurements = [_measurement(point) for point in points]
-    return table.render(part, world_size, rows(points), provenance, measurements, _kernels(points, device))
+    return table.render(part, shape, rows(points), provenance, measurements, _kernels(points, shape, device))
 
 
-def _kernels(points: Sequence[Point], device: str) -> dict[table.Key, dict[str, str]]:
+def _kernels(points: Sequence[Point], shape: NodeShape, device: str) -> dict[table.Key, dict[str, str]]:
     """Return the fingerprints of the kernels between which each entry chooses."""
     algorithms, found = implementations.algorithms(), {}
+    kernels = "triton" if device == "cuda" else "compiled" if shape.nodes == 1 else "hosts"
     for key in dict.fromkeys(point.key for point in points):
         timed = [one for point in points if point.key == key for one in (point.choice.best, *point.choice.others)]
         names = {one.algorithm for one in timed}
-        now = fingerprints.of_operation(algorithms, Op[key[1].upper()], "compiled" if device == "cpu" else "triton")
+        now = fingerprints.of_operation(algorithms, Op[key[1].upper()], kernels)
         found[key] = {name: digest for name, digest in now.items() if name in names}
     return found
 
@@ -98,18 +99,16 @@ def _measurement(point: Point) -> dict[str, Any]:
     }
 
 
-def mergeable(old: str, name: str, part: str, world_size: int) -> table.Table:
+def mergeable(old: str, name: str, part: str, shape: NodeShape) -> table.Table:
     """Return the parsed table ``old``.
 
     Raises:
         ConfigError: it cannot be merged with a table of this hardware.
     """
     before = table.parse(old, name, implementations.algorithms())
-    if (before.part, before.world_size) != (part, world_size):
-        raise ConfigError(
-            f"{name} is a table for {before.world_size} x {before.part}; this machine has {world_size} x {part}; "
-            "write to another file"
-        )
+    if (before.part, before.shape) != (part, shape):
+        here = table.ranks_of(part, shape)
+        raise ConfigError(f"{name} is a table for {before.made_for}; this machine has {here}; write to another file")
     return before
 
 
@@ -120,7 +119,7 @@ def merged(old: str, new: str, name: str) -> str:
         ConfigError: the two cannot be merged.
     """
     after = table.parse(new, "just measured", implementations.algorithms())
-    before = mergeable(old, name, after.part, after.world_size)
+    before = mergeable(old, name, after.part, after.shape)
     kept_keys = before.rows.keys() - after.rows.keys()
     names = {"/".join(key) for key in kept_keys}
     old_document, new_document = json.loads(old), json.loads(new)
@@ -141,7 +140,7 @@ def merged(old: str, new: str, name: str) -> str:
     ]
     return table.render(
         after.part,
-        after.world_size,
+        after.shape,
         {key: before.rows[key] for key in before.rows if key in kept_keys} | after.rows,
         provenance | new_document["provenance"],
         measurements + new_document["measurements"],
@@ -150,9 +149,10 @@ def merged(old: str, new: str, name: str) -> str:
     )
 
 
-def view(points: Sequence[Point], world_size: int, device: str) -> View:
+def view(points: Sequence[Point], shape: NodeShape, device: str) -> View:
     """Return the choices as a table to read."""
-    table_view = View(title=f"{world_size} {device} ranks", title_justify="left", box=None)
+    nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
+    table_view = View(title=f"{shape.world_size} {device} ranks{nodes}", title_justify="left", box=None)
     for name in ("mode", "op", "type", "size", "algorithm", "launch", "us", "next best", "us"):
         table_view.add_column(name, justify="right" if name in ("size", "us") else "left", no_wrap=True)
     for point in points:

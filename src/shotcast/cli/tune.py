@@ -23,6 +23,7 @@ from shotcast.cli.options import (
     world_sizes_of,
 )
 from shotcast.errors import ConfigError
+from shotcast.wire import NodeShape
 
 
 def tune(
@@ -93,30 +94,40 @@ def tune(
     )
     facts = detect()
     part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
-    file = output or Path(table.file_name(part, world_sizes[0]))
+    shape = _shape(world_sizes[0])
+    file = output or Path(table.file_name(part, shape))
     writes = job is None or job.rank == 0
     merging = writes and merge and file.exists()
     # before time is spent on measuring
     if writes:
         ready_to_write(file)
     if merging:
-        tune_table.mergeable(file.read_text(), str(file), part, world_sizes[0])
-    measured, points = tuning.run_under_torchrun(config) if job else tuning.run(config, world_sizes[0])
+        tune_table.mergeable(file.read_text(), str(file), part, shape)
+    measured, shape, points = tuning.run_under_torchrun(config) if job else tuning.run(config, world_sizes[0])
     if not writes:
         return
     command = shlex.join(["shotcast", *sys.argv[1:]])
     facts_of_run = facts.as_json() | {"driver": nvidia_driver()}
     text = tune_table.document(
-        measured, world_sizes[0], points, device=where, environment=facts_of_run, command=command, seconds=seconds
+        measured, shape, points, device=where, environment=facts_of_run, command=command, seconds=seconds
     )
     if merging:
         text = tune_table.merged(file.read_text(), text, str(file))
     file.write_text(text)
     screen = new_console()
-    screen.print(tune_table.view(points, world_sizes[0], where))
+    screen.print(tune_table.view(points, shape, where))
     screen.print(f"wrote {file}; to use it: export SHOTCAST_TABLE={shlex.quote(str(file.resolve()))}", soft_wrap=True)
     if wrong := tune_table.wrong(points):
         errors = Console(stderr=True, soft_wrap=True)
         for line in wrong:
             errors.print(f"shotcast: {line}", style="red", markup=False)
         raise typer.Exit(1)
+
+
+def _shape(world_size: int) -> NodeShape:
+    """Return the nodes and ranks that the job will have, as far as the environment says."""
+    from shotcast.collectives.rank_device import local_world_size
+
+    of_host = local_world_size() if env.job() else world_size
+    of_node = env.ranks_per_node() or of_host
+    return NodeShape(1, world_size) if world_size % of_node else NodeShape(world_size // of_node, of_node)

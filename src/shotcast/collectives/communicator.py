@@ -148,7 +148,7 @@ class Communicator:
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         nodes = find_nodes(self._host, self.device)
         self._host.layout = nodes.layout
-        found = find_tables(part, self.world_size, self.device.type, self._algorithms)
+        found = find_tables(part, nodes.layout.shape, self.device.type, self._algorithms)
         settings = {
             "device": self.device.type,
             "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),

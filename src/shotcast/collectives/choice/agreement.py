@@ -18,6 +18,7 @@ from shotcast.collectives.nodes import Nodes
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
+from shotcast.wire import NodeShape
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class Found(NamedTuple):
         return hashlib.sha256(texts.encode()).hexdigest()[:12]
 
 
-def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms) -> Found:
-    """Return the user's tables (SHOTCAST_TABLE) and the packaged one that are for this part and world size.
+def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms) -> Found:
+    """Return the user's tables (SHOTCAST_TABLE) and the packaged one that are for this part and these ranks.
 
     Args:
         part: the name of the GPU; ``cpu`` for CPU ranks.
@@ -52,7 +53,7 @@ def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms)
     kernels = env.cpu_kernels() if device == "cpu" else "triton"
     for path in env.table_paths():
         try:
-            table = load(path, cpu_model() if device == "cpu" else part, world_size, algorithms, device)
+            table = load(path, cpu_model() if device == "cpu" else part, shape, algorithms, device)
             if isinstance(table, PassedOver):
                 passed.append(table.reason)
             else:
@@ -60,7 +61,7 @@ def find_tables(part: str, world_size: int, device: str, algorithms: Algorithms)
         except ConfigError as error:
             troubles.append(str(error))
     try:
-        if found := packaged(part, world_size, algorithms):
+        if found := packaged(part, shape, algorithms):
             tables.append(("packaged table", fit_for(found, kernels, algorithms)))
     except ConfigError as error:
         # nobody asked for it by name, and without it calls are right and may be slower

@@ -12,6 +12,8 @@ Each row serves messages up to its first number of bytes (null: any size); rows 
 the algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; where one of them has
 no rows for an operation and dtype, the other's serve. Provenance and measurements are for people.
 
+A table for ranks on several nodes also has ``"nodes"``, their number, which divides the ranks equally.
+
 ``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the kernels that were measured for each entry.
 A table goes on serving when kernels change, and whoever asks for an explanation is told. A table that comes with the
 package must say so itself, in ``earlier_kernels``.
@@ -33,7 +35,7 @@ from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, Algorithms
 from shotcast.collectives.choice.candidates import launch_obstacle
 from shotcast.errors import ConfigError
-from shotcast.wire import LaunchShape
+from shotcast.wire import LaunchShape, NodeShape
 
 FORMAT = 3
 
@@ -47,8 +49,8 @@ Key = tuple[str, str, str]
 """Mode, operation, dtype."""
 
 _AGAIN = "run `shotcast tune` again"
-_KEYS = {"format", "kernels", "part", "world_size", "provenance", "measurements", "entries", "earlier_kernels"}
-_OPTIONAL_KEYS = {"provenance", "measurements", "kernels", "earlier_kernels"}
+_OPTIONAL_KEYS = {"nodes", "provenance", "measurements", "kernels", "earlier_kernels"}
+_KEYS = {"format", "part", "world_size", "entries", *_OPTIONAL_KEYS}
 _OPS = tuple(op.label for op in wire.Op)
 _LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
 
@@ -69,6 +71,8 @@ class Table:
 
     Attributes:
         name: of its file.
+        part: the GPU or processor that it is for.
+        shape: the nodes and ranks that it is for.
         kernels: by entry, the fingerprints of the kernels that were measured, by algorithm.
         earlier_kernels: the words of a table of which it is known that other kernels made it; else empty.
         text: the content, which ranks compare.
@@ -76,11 +80,16 @@ class Table:
 
     name: str
     part: str
-    world_size: int
+    shape: NodeShape
     rows: dict[Key, tuple[Row, ...]]
     kernels: dict[Key, dict[str, str]]
     earlier_kernels: str
     text: str
+
+    @property
+    def made_for(self) -> str:
+        """The ranks that the table is for, in words."""
+        return ranks_of(self.part, self.shape)
 
     def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager") -> Row | None:
         """Return the row that serves a call; None if the table has none."""
@@ -118,6 +127,11 @@ def parse(text: str, name: str, algorithms: Algorithms) -> Table:
         raise ConfigError(f"table {name}: part is the name of a GPU or processor, not {data['part']!r}")
     if not _whole(data["world_size"]) or data["world_size"] < 1:
         raise ConfigError(f"table {name}: world_size is a whole number from 1 up, not {data['world_size']!r}")
+    nodes = data.get("nodes", 1)
+    if not _whole(nodes) or nodes < 1 or data["world_size"] % nodes:
+        raise ConfigError(
+            f"table {name}: nodes is a whole number that divides {data['world_size']} ranks, not {nodes!r}"
+        )
     _items(data.get("provenance", {}), f"table {name}, provenance")
     if not isinstance(data.get("measurements", []), list):
         raise ConfigError(f"table {name}, measurements: a list is meant, not {data['measurements']!r}")
@@ -143,9 +157,8 @@ def parse(text: str, name: str, algorithms: Algorithms) -> Table:
     words = data.get("earlier_kernels", "")
     if not isinstance(words, str):
         raise ConfigError(f"table {name}, earlier_kernels: words are meant, not {words!r}")
-    return Table(
-        name, data["part"], data["world_size"], rows, _fingerprints(data.get("kernels", {}), name), words, text
-    )
+    shape = NodeShape(nodes, data["world_size"] // nodes)
+    return Table(name, data["part"], shape, rows, _fingerprints(data.get("kernels", {}), name), words, text)
 
 
 def _fingerprints(value: Any, name: str) -> dict[Key, dict[str, str]]:
@@ -201,14 +214,21 @@ def fit_for(table: Table, kernels: str, algorithms: Algorithms) -> Table:
     return table
 
 
-def file_name(part: str, world_size: int) -> str:
-    """Return the name of a packaged table's file, such as ``nvidia_h200_x4.json``."""
-    return f"{re.sub('[^a-z0-9]+', '_', part.lower()).strip('_')}_x{world_size}.json"
+def ranks_of(part: str, shape: NodeShape) -> str:
+    """Return ranks in words, as of a table that is for them."""
+    nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
+    return f"{shape.world_size} x {part}{nodes}"
 
 
-def packaged(part: str, world_size: int, algorithms: Algorithms) -> Table | None:
-    """Return the table that comes with the package for this part and world size, or None."""
-    name = file_name(part, world_size)
+def file_name(part: str, shape: NodeShape) -> str:
+    """Return the name of a packaged table's file, such as ``nvidia_h200_x4.json``; on two nodes, ``..._2x2.json``."""
+    ranks = f"x{shape.world_size}" if shape.nodes == 1 else str(shape)
+    return f"{re.sub('[^a-z0-9]+', '_', part.lower()).strip('_')}_{ranks}.json"
+
+
+def packaged(part: str, shape: NodeShape, algorithms: Algorithms) -> Table | None:
+    """Return the table that comes with the package for this part and these ranks, or None."""
+    name = file_name(part, shape)
     file = resources.files("shotcast.collectives.choice") / "tables" / name
     return parse(file.read_text(), name, algorithms) if file.is_file() else None
 
@@ -220,8 +240,8 @@ def all_packaged(algorithms: Algorithms) -> list[Table]:
     return [parse(file.read_text(), file.name, algorithms) for file in files]
 
 
-def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: str = "cuda") -> Table | PassedOver:
-    """Return a table of the user's, unless it was made for other hardware or another number of ranks.
+def load(path: str, part: str, shape: NodeShape, algorithms: Algorithms, device: str = "cuda") -> Table | PassedOver:
+    """Return a table of the user's, unless it was made for other hardware or for other numbers of ranks and nodes.
 
     Raises ConfigError if it cannot be read, is malformed or is out of date, whoever it was made for.
     """
@@ -231,8 +251,8 @@ def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: 
         raise ConfigError(f"SHOTCAST_TABLE: cannot read {path}: {error}") from error
     table = parse(text, path, algorithms)
     parts = (part, ANY_CPU) if device == "cpu" else (part,)
-    if table.part not in parts or table.world_size != world_size:
-        return PassedOver(f"{path} is for {table.world_size} x {table.part}, and this is {world_size} x {part}")
+    if table.part not in parts or table.shape != shape:
+        return PassedOver(f"{path} is for {table.made_for}, and this is {ranks_of(part, shape)}")
     if device == "cpu" and any(mode == "graph" for mode, _, _ in table.rows):
         raise ConfigError(f"SHOTCAST_TABLE: {path} has entries for graph, and CPU ranks have eager calls only")
     return table
@@ -240,7 +260,7 @@ def load(path: str, part: str, world_size: int, algorithms: Algorithms, device: 
 
 def render(
     part: str,
-    world_size: int,
+    shape: NodeShape,
     rows: Mapping[Key, Sequence[Row]],
     provenance: Mapping[str, Any],
     measurements: Sequence[Mapping[str, Any]],
@@ -261,7 +281,8 @@ def render(
     document = {
         "format": FORMAT,
         "part": part,
-        "world_size": world_size,
+        "world_size": shape.world_size,
+        **({"nodes": shape.nodes} if shape.nodes > 1 else {}),
         **({"earlier_kernels": earlier_kernels} if earlier_kernels else {}),
         "provenance": provenance,
         "measurements": measurements,
