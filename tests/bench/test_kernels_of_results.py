@@ -62,6 +62,13 @@ class TestNames:
     def test_gpus_and_cpu_ranks_have_kernels_of_their_own(self) -> None:
         assert kernels.of_rows([row("ring")]) != kernels.of_rows([row("ring", device="cpu")])
 
+    def test_hosts_have_kernels_of_their_own(self) -> None:
+        hosts = dataclasses.replace(row("auto", device="cpu", world_size=8), nodes=8)
+        between = {f"all_reduce/{n}" for n in ("nvrar", "nvrar_halving", "nvrar_pairs", "nvrar_two_shot", "vendor")}
+        assert set(kernels.of_rows([hosts])) == between
+        one_host = kernels.of_rows([row("vendor", device="cpu")])
+        assert kernels.of_rows([hosts])["all_reduce/vendor"] != one_host["all_reduce/vendor"]
+
     def test_of_an_engine(self) -> None:
         alone = kernels.of_engine([ENGINE_ROW])
         assert "kernels.triton.gemv" in alone

@@ -29,7 +29,7 @@ _NORM = {"cuda": "kernels.triton.norm", "cpu": "transport.cpu.norm_rows"}
 def of_rows(rows: Sequence[Row]) -> dict[str, str]:
     """Return the fingerprints of our kernels behind the rows of a collective."""
     names = dict.fromkeys(name for row in rows for name in _behind(row))
-    return _now(names, rows[0].device) if rows else {}
+    return _now(names, _kind(rows[0].device, rows[0].nodes)) if rows else {}
 
 
 def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -44,18 +44,18 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
             continue
         for op in _ENGINE_OPS:
             names |= dict.fromkeys(_collective(op, row.algorithm, NodeShape(1, tensor * pipeline)))
-    return _now(names, device)
+    return _now(names, _kind(device))
 
 
 def of_modules(*modules: str) -> dict[str, str]:
     """Return the fingerprints of modules of kernels, such as ``kernels.triton.gemv``."""
-    return _now(modules, "cuda")
+    return _now(modules, _kind("cuda"))
 
 
 def of_collectives(device: str) -> dict[str, str]:
     """Return the fingerprints of all our kernels of collectives."""
     serving = implementations.algorithms().serving
-    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], device)
+    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], _kind(device))
 
 
 def _behind(row: Row) -> tuple[str, ...]:
@@ -93,14 +93,19 @@ def _modules(device: str) -> tuple[str, ...]:
     return modules if device == "cuda" else (*modules, _NORM["cpu"])
 
 
-def _now(names: Iterable[str], device: str) -> dict[str, str]:
+def _kind(device: str, nodes: int = 1) -> str:
+    """Return what runs the kernels, as :func:`shotcast.collectives.fingerprints.of_operation` takes it."""
+    return "triton" if device == "cuda" else "hosts" if nodes > 1 else "compiled"
+
+
+def _now(names: Iterable[str], kind: str) -> dict[str, str]:
     """Return the fingerprints of kernels as they are; a name that does not exist any more is absent."""
-    found = {name: _of(name, device) for name in names}
+    found = {name: _of(name, kind) for name in names}
     return {name: digest for name, digest in found.items() if digest}
 
 
 @functools.cache
-def _of(name: str, device: str) -> str:
+def _of(name: str, kind: str) -> str:
     op, _, algorithm = name.partition("/")
     if not algorithm:
         try:
@@ -109,8 +114,7 @@ def _of(name: str, device: str) -> str:
             return ""
     if op.upper() not in Op.__members__:
         return ""
-    kernels = "compiled" if device == "cpu" else "triton"
-    return fingerprints.of_operation(implementations.algorithms(), Op[op.upper()], kernels).get(algorithm, "")
+    return fingerprints.of_operation(implementations.algorithms(), Op[op.upper()], kind).get(algorithm, "")
 
 
 # --- what documents say -----------------------------------------------------------------------------------------------
@@ -143,7 +147,9 @@ def _note(path: Path) -> str:
         recorded, rows = document.get("kernels"), document["rows"]
         if recorded is None:
             return "made by kernels whose fingerprints were not recorded"
-        other = fingerprints.changed(recorded, _now(recorded, rows[0].get("device", "cuda") if rows else "cuda"))
+        first = rows[0] if rows else {}
+        kind = _kind(first.get("device", "cuda"), first.get("nodes", 1))
+        other = fingerprints.changed(recorded, _now(recorded, kind))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error
     if not other:
