@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -154,6 +154,15 @@ for part in "$@"; do
             --seconds 0.2 --algorithms one_shot,two_shot --world-size "$ranks"
         script 250 "headers_host_x$ranks" $before --json "$out/headers_host_x$ranks.json" -- all-reduce --device cuda --host \
             -b 8K -e 8K --seconds 0.2 --algorithms one_shot,two_shot --world-size "$ranks"
+        ;;
+    tests_nvrar) # sums over logical nodes: by stores on any number of GPUs, by NVSHMEM's puts on two
+        share=""
+        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 4 ] && share=1
+        SHOTCAST_SHARE_GPUS=$share tests 590 nvrar_stores tests/collectives/test_cuda_nodes.py
+        tests 590 nvrar_puts -m "gpu and (full or not full)" tests/collectives/test_cuda_puts.py
+        ;;
+    nvrar_x2) # two nodes of one GPU each, beside the published form, one node and NCCL
+        script 590 nvrar_x2 benchmarks/nvrar_nodes.py --json "$out/nvrar_x2.json"
         ;;
     *)
         echo "no part $part; parts: $parts" >&2
