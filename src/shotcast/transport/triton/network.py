@@ -57,7 +57,8 @@ class Network(NamedTuple):
 class Destination(NamedTuple):
     """A rank, as :func:`put_cells` needs to know it.
 
-    ``address`` is that of its region, or with PUTS what puts take in its place, and ``pe`` its number in NVSHMEM.
+    ``address`` is that of its region, or with PUTS what puts take in its place, and ``pe`` its number in NVSHMEM. Use
+    their positions: in Triton 3.6 what is taken from a tuple of these has lost the names.
     """
 
     address: tl.tensor
@@ -108,12 +109,10 @@ def put_cells(call, network, target, cell, lanes, parts, count, PARTS: tl.conste
         if (count > 0) & (call.live != 0):
             offset = cells_at(network, cell).to(tl.int64) * 16
             nbytes = count.to(tl.int64) * (8 * PARTS)
-            put_nbi_block(
-                target.address + offset, address + offset + network.staging.to(tl.int64) * 16, nbytes, target.pe
-            )
+            put_nbi_block(target[0] + offset, address + offset + network.staging.to(tl.int64) * 16, nbytes, target[1])
     else:
         for part in tl.static_range(PARTS):
-            store_to(call, target.address, cells_at(network, cell + part * count), lanes, parts[part], mask, True)
+            store_to(call, target[0], cells_at(network, cell + part * count), lanes, parts[part], mask, True)
 
 
 @triton.jit
