@@ -145,7 +145,10 @@ class JobLeader:
         self.world_size = job.world_size
         self._store = _job_store(job)
         if self._store.add(_LEADERS, 1) > 1:
-            raise ConfigError("the ranks of this job have served already; each needs a job of its own")
+            raise ConfigError(
+                "the ranks of this job have served already; torchrun starts them again with another store each time "
+                "(--rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment)"
+            )
         key = new_key()
         try:
             address = address_of_this_host(os.environ["MASTER_ADDR"])
