@@ -52,6 +52,10 @@ def other_operations() -> dict[str, str]:
             check(new_residual, reference.add_residual(total, residual), ("new residual", algorithm))
             assert torch.allclose(normed, reference.rms_norm(new_residual, weight, 1e-6))
         comm.check()
+        cost = comm.topology.network_cost
+        assert len(set(comm._host.all_gather(cost))) == 1, "so all choose alike"
+        assert all(1.0 < one < 1e6 for one in (cost.step_us, cost.to_all[0]))
+        assert all(1e-3 < one < 1e3 for one in (cost.bw_gbps, cost.to_all[1]))
         names = ("all_reduce", "all_gather", "send", "barrier", "reduce_scatter", "all_reduce_rms_norm")
         return {name: str(comm.explain(x, name)) for name in names}
 

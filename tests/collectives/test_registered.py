@@ -27,7 +27,7 @@ from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import from_environment, import_named, register_algorithm, registered
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.wire import Op
+from shotcast.wire import NodeShape, Op
 
 
 @pytest.fixture
@@ -196,6 +196,6 @@ def test_command_lines_measure_and_tune_the_algorithm(tmp_path: Path) -> None:
     assert all(timed.values())
     table = tmp_path / "table.json"
     shotcast_command("tune", "--op", "all_reduce", *size, "-d", "float32", "--seconds", "0.3", "-o", str(table))
-    assert parse(table.read_text(), "t", registered()).world_size == 2
+    assert parse(table.read_text(), "t", registered()).shape == NodeShape(1, 2)
     problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
     assert "copycat" in [candidate.algorithm for candidate in eligible_candidates(problem, False)], "tuning measures it"

@@ -131,18 +131,51 @@ def test_sums_in_the_switch_send_less_from_four_ranks_on() -> None:
 shapes = st.builds(NodeShape, st.integers(1, 8), st.integers(1, 8)).filter(lambda shape: shape.world_size > 1)
 
 
-@given(links, sizes, shapes, st.floats(0, 1e4), st.floats(0.01, 100))
+networks = st.builds(
+    NetworkCost,
+    st.floats(0, 1e4),
+    st.floats(0.01, 100),
+    st.none() | st.floats(0, 1e4),
+    st.none() | st.floats(0.01, 100),
+)
+
+
+@given(links, sizes, shapes, networks)
 def test_what_leaves_a_node_goes_over_the_network(
-    link: LinkCost, nbytes: int, shape: NodeShape, step_us: float, bw_gbps: float
+    link: LinkCost, nbytes: int, shape: NodeShape, network: NetworkCost
 ) -> None:
     """Two-shot treats all ranks alike: its two steps wait for the network, if there is one."""
     work = registered()["two_shot"].forms[Op.ALL_REDUCE].work(nbytes, shape, 2)
+    spread_us = network.step_us if network.spread_us is None else network.spread_us
+    spread_gbps = network.bw_gbps if network.spread_gbps is None else network.spread_gbps
     far = 2 * (shape.world_size - shape.ranks_per_node) * nbytes / shape.world_size
     near = 2 * (shape.ranks_per_node - 1) * nbytes / shape.world_size
-    steps_us = 2 * (link.step_us if shape.nodes == 1 else step_us)
-    sent_us = near / link.bw_gbps / 1e3 + far / bw_gbps / 1e3
+    steps_us = 2 * (link.step_us if shape.nodes == 1 else spread_us)
+    sent_us = near / link.bw_gbps / 1e3 + far / spread_gbps / 1e3
     expected = link.fixed_us + steps_us + sent_us + nbytes / link.local_gbps / 1e3
-    assert time_us(work, link, NetworkCost(step_us, bw_gbps)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert time_us(work, link, network) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(st.integers(0, 1 << 30), shapes.filter(lambda shape: shape.nodes > 1), st.sampled_from([2, 4]), networks)
+def test_sums_between_nodes_step_by_step(nbytes: int, shape: NodeShape, itemsize: int, network: NetworkCost) -> None:
+    """The sums of a slice travel as float32, and its result in the dtype."""
+    nodes, result = shape.nodes, nbytes / shape.ranks_per_node
+    sums = result / itemsize * 4
+    power = 1 << nodes.bit_length() - 1
+    doublings = power.bit_length() - 1
+    folding = [sums, result] if power < nodes else []
+    halves = [2.0 ** -(step + 1) for step in range(doublings)]
+    pairwise = {
+        "nvrar": [sums] * doublings + folding,
+        "nvrar_halving": [part * sums for part in halves] + [part * result for part in halves] + folding,
+    }
+    to_all = {"nvrar_pairs": [(nodes - 1) * sums], "nvrar_two_shot": [(nodes - 1) / nodes * n for n in (sums, result)]}
+    link = LinkCost(0.0, 0.0, 1e12)
+    for name, steps in (pairwise | to_all).items():
+        step_us, bw_gbps = network.to_all if name in to_all else (network.step_us, network.bw_gbps)
+        expected = sum(step_us + sent / bw_gbps / 1e3 for sent in steps)
+        work = registered()[name].forms[Op.ALL_REDUCE].work(nbytes, shape, itemsize)
+        assert time_us(work, link, network) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
 
 
 def test_a_ring_waits_for_its_slowest_hop() -> None:

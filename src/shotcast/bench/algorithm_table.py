@@ -52,8 +52,8 @@ def _cells_between_nodes(algorithm: Algorithm) -> Iterator[str]:
     work = [algorithm.forms[Op.ALL_REDUCE].work(_MESSAGE, NodeShape(nodes, 1), 2) for nodes in _NUMBERS]
     yield f"`{algorithm.name}`"
     yield algorithm.summary
-    yield _numbers(one.network_steps for one in work)
-    yield ", ".join(f"{one.network_sent / _MESSAGE:.3g}" for one in work)
+    yield _numbers(one.network_steps + one.spread_steps for one in work)
+    yield ", ".join(f"{(one.network_sent + one.spread_sent) / _MESSAGE:.3g}" for one in work)
 
 
 def _numbers(numbers: Iterable[int]) -> str:

@@ -33,17 +33,22 @@ def doublings(nodes: int) -> int:
     return nodes.bit_length() - 1
 
 
-def around(nbytes: int, shape: NodeShape, steps: int, sent: float) -> Work:
+def around(nbytes: int, shape: NodeShape) -> Work:
     """Return the work of a reduce-scatter and an all-gather inside nodes, around an exchange over the network."""
     ranks = shape.ranks_per_node
-    return Work(2 if ranks > 1 else 0, 2 * (ranks - 1) / ranks * nbytes, nbytes, 0.0, steps, sent)
+    return Work(2 if ranks > 1 else 0, 2 * (ranks - 1) / ranks * nbytes, nbytes)
 
 
-def around_folding(nbytes: int, shape: NodeShape, itemsize: int, steps: int, sent: float) -> Work:
-    """Return the work of :func:`around` for an exchange between a power of two of nodes.
+def in_pairs(nbytes: int, shape: NodeShape, itemsize: int, steps: int, sent: float) -> Work:
+    """Return the work of :func:`around` for an exchange in pairs of nodes, of a power of two of them.
 
     Of any other number, some nodes give their sums to others before, and get the result after: two steps, S + R bytes.
     """
     if folded(shape.nodes):
         steps, sent = steps + 2, sent + sum(slice_of(nbytes, shape, itemsize))
-    return around(nbytes, shape, steps, sent)
+    return around(nbytes, shape)._replace(network_steps=steps, network_sent=sent)
+
+
+def to_all(nbytes: int, shape: NodeShape, steps: int, sent: float) -> Work:
+    """Return the work of :func:`around` for an exchange in whose steps each node sends to all others."""
+    return around(nbytes, shape)._replace(spread_steps=steps, spread_sent=sent)

@@ -76,7 +76,7 @@ def build_executor(
         from shotcast.transport.network.executor import HostsExecutor
 
         hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended)
-        cost = NetworkCost(hosts.network.step_us, hosts.network.gbps)
+        cost = NetworkCost(*hosts.network)
         return BuiltExecutor(hosts, "compiled", "", False, "tcp", cost)
     if compiled:
         from shotcast.transport.cpu.executor import CpuExecutor

@@ -1,13 +1,14 @@
 r"""The alpha-beta model of collectives: a latency per step, bytes over bandwidth, and local work.
 
-.. math:: T = f + s\,a + S / b + R / m + C / c + s_n\,a_n + S_n / b_n
+.. math:: T = f + s\,a + S / b + R / m + C / c + s_n\,a_n + S_n / b_n + s_w\,a_w + S_w / b_w
 
 A rank makes s steps, sends S bytes, takes in R bytes (reads, uses and clears them) and converts C values to or from
 FP8. f is the fixed cost of a call, a the latency of a step, b the bandwidth in each direction, m the rate at which a
-rank takes in received bytes and c the rate at which it converts. Over several nodes, :math:`s_n` of its steps and
-:math:`S_n` of its bytes go over the network between them, which has the latency :math:`a_n` and, for each rank, the
-bandwidth :math:`b_n` in each direction; s and S count those within nodes alone. The description of each algorithm gives
-its s, S, R, C, :math:`s_n` and :math:`S_n` (:mod:`shotcast.collectives.algorithms`).
+rank takes in received bytes and c the rate at which it converts. Over several nodes, s and S count what stays within
+nodes alone. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to one peer on another node, with a latency
+:math:`a_n` and a bandwidth :math:`b_n` for each rank; in :math:`s_w` steps it sends :math:`S_w` bytes to all other
+nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ: each message takes time of a core.) The
+description of each algorithm gives its numbers (:mod:`shotcast.collectives.algorithms`).
 """
 
 from __future__ import annotations
@@ -58,16 +59,32 @@ as long as two-shot (tests/cost/test_cost.py). GPUs convert while they wait for 
 
 
 class NetworkCost(NamedTuple):
-    """The constants of the network between nodes.
+    """The constants of the network between nodes, in 1e9 bytes a second and microseconds.
+
+    Where bytes travel in cells, beside as many of a flag, bandwidths are half of the wire's.
 
     Attributes:
-        step_us: the time from a rank's send to the arrival at a rank of another node.
-        bw_gbps: bandwidth of each rank in each direction, in 1e9 bytes a second. Where bytes travel in cells, beside as
-            many of a flag, it is half of the wire's.
+        step_us: the time of a step in which each rank sends to one peer, from the send to the arrival.
+        bw_gbps: bandwidth of each rank in each direction, to one peer.
+        spread_us: the time of a step in which each rank sends to all peers; None for that of one peer.
+        spread_gbps: bandwidth of each rank to all peers at once; None for that to one peer.
     """
 
     step_us: float
     bw_gbps: float
+    spread_us: float | None = None
+    spread_gbps: float | None = None
+
+    def __str__(self) -> str:
+        one = f"{self.step_us:.4g} us and {self.bw_gbps:.3g} GB/s"
+        step_us, bw_gbps = self.to_all
+        return one if self.spread_us is None else f"{one} to one peer, {step_us:.4g} us and {bw_gbps:.3g} GB/s to all"
+
+    @property
+    def to_all(self) -> tuple[float, float]:
+        """The time of a step and the bandwidth where a rank sends to all peers at once."""
+        step_us = self.step_us if self.spread_us is None else self.spread_us
+        return step_us, self.bw_gbps if self.spread_gbps is None else self.spread_gbps
 
 
 NO_NETWORK = NetworkCost(0.0, math.inf)
@@ -83,8 +100,10 @@ class Work(NamedTuple):
         sent: bytes sent to ranks of its node.
         taken: bytes taken in.
         converted: values converted to or from FP8.
-        network_steps: steps over the network between nodes.
-        network_sent: bytes sent to ranks of other nodes.
+        network_steps: steps over the network between nodes in which a rank sends to one peer.
+        network_sent: bytes sent in these steps.
+        spread_steps: steps over the network in which a rank sends to all other nodes.
+        spread_sent: bytes sent in these steps, to all of them.
     """
 
     steps: int
@@ -93,6 +112,8 @@ class Work(NamedTuple):
     converted: float = 0.0
     network_steps: int = 0
     network_sent: float = 0.0
+    spread_steps: int = 0
+    spread_sent: float = 0.0
 
     def over(self, shape: NodeShape) -> Work:
         """Return this work, in which a rank treats all others alike, with what of it goes over the network.
@@ -103,11 +124,13 @@ class Work(NamedTuple):
             return self
         others = (shape.world_size - shape.ranks_per_node) / (shape.world_size - 1)
         network = self.sent * others
-        return self._replace(steps=0, sent=self.sent - network, network_steps=self.steps, network_sent=network)
+        return self._replace(steps=0, sent=self.sent - network, spread_steps=self.steps, spread_sent=network)
 
 
 def time_us(work: Work, link: LinkCost, network: NetworkCost = NO_NETWORK) -> float:
     """Return the predicted time of a call in microseconds, by the equation above."""
     local_us = work.taken / (link.local_gbps * 1e3) + work.converted / (link.converted_per_ns * 1e3)
+    spread_us, spread_gbps = network.to_all
     network_us = work.network_steps * network.step_us + work.network_sent / (network.bw_gbps * 1e3)
+    network_us += work.spread_steps * spread_us + work.spread_sent / (spread_gbps * 1e3)
     return link.fixed_us + work.steps * link.step_us + link.transfer_us(work.sent) + local_us + network_us

@@ -14,7 +14,7 @@ The algorithm is that of "LLM Inference Beyond a Single Node" (arXiv 2511.09557)
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import around_folding, doublings, slice_of
+from shotcast.collectives.between_nodes import doublings, in_pairs, slice_of
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -23,7 +23,7 @@ from shotcast.wire import NodeShape, Op
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of exchanging the whole slice in each step."""
     steps = doublings(shape.nodes)
-    return around_folding(nbytes, shape, itemsize, steps, steps * slice_of(nbytes, shape, itemsize).sums)
+    return in_pairs(nbytes, shape, itemsize, steps, steps * slice_of(nbytes, shape, itemsize).sums)
 
 
 ALGORITHM = Algorithm(

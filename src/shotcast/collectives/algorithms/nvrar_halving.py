@@ -9,7 +9,7 @@ what both still have, and each adds up its half; then the sums, rounded, go back
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import around_folding, doublings, slice_of
+from shotcast.collectives.between_nodes import doublings, in_pairs, slice_of
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -19,7 +19,7 @@ def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of exchanging half of the slice, a quarter and so on, and the way back."""
     steps = doublings(shape.nodes)
     sent = (1 - 2.0**-steps) * sum(slice_of(nbytes, shape, itemsize))
-    return around_folding(nbytes, shape, itemsize, 2 * steps, sent)
+    return in_pairs(nbytes, shape, itemsize, 2 * steps, sent)
 
 
 ALGORITHM = Algorithm(

@@ -1,15 +1,16 @@
 r"""All-pairs between nodes: one network step, and H - 1 times the slice. The fastest for few nodes or small messages.
 
-.. math:: T = f + 2a + 2 \frac{L-1}{L} M / b + M / m + a_n + (H - 1) S / b_n
+.. math:: T = f + 2a + 2 \frac{L-1}{L} M / b + M / m + a_w + (H - 1) S / b_w
 
-with the terms of :mod:`shotcast.collectives.algorithms.nvrar`, for any number H of nodes. Every node sends its sum to
-all others, and each adds up the whole tree.
+with the terms of :mod:`shotcast.collectives.algorithms.nvrar`, for any number H of nodes; :math:`a_w` and :math:`b_w`
+are latency and bandwidth where a rank sends to all peers at once. Every node sends its sum to all others, and each adds
+up the whole tree.
 """
 
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import around, slice_of
+from shotcast.collectives.between_nodes import slice_of, to_all
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -18,7 +19,7 @@ from shotcast.wire import NodeShape, Op
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of sending the slice to each peer."""
     others = shape.nodes - 1
-    return around(nbytes, shape, min(others, 1), others * slice_of(nbytes, shape, itemsize).sums)
+    return to_all(nbytes, shape, min(others, 1), others * slice_of(nbytes, shape, itemsize).sums)
 
 
 ALGORITHM = Algorithm(

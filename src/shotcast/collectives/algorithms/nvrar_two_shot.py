@@ -1,15 +1,16 @@
 r"""Two-shot between nodes: a part of the slice to each peer, which adds up, then the sums to all. Two network steps.
 
-.. math:: T = f + 2a + 2 \frac{L-1}{L} M / b + M / m + 2 a_n + \frac{H-1}{H} (S + M/L) / b_n
+.. math:: T = f + 2a + 2 \frac{L-1}{L} M / b + M / m + 2 a_w + \frac{H-1}{H} (S + M/L) / b_w
 
-with the terms of :mod:`shotcast.collectives.algorithms.nvrar`, for any number H of nodes. The second step carries the
-sums in the dtype of the call.
+with the terms of :mod:`shotcast.collectives.algorithms.nvrar`, for any number H of nodes; :math:`a_w` and :math:`b_w`
+are latency and bandwidth where a rank sends to all peers at once. The second step carries the sums in the dtype of the
+call.
 """
 
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import around, slice_of
+from shotcast.collectives.between_nodes import slice_of, to_all
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -19,7 +20,7 @@ def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of sending a part of the slice to each peer, and the sum of the own part to all."""
     others = shape.nodes - 1
     sent = others / shape.nodes * sum(slice_of(nbytes, shape, itemsize))
-    return around(nbytes, shape, 2 * min(others, 1), sent)
+    return to_all(nbytes, shape, 2 * min(others, 1), sent)
 
 
 ALGORITHM = Algorithm(

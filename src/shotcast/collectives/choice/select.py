@@ -117,8 +117,7 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
     if topology.network:
-        step_us, bw_gbps = topology.network_cost
-        reason += f", for {topology.shape} ranks over {topology.network} of {step_us:.3g} us and {bw_gbps:.3g} GB/s"
+        reason += f", for {topology.shape} ranks over {topology.network} of {topology.network_cost}"
     fastest = min(own, key=times.__getitem__)
     if fastest not in allowed:
         reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_NOT_ALLOWED}"

@@ -31,6 +31,7 @@ from shotcast.transport.network.hosts_call import HostsCall
 from shotcast.transport.network.meet import BARRIER
 from shotcast.transport.network.messages import Message, MessageConnections
 from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
+from shotcast.transport.network.swap import SWAP
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op
 
@@ -41,19 +42,26 @@ _PATIENCE_S = 0.4
 _SILENT_S = 0.25
 """A rank that waits in a call shows it more often than this; one that does not is stopped."""
 _CONNECT_S = 60.0
-_PROBES, _PROBE_BYTES = 5, 1 << 20
+_PROBES = 12
+"""Calls that measure one thing of the network. New connections need some calls to become fast."""
+_PROBE_BYTES, _MOST_PROBE_BYTES = 512 << 10, 4 << 20
+"""Bytes of such a call: to one peer, which is twice what each of several gets, and to all of them at most."""
 
 
 class NetworkSpeed(NamedTuple):
     """The network between the nodes, as measured when they connected.
 
     Attributes:
-        step_us: the time of a step in which all nodes exchange frames without data.
-        gbps: the rate at which each rank sends while all do, in 1e9 bytes a second.
+        step_us: the time of a step in which each node swaps frames without data with one other.
+        gbps: the rate at which each rank sends to one other node while all do, in 1e9 bytes a second.
+        spread_us: the time of a step in which all nodes exchange frames with all others.
+        spread_gbps: the rate at which each rank sends to all other nodes at once.
     """
 
     step_us: float
     gbps: float
+    spread_us: float
+    spread_gbps: float
 
 
 class HostsExecutor(CpuExecutor):
@@ -122,30 +130,44 @@ class HostsExecutor(CpuExecutor):
         Raises ConfigError on all ranks if the exchanges fail.
         """
         nodes, ranks = self._nodes.nodes, len(self._members)
-        slice_bytes = align_up(_PROBE_BYTES // (nodes - 1), 64)
-        plan = CallPlan(Op.ALL_REDUCE, "vendor", "float32", slice_bytes * ranks, launch=LaunchShape(0, 0, 0))
-        meeting = BoundCall(self, CallPlan(Op.BARRIER, "vendor", "uint8", 0), BARRIER)
-        exchange = BoundCall(self, plan, ALL_REDUCE)
-        x = torch.zeros(plan.nbytes // 4)
+        slice_bytes = align_up(min(_PROBE_BYTES // 2, _MOST_PROBE_BYTES // (nodes - 1)), 64)
+
+        def probe(call: HostCall, nbytes: int) -> BoundCall:
+            op = Op.BARRIER if call.header_only else Op.ALL_REDUCE
+            return BoundCall(self, CallPlan(op, "vendor", "float32", nbytes, launch=LaunchShape(0, 0, 0)), call)
+
+        probes = (
+            probe(SWAP, 0),
+            probe(SWAP, _PROBE_BYTES),
+            probe(BARRIER, 0),
+            probe(ALL_REDUCE, slice_bytes * ranks),
+        )
+        x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4)
+        out = torch.empty_like(x)
         failure, times = "", []
-        for call in (meeting, exchange):
+        for call in probes:
             call.load()
             self._hosts.barrier()
             tried = []
             for _ in range(_PROBES):
                 began = time.perf_counter()
-                call.run(x, x)
+                call.run(x, out)
                 tried.append(1e6 * (time.perf_counter() - began))
             # a rank that begins later by some time waits less by as much, and the next time it is the other way round
             times.append(min(map(sum, itertools.pairwise(tried))) / 2)
         if (fault := self.fault()) is not None:
             failure = f"the network could not be measured: {fault}"
         raise_failures(self._hosts, failure)
-        step_us, whole_us = (max(each) for each in zip(*self._hosts.all_gather(tuple(times)), strict=True))
-        transfer_us = max(whole_us - step_us, whole_us / 10)  # noise must not make it infinitely fast
+        slowest = [max(each) for each in zip(*self._hosts.all_gather(tuple(times)), strict=True)]
         super().clear(0)
         self._hosts.barrier()
-        return NetworkSpeed(step_us, (nodes - 1) * slice_bytes / transfer_us / 1e3)
+
+        def gbps(nbytes: int, step_us: float, whole_us: float) -> float:
+            return nbytes / max(whole_us - step_us, whole_us / 10) / 1e3  # noise must not make it infinitely fast
+
+        step_us, whole_us, spread_us, whole_spread_us = slowest
+        rates = gbps(_PROBE_BYTES, step_us, whole_us), gbps((nodes - 1) * slice_bytes, spread_us, whole_spread_us)
+        return NetworkSpeed(step_us, rates[0], spread_us, rates[1])
 
     def _disconnect(self) -> None:
         self._control.close()
