@@ -176,3 +176,57 @@ def killed(nodes: int) -> Any:
         fault = executor.fault()
         executor.close()
         return fault, took
+
+
+def communicator(nodes: int, timeout_s: float = 20.0) -> shotcast.Communicator:
+    """Return a communicator over hosts that put to each other, as that of GPUs is."""
+    from shotcast.collectives import communicator as module
+    from shotcast.collectives.executor_factory import BuiltExecutor
+    from shotcast.cost.collective import NetworkCost
+    from shotcast.transport.triton.hosts import HostsTritonExecutor
+
+    def build(
+        host: Any, found: Any, device: Any, max_bytes: int, timeout_s: float, algorithms: Any, ended: Any
+    ) -> BuiltExecutor:
+        layout = found.layout
+        mates = layout.members[layout.node_of(host.rank)]
+        executor = HostsTritonExecutor(
+            host,
+            layout,
+            lambda nbytes: emulated_puts.EmulatedLease(host, nbytes, mates),
+            max_bytes,
+            timeout_s,
+            device,
+            algorithms,
+            ended,
+        )
+        return BuiltExecutor(executor, "interpreter", "", False, "nvshmem", NetworkCost(5.0, 20.0))
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    with (
+        mock.patch.object(module, "build_executor", build),
+        mock.patch.dict(os.environ, {"SHOTCAST_RANKS_PER_NODE": str(world_size // nodes)}),
+    ):
+        return shotcast.Communicator(device="cpu", max_bytes=64 << 20, timeout_s=timeout_s)
+
+
+def through_a_communicator(nodes: int) -> tuple[list[str], str, str]:
+    """Make calls of all kinds, also after growth and a reset. Return the candidates of a sum, and two explanations."""
+    emulated_puts.emulate()
+    with communicator(nodes) as comm:
+        assert comm._executor is not None
+        xs = inputs(600, torch.float32, comm.world_size, 1, "cpu")
+        x = xs[comm.rank]
+        own = [name for name in comm.candidates(x) if name != "vendor"]
+        for change in (lambda: None, lambda: comm._executor.grow(16 << 20), comm.reset):
+            change()
+            for name in own:
+                check(comm.all_reduce(x, algorithm=name), tree_sum(xs, nodes), name)
+            comm.barrier()
+            check(comm.all_gather(x), torch.cat(xs), "all_gather")
+            if comm.rank == 0:
+                comm.send(x, comm.world_size - 1)
+            elif comm.rank == comm.world_size - 1:
+                check(comm.recv(torch.empty_like(x), 0), xs[0], "recv")
+            comm.check()
+        return own, str(comm.explain(x)), str(comm.explain(x, "all_gather"))

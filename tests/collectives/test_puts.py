@@ -14,6 +14,7 @@ from put_targets import (
     after_reset,
     heard_while_idle,
     killed,
+    through_a_communicator,
     with_headers_late,
     with_one_generation_of_staging,
     with_puts,
@@ -110,3 +111,11 @@ def test_a_killed_rank_of_another_host_is_named_at_once() -> None:
     for fault, took in results[:-1]:
         assert (fault.kind, fault.ranks) == (wire.DEAD, (1,))
         assert took < 3
+
+
+def test_a_communicator_of_hosts_that_put() -> None:
+    """Sums are by puts; whatever else crosses nodes is the library's, after the headers were compared."""
+    for own, explained, gathered in interpreted(through_a_communicator, 2, 1, 2):
+        assert set(own) == set(KINDS)
+        assert "nvrar" in explained
+        assert "vendor" in gathered
