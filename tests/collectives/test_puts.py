@@ -34,7 +34,7 @@ def interpreted(fn: Any, nodes: int, local: int, *args: Any, **kwargs: Any) -> l
 @pytest.mark.parametrize(
     ("nodes", "local", "each", "longest_s"),
     [
-        (2, 2, 1, 0.001),
+        pytest.param(2, 2, 1, 0.001, marks=pytest.mark.full),
         *(
             pytest.param(nodes, local, 3, longest_s, marks=pytest.mark.full)
             for nodes, local in ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (5, 1))
@@ -57,6 +57,7 @@ def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, ca
     interpreted(with_puts, nodes, local, changing_sizes, 0.003, nodes, calls)
 
 
+@pytest.mark.full
 def test_one_generation_of_staging_is_too_few() -> None:
     """A put of a call before would carry cells of the next."""
     right = (with_headers_late, 0.05, wrong_sums, 2, 12)
