@@ -34,6 +34,18 @@ def test_a_machine_without_tun_devices_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_hosts
+def test_root_without_rights_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers, root may not mount, and a TUN device may not be there for it."""
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "mount: Operation not permitted")
+
+    monkeypatch.setattr(linux, "_mount", refuse)
+    with pytest.raises(ConfigError, match=r"though it runs as root \(mount: Operation not permitted"):
+        SimulatedHosts(2)
+
+
+@needs_hosts
 @pytest.mark.parametrize(("hosts", "delay_us"), [(1, 0.0), (65, 0.0), (2, -1.0), (2, float("nan"))])
 def test_wrong_networks_are_refused(hosts: int, delay_us: float) -> None:
     with pytest.raises(ConfigError):
