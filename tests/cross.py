@@ -16,13 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shotcast.device.triton import tiles
+from shotcast.hardware.nodes import folded
 from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS
 from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_rms_norm
 from shotcast.transport.triton.fused_two_shot import two_shot_rms_norm
 from shotcast.transport.triton.multimem import multimem_all_reduce
+from shotcast.transport.triton.nvrar import nvrar_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
 from shotcast.transport.triton.ring import ring
 from shotcast.transport.triton.send_recv import send_recv
@@ -36,6 +39,7 @@ ADDRESSES = (
     "data",
     "own",
     "peers",
+    "puts",
     "puts",
     "header_size",
     "header_call",
@@ -114,6 +118,43 @@ def compiled(
     }
     options = compile_options(world_size, capability >= 89) if kernel is two_shot_fp8_all_reduce else None
     return build(kernel, signature, constants, warps, capability, options=options)
+
+
+EXCHANGES = {"doubling": DOUBLING.value, "pairs": PAIRS.value, "halving": HALVING.value}
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_nodes(
+    exchange: str,
+    nodes: int,
+    local: int,
+    dtype: str = "bfloat16",
+    unit: int = 16,
+    block: int = 128,
+    warps: int = 1,
+    clears: bool = False,
+    capability: int = 90,
+) -> Any:
+    """Return the compiled kernel of an all-reduce over nodes."""
+    constants = {
+        "PUTS": False,
+        "EXCHANGE": EXCHANGES[exchange],
+        "NODES": nodes,
+        "FOLDED": folded(nodes),
+        "DOUBLINGS": nodes.bit_length() - 1,
+        "CLEAR_AFTER_READ": clears,
+        "DTYPE": DTYPES[dtype],
+        "UNIT": unit,
+        "WORLD": nodes * local,
+        "BLOCK": block,
+        "WARPS": warps,
+        "PDL": capability >= 90,
+    }
+    signature = {
+        key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32"
+        for key in nvrar_all_reduce.arg_names
+    }
+    return build(nvrar_all_reduce, signature, constants, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)
