@@ -21,6 +21,7 @@ from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS
+from shotcast.transport.triton.fused_nvrar import nvrar_rms_norm
 from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_rms_norm
 from shotcast.transport.triton.fused_two_shot import two_shot_rms_norm
@@ -134,27 +135,32 @@ def compiled_nodes(
     warps: int = 1,
     clears: bool = False,
     capability: int = 90,
+    hidden: int = 0,
 ) -> Any:
-    """Return the compiled kernel of an all-reduce over nodes."""
-    constants = {
+    """Return the compiled kernel of an all-reduce over nodes; with ``hidden``, of one that norms rows of so many."""
+    kernel = nvrar_rms_norm if hidden else nvrar_all_reduce
+    values = {
         "PUTS": False,
         "EXCHANGE": EXCHANGES[exchange],
         "NODES": nodes,
         "FOLDED": folded(nodes),
         "DOUBLINGS": nodes.bit_length() - 1,
         "CLEAR_AFTER_READ": clears,
+        "HIDDEN": hidden,
+        "QUANTIZE": QUANTIZATIONS.index("dynamic"),
+        "KEEPS_NORMED": True,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
         "WORLD": nodes * local,
         "BLOCK": block,
+        "ROW_TILES": -(-hidden * (4 if dtype == "float32" else 2) // (4 * block)),
         "WARPS": warps,
         "PDL": capability >= 90,
     }
-    signature = {
-        key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32"
-        for key in nvrar_all_reduce.arg_names
-    }
-    return build(nvrar_all_reduce, signature, constants, warps, capability)
+    constants = {key: value for key, value in values.items() if key in kernel.arg_names}
+    kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
+    signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
+    return build(kernel, signature, constants, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)

@@ -117,7 +117,7 @@ def call(
 def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor, operands: Data) -> Results:
     """Compute the sum by a plain call, and then the norm."""
     plain = comm.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else comm.reduce_scatter
-    total = plain(x, algorithm="one_shot")
+    total = plain(x, algorithm="one_shot" if comm.topology.shape.nodes == 1 else "nvrar")
     # Clone the operands: the separate norm takes tensors that begin at multiples of 16 bytes.
     norm, tensors = norm_operands(
         "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, 1, False, None
@@ -141,7 +141,7 @@ def check_case(comm: Communicator, case: Case, op: Op, seed: int, rng: random.Ra
     operands = operands._replace(weight=shifted(operands.weight, case.shift))
     x = shifted(operands.xs[rank], case.shift)
     residual = shifted(operands.residuals[rank % shards], case.shift)
-    total = reference.ordered_sum(operands.xs)
+    total = reference.tree_sum(operands.xs, comm.topology.layout)
     wanted = reference.add_residual(total.chunk(shards)[rank % shards] if case.rows else total, residual)
     everything = reference.add_residual(total, torch.cat(operands.residuals))
     plain = unfused(comm, op, x, residual, operands)
@@ -150,7 +150,10 @@ def check_case(comm: Communicator, case: Case, op: Op, seed: int, rng: random.Ra
     assert plain.normed is not None
     close_to_exact(plain.normed, everything if gathered else wanted, operands.weight, (case, op, "unfused"))
     done = 1
-    algorithms = [name for name in comm.candidates(x, op.label) if name != "vendor"] or ["auto"]
+    known, shape = comm.topology.algorithms, comm.topology.shape
+    algorithms = [
+        name for name in comm.candidates(x, op.label) if name != "vendor" and known[name].keeps_bits(op, shape)
+    ] or ["auto"]
     chosen = [FORMS[(seed + i) % len(FORMS)] for i in range(forms)]
     for algorithm, (quantize, keeps) in itertools.product(algorithms, chosen):
         what = (case, op.label, algorithm, quantize, keeps)

@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fused_targets
 import pytest
 import torch
+from fused_targets import Case
 from node_kernel_targets import KINDS, tree_sum
 from workers import FLOATS, check, differing, failing_call, inputs, killed, shifted, straggle, warm
 
 import shotcast
 from shotcast.collectives.rank_device import enough_gpus
+from shotcast.wire import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 SHAPES = [(nodes, local) for nodes, local in ((2, 1), (2, 2), (3, 1), (4, 2)) if enough_gpus(nodes * local)]
@@ -60,6 +63,14 @@ def values(nodes: int) -> int:
 def test_sums_are_those_of_the_tree(nodes: int, local: int) -> None:
     done = ranks_on_nodes(nodes, local, values, nodes, timeout_s=300)
     assert done == [len(KINDS) * len(FLOATS) * len(COUNTS) * 4 + 3] * (nodes * local)
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES[:2])
+def test_norms_in_the_same_kernel(nodes: int, local: int) -> None:
+    cases = [Case("bfloat16", 5, 8192), Case("float32", 3, 1000, shift=1), Case("float16", 64, 2048)]
+    ops = [Op.ALL_REDUCE_RMS_NORM]
+    done = ranks_on_nodes(nodes, local, fused_targets.cases, "cuda", cases, ops, 8 << 20, 5, timeout_s=300)
+    assert min(done) == max(done) >= (1 + 3 * 5) * len(cases)
 
 
 def changing_sizes(nodes: int, calls: int) -> None:

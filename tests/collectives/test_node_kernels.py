@@ -6,14 +6,16 @@ import itertools
 import random
 from typing import Any
 
+import fused_targets
 import pytest
+from fused_targets import Case as Rows
 from interpreter_targets import with_late_programs
 from node_kernel_targets import KINDS, changing_sizes, failures, in_pieces, values, wrapping_epochs
 
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.transport.triton.layout import Layout, network_slots
-from shotcast.wire import MAX_WORLD_SIZE
+from shotcast.wire import MAX_WORLD_SIZE, Op
 
 FLOATS = ("float32", "float16", "bfloat16")
 COUNTS = (0, 1, 5, 64, 333, 2051)
@@ -96,6 +98,32 @@ def test_cells_hold_a_piece_of_any_exchange(max_bytes: int) -> None:
 
 def test_one_node_has_no_cells_for_others() -> None:
     assert Layout.for_messages(1 << 20).network_quads == 0
+
+
+ROWS = [
+    Rows("bfloat16", 5, 64),
+    Rows("float32", 1, 1000, shift=1),
+    Rows("float16", 4, 576),
+    Rows("float32", 0, 64),
+    Rows("bfloat16", 2, 2048),
+    Rows("float32", 7, 64),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "rows", "forms"),
+    [
+        (2, 1, ROWS[:2], 1),
+        *(pytest.param(*shape, ROWS, 5, marks=pytest.mark.full) for shape in ((2, 1), (2, 2), (3, 1), (2, 3), (4, 1))),
+    ],
+)
+def test_norms_in_the_same_kernel(nodes: int, local: int, rows: list[Rows], forms: int) -> None:
+    """Every exchange gives the bits of the sum and the norm one after the other."""
+    env = {**GPU_COLLECTIVES, "SHOTCAST_RANKS_PER_NODE": str(local)}
+    ops = [Op.ALL_REDUCE_RMS_NORM]
+    done = interpret(fused_targets.cases, nodes * local, "cpu", rows, ops, 1 << 18, forms, env=env)
+    algorithms = 5 if (nodes, local) in ((2, 1), (3, 1)) else 3  # those in one node have the same order here
+    assert done == [(1 + algorithms * forms) * len(rows)] * (nodes * local)
 
 
 @pytest.mark.timing

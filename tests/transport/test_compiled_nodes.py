@@ -12,6 +12,7 @@ import pytest
 
 import cross
 from shotcast.hardware.nodes import folded
+from shotcast.transport.triton.fused_nvrar import nvrar_rms_norm
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 
 MAX_REGISTERS = 255
@@ -134,6 +135,28 @@ def test_form(form: Form, tmp_path: Path) -> None:
     assert not [key for key in code if key.startswith("FFMA")]
 
 
+@pytest.mark.parametrize(
+    ("exchange", "nodes", "local"),
+    [
+        ("doubling", 2, 2),
+        *(
+            pytest.param(exchange, *shape, marks=pytest.mark.full)
+            for exchange in cross.EXCHANGES
+            for shape in ((2, 1), (2, 4), (3, 1), (4, 2), (8, 1))
+        ),
+    ],
+)
+def test_rows_are_normed_in_registers(exchange: str, nodes: int, local: int, tmp_path: Path) -> None:
+    made = cross.compiled_nodes(exchange, nodes, local, hidden=8192)
+    counts = cross.instructions(made.asm["ptx"])
+    assert set(cross.read_before_waiting(made)) == {("ld.global.b64", "peers")}
+    assert counts["rsqrt.approx.ftz.f32"] + counts["rsqrt.approx.f32"] == local, "one for each tile of a program"
+    used = cross.resources(made, tmp_path)
+    assert used["LOCAL"] == 0
+    assert used["REG"] <= MAX_REGISTERS
+    assert used["STACK"] <= 24
+
+
 @pytest.mark.parametrize("exchange", ["doubling", pytest.param("pairs", marks=pytest.mark.full)])
 def test_no_cell_is_in_two_halves(exchange: str) -> None:
     """Only 16-byte accesses grow with a tile: no cell, and no part of one, has an access of its own."""
@@ -159,4 +182,5 @@ def test_a_lone_rank_puts_its_cells_before_it_counts_itself_in(exchange: str) ->
 
 
 def test_no_runtime_argument_is_specialised() -> None:
-    assert all(param.is_constexpr or param.do_not_specialize for param in nvrar_all_reduce.params)
+    for param in (*nvrar_all_reduce.params, *nvrar_rms_norm.params):
+        assert param.is_constexpr or param.do_not_specialize, param.name

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shotcast.collectives.algorithm import CollectiveProblem, Workspace
+from shotcast.collectives.fused_rows import tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.hardware.nodes import folded
-from shotcast.wire import NodeShape
+from shotcast.transport.triton.layout import Layout
+from shotcast.units import align_up
+from shotcast.wire import LaunchShape, NodeShape
 
 
 class Slice(NamedTuple):
@@ -52,3 +56,20 @@ def in_pairs(nbytes: int, shape: NodeShape, itemsize: int, steps: int, sent: flo
 def to_all(nbytes: int, shape: NodeShape, steps: int, sent: float) -> Work:
     """Return the work of :func:`around` for an exchange in whose steps each node sends to all others."""
     return around(nbytes, shape)._replace(spread_steps=steps, spread_sent=sent)
+
+
+def rows_launch(problem: CollectiveProblem) -> LaunchShape:
+    """Return the launch of a fused all-reduce: one program for a tile of each slice."""
+    return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.shape.ranks_per_node))
+
+
+def rows_workspace(problem: CollectiveProblem) -> Workspace:
+    """Return the workspace of a fused all-reduce, of whole tiles: that of the phases inside nodes, or of the exchange.
+
+    It is that of which more is lacking; rows do not pass in pieces.
+    """
+    shape, max_bytes = problem.topology.shape, problem.topology.max_bytes
+    tiles, block = tiles_of_rows(problem)
+    nbytes = align_up(tiles, shape.ranks_per_node) * block * 4
+    cells = Layout.for_messages(max_bytes, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node).piece_bytes
+    return Workspace(nbytes, cells) if nbytes > cells else Workspace(2 * nbytes, 2 * max_bytes)

@@ -14,7 +14,7 @@ The algorithm is that of "LLM Inference Beyond a Single Node" (arXiv 2511.09557)
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import doublings, in_pairs, slice_of
+from shotcast.collectives.between_nodes import doublings, in_pairs, rows_launch, rows_workspace, slice_of
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -44,7 +44,10 @@ ALGORITHM = Algorithm(
         ),
         Op.ALL_REDUCE_RMS_NORM: Form(
             work=work,
+            triton="shotcast.transport.triton.fused_nvrar:bind",
             hosts="shotcast.transport.network.fused:NVRAR",
+            launch=rows_launch,
+            workspace=rows_workspace,
             obstacle=rows_obstacle,
             between_nodes=True,
         ),

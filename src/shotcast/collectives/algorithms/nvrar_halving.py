@@ -9,7 +9,7 @@ what both still have, and each adds up its half; then the sums, rounded, go back
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import doublings, in_pairs, slice_of
+from shotcast.collectives.between_nodes import doublings, in_pairs, rows_launch, rows_workspace, slice_of
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -40,7 +40,10 @@ ALGORITHM = Algorithm(
         ),
         Op.ALL_REDUCE_RMS_NORM: Form(
             work=work,
+            triton="shotcast.transport.triton.fused_nvrar:bind_halving",
             hosts="shotcast.transport.network.fused:HALVING",
+            launch=rows_launch,
+            workspace=rows_workspace,
             obstacle=rows_obstacle,
             between_nodes=True,
         ),

@@ -10,7 +10,7 @@ up the whole tree.
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import slice_of, to_all
+from shotcast.collectives.between_nodes import rows_launch, rows_workspace, slice_of, to_all
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -40,7 +40,10 @@ ALGORITHM = Algorithm(
         ),
         Op.ALL_REDUCE_RMS_NORM: Form(
             work=work,
+            triton="shotcast.transport.triton.fused_nvrar:bind_pairs",
             hosts="shotcast.transport.network.fused:PAIRS",
+            launch=rows_launch,
+            workspace=rows_workspace,
             obstacle=rows_obstacle,
             between_nodes=True,
         ),

@@ -386,21 +386,21 @@ def nvrar_all_reduce(
                     clear_parts(call, second_shot, slice_quads, offs, masks, LOCAL)
 
 
-def _shape(context: KernelContext) -> dict[str, Any]:
-    """Return the arguments of a kernel that describe the tree of nodes."""
+def tree_arguments(context: KernelContext) -> dict[str, Any]:
+    """Return the arguments of kernels that describe the tree of nodes."""
     return {"FOLDED": folded(context.nodes), "DOUBLINGS": context.nodes.bit_length() - 1}
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is by doubling."""
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=DOUBLING.value, **_shape(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=DOUBLING.value, **tree_arguments(context))
 
 
 def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is between all pairs at once."""
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=PAIRS.value, **_shape(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=PAIRS.value, **tree_arguments(context))
 
 
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is by halving and doubling."""
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **_shape(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **tree_arguments(context))
