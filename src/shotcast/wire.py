@@ -17,6 +17,9 @@ from shotcast.units import align_up, format_size
 MAX_WORLD_SIZE = 8
 """The most ranks that own kernels serve on one node: the GPUs that NVLink joins."""
 
+MAX_NODES = 64
+"""The most nodes that own kernels serve."""
+
 SENTINEL = 0xFFFFFFFF
 """A 32-bit word that means "not arrived yet". Data that contains it is sent with :data:`SENTINEL_STAND_IN`."""
 SENTINEL_STAND_IN = 0x7FFFFFFF

@@ -45,6 +45,15 @@ def other_operations() -> dict[str, str]:
                 comm.send(torch.full([5], 7.0), size - 1)
             elif rank == size - 1:
                 assert comm.recv(received, 0).tolist() == [7.0] * 5
+        for count in (5, 1000, 12_000, 1 << 20):
+            message = torch.full([count], float(count))
+            ahead = comm.waiting_messages(message)
+            assert (ahead > 0) == (count < 1 << 20)
+            for number in range(ahead if rank == 0 else 0):
+                comm.send(message + number, size - 1)
+            comm.barrier()  # which the sender reaches before anybody receives
+            for number in range(ahead if rank == size - 1 else 0):
+                check(comm.recv(torch.empty(count), 0), message + number, ("message", count, number))
         residual, weight = torch.ones(size, 6), torch.full([6], 0.5)
         total = reference.tree_all_reduce(xs, rank, comm.topology.layout)
         for algorithm in comm.candidates(x, "all_reduce_rms_norm"):
@@ -91,6 +100,16 @@ def killed(victim: int) -> tuple[Outcome, Outcome]:
     again = outcome(lambda: comm.all_reduce(x))
     comm.close()
     return first, again
+
+
+def with_a_short_deadline() -> list[float]:
+    """Return a sum of a communicator whose deadline is shorter than the skew of ranks at its construction."""
+    if os.environ["RANK"] == "0":
+        time.sleep(0.2)
+    with shotcast.Communicator(device="cpu", timeout_s=1e-3) as comm:
+        assert comm._executor.timeout_s == 1e-3  # type: ignore[union-attr]
+        comm.set_timeout(20.0)
+        return comm.all_reduce(torch.ones(3)).tolist()
 
 
 def splits() -> list[str]:

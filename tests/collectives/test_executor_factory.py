@@ -186,6 +186,21 @@ def test_gpus_of_several_hosts_that_cannot_put(
     assert made.obstacle.startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("keys", "obstacle"),
+    [
+        ("aab", "own kernels serve nodes of equally many ranks, and there are 2 on a, 1 on b"),
+        ("a" * 9 + "b" * 9, "own kernels serve up to 8 ranks of a node, not 9"),
+        ([str(node) for node in range(65)], "own kernels serve up to 64 nodes, not 65"),
+        ([str(rank // 8) for rank in range(1040)], "own kernels serve up to 64 nodes, not 130"),
+    ],
+)
+def test_nodes_that_own_kernels_do_not_serve(keys: Any, obstacle: str) -> None:
+    nodes = Nodes(NodeLayout.of_keys(list(keys)), False)
+    for device in (GPU, torch.device("cpu")):
+        assert build_executor(TwoRanks(), nodes, device, 1 << 20, 3.0, registered(), print).obstacle == obstacle
+
+
 def test_multicast_is_for_all_ranks_or_none() -> None:
     """The choice of algorithm depends on multicast, and all ranks must choose and launch alike."""
     made: Any = build_executor(TwoRanks(others_multicast=False), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)

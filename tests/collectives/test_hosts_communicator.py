@@ -54,6 +54,10 @@ def test_faults_name_ranks_and_nodes() -> None:
         assert took < 0.6 + 1
 
 
+def test_the_deadline_of_calls_is_not_that_of_the_construction() -> None:
+    assert shotcast.spawn(targets.with_a_short_deadline, 2, env=ONE_A_NODE, timeout_s=60) == [[2.0] * 3] * 2
+
+
 def test_a_killed_rank_of_another_node_is_named_at_once() -> None:
     results = shotcast.spawn(targets.killed, 4, 2, env=TWO_A_NODE, timeout_s=60, return_exceptions=True)
     assert isinstance(results.pop(2), RankFailed)

@@ -110,6 +110,8 @@ def _too_many_or_uneven(layout: NodeLayout) -> str:
         return f"own kernels serve nodes of equally many ranks, and there are {sizes}"
     if layout.nodes > 1 and layout.ranks_per_node > wire.MAX_WORLD_SIZE:
         return f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks of a node, not {layout.ranks_per_node}"
+    if layout.nodes > wire.MAX_NODES:
+        return f"own kernels serve up to {wire.MAX_NODES} nodes, not {layout.nodes}"
     if layout.world_size > wire.MAX_NAMED_RANKS:
         return f"own kernels serve up to {wire.MAX_NAMED_RANKS} ranks, not {layout.world_size}"
     return ""

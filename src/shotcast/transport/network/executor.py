@@ -28,6 +28,7 @@ from shotcast.transport.network import layout
 from shotcast.transport.network.connect import Connections, Hosts, connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.hosts_call import HostsCall
+from shotcast.transport.network.layout import FRAME_HEADER_BYTES
 from shotcast.transport.network.meet import BARRIER
 from shotcast.transport.network.messages import Message, MessageConnections
 from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
@@ -42,6 +43,8 @@ _PATIENCE_S = 0.4
 _SILENT_S = 0.25
 """A rank that waits in a call shows it more often than this; one that does not is stopped."""
 _CONNECT_S = 60.0
+_KERNEL_BYTES = 64 << 10
+"""Bytes that the two ends of a new connection take while nobody receives: no less with the settings of Linux."""
 _PROBES = 12
 """Calls that measure one thing of the network. New connections need some calls to become fast."""
 _PROBE_BYTES, _MOST_PROBE_BYTES = 512 << 10, 4 << 20
@@ -87,8 +90,8 @@ class HostsExecutor(CpuExecutor):
         algorithms: Algorithms,
         ended: Callable[[int], None] = lambda rank: None,
     ):
-        if nodes.nodes > layout.MAX_NODES:
-            raise ConfigError(f"own kernels serve up to {layout.MAX_NODES} nodes, not {nodes.nodes}")
+        if nodes.nodes > wire.MAX_NODES:
+            raise ConfigError(f"own kernels serve up to {wire.MAX_NODES} nodes, not {nodes.nodes}")
         self._hosts, self._nodes, self._told = host, nodes, ended
         self._global_rank = host.rank
         self._node = nodes.node_of(host.rank)
@@ -142,6 +145,8 @@ class HostsExecutor(CpuExecutor):
             probe(BARRIER, 0),
             probe(ALL_REDUCE, slice_bytes * ranks),
         )
+        deadline_s = self.timeout_s
+        self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks come as late as they please to a construction
         x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4)
         out = torch.empty_like(x)
         failure, times = "", []
@@ -160,6 +165,7 @@ class HostsExecutor(CpuExecutor):
         raise_failures(self._hosts, failure)
         slowest = [max(each) for each in zip(*self._hosts.all_gather(tuple(times)), strict=True)]
         super().clear(0)
+        self.set_timeout(deadline_s)
         self._hosts.barrier()
 
         def gbps(nbytes: int, step_us: float, whole_us: float) -> float:
@@ -322,6 +328,10 @@ class HostsExecutor(CpuExecutor):
         dead = node in self._control.ended
         logger.info("the connection to node %s ended: %s", self._nodes.names[node], os.strerror(error) if error else "")
         return wire.DEAD if dead else wire.UNREACHABLE, [self._peers[node]]
+
+    def waiting(self, nbytes: int) -> int:
+        """Return how many messages of ``nbytes`` a sender may be ahead: between nodes, as many as the kernel takes."""
+        return min(super().waiting(nbytes), _KERNEL_BYTES // (nbytes + FRAME_HEADER_BYTES))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return each rank's header of call ``epoch``, None where it has not made that call or does not answer."""

@@ -6,7 +6,7 @@ then those that are received. A frame is 32 bytes of header, then its data.
 
 from __future__ import annotations
 
-MAX_NODES = 64
+from shotcast.wire import MAX_NODES
 
 NODES = 0
 NODE = 8
