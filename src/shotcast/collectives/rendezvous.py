@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,8 @@ SETUP_TIMEOUT_S = 120.0
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
     """Return ``group``, or for None the group of all ranks; initialise torch.distributed if that has not been done.
 
+    Gloo then uses the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another.
+
     Raises:
         ConfigError: the environment does not describe a job, or this rank is not a member of the group.
     """
@@ -30,6 +33,8 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if interface := env.socket_ifname():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else it takes where the host's own name leads
         backend = "gloo" if device.type == "cpu" or gpus_are_shared() else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=SETUP_TIMEOUT_S))
     group = group or dist.group.WORLD

@@ -1,0 +1,34 @@
+"""The interface that Gloo takes where a communicator initialises torch.distributed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shotcast.collectives.rendezvous import process_group_of
+
+
+@pytest.mark.parametrize(
+    ("own", "gloo", "taken"), [("ib0", "", "ib0"), ("ib0", "eth1", "eth1"), ("", "eth1", "eth1"), ("", "", None)]
+)
+def test_gloo_takes_the_interface_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, own: str, gloo: str, taken: str | None
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    variables |= {"SHOTCAST_SOCKET_IFNAME": own, "GLOO_SOCKET_IFNAME": gloo}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    found: list[str | None] = []
+
+    def initialise(backend: str, **options: object) -> None:
+        found.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "init_process_group", initialise)
+    with pytest.raises(InterruptedError):
+        process_group_of(None, torch.device("cpu"))
+    assert found == [taken]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
