@@ -35,7 +35,7 @@ def test_a_machine_without_tun_devices_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_hosts
 def test_root_without_rights_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In containers, root may not mount, and a TUN device may not be there for it."""
+    """Root may not mount in containers, and a TUN device may not be there for it."""
 
     def refuse(*arguments: object) -> None:
         raise PermissionError(1, "mount: Operation not permitted")

@@ -95,6 +95,21 @@ def error_of_wrong_algorithm(what: str) -> str:
     return message
 
 
+def over_nodes(hosts: str) -> tuple[str, str]:
+    """Return the choice with an algorithm whose form for hosts is ``hosts``, and the error of its first check."""
+    form = Form(work=work, hosts=f"shotcast.transport.network.{hosts}", between_nodes=True)
+    own = Algorithm(
+        name="mine", label="mine", summary="over nodes", forms={Op.ALL_REDUCE: form}, in_contract=lambda shape: True
+    )
+    shotcast.register_algorithm(own)
+    try:
+        with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+            assert comm.all_reduce(torch.full([5], 10.0**comm.rank)).tolist() == [111.0] * 5
+            return comm.explain(torch.ones(5)).algorithm, ""
+    except ConfigError as error:
+        return "", str(error)
+
+
 def lossy() -> str:
     """Check that an algorithm that declares a loss of precision is accepted. Return the choice where it is allowed."""
     bound = "shotcast.collectives.reference:fp8_error_bound"

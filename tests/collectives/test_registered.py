@@ -166,6 +166,12 @@ class TestRanks:
         assert len(set(errors)) == 1
         assert re.search(message, errors[0]), errors[0]
 
+    def test_an_algorithm_between_hosts(self) -> None:
+        env = {"SHOTCAST_RANKS_PER_NODE": "1"}
+        assert shotcast.spawn(targets.over_nodes, 3, "nvrar:ALL_REDUCE", env=env, timeout_s=60) == [("mine", "")] * 3
+        for _, error in shotcast.spawn(targets.over_nodes, 3, "meet:BARRIER", env=env, timeout_s=60):
+            assert "algorithm mine is wrong in its first check, all_reduce of float32" in error
+
     def test_lossy_algorithm_is_chosen_where_allowed(self) -> None:
         assert set(shotcast.spawn(targets.lossy, 2, timeout_s=60)) == {"hasty"}
 

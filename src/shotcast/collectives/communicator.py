@@ -67,6 +67,11 @@ class Communicator:
     from two threads at once are refused, and so is every use in a forked process. Results have the same bits on all
     ranks and on every run (``docs/reference/numerics.md``).
 
+    Ranks may be on several nodes, which are hosts unless SHOTCAST_RANKS_PER_NODE divides them: the communicator finds
+    them at its construction, where hosts that differ in version or options are refused. ``topology.layout`` has them,
+    and errors name the nodes of ranks. On CPU hosts own kernels carry sums, messages and barriers; :meth:`explain` says
+    what goes by the vendor library, and why.
+
     A replay of a captured graph is a call too: order it with the other uses of the communicator, or give it a
     communicator of its own (:meth:`split`). Kernels wait on the GPU for their peers. When several communicators are in
     use at once, at most one of them may be in a call whose grid fills the GPU (from about 4 MiB on; :meth:`explain`
@@ -245,7 +250,8 @@ class Communicator:
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
             algorithm: ``auto``, ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision:
                 ``docs/reference/numerics.md``), ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a
-                registered algorithm.
+                registered algorithm; over several nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot`` and
+                ``nvrar_halving`` (``docs/reference/algorithms.md``).
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library computes.
 
         Returns:
@@ -439,7 +445,8 @@ class Communicator:
             x, residual: contiguous [..., hidden], float32, float16 or bfloat16.
             weight: [hidden], of the same dtype.
             eps: added to the mean square.
-            algorithm: ``auto``, ``one_shot`` or ``two_shot``; ``vendor`` for the vendor library's sum, not fused.
+            algorithm: ``auto``, ``one_shot`` or ``two_shot``, or over several nodes those of :meth:`all_reduce`;
+                ``vendor`` for the vendor library's sum, not fused.
             out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be ``residual``, and
                 normed may be ``x``. None for new tensors.
 
