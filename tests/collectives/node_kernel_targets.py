@@ -180,7 +180,7 @@ def failures(nodes: int, kind: str, fault: str, victim: int) -> Any:
     """Have a rank come late, send its header alone, or call with another size. Return the fault, and if out is NaN."""
     from shotcast.transport.triton import sync
 
-    timeout_s = 2.0
+    timeout_s = 1.5
     with (
         shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
         executor_of(comm, nodes, 1 << 16, timeout_s) as executor,
@@ -197,11 +197,11 @@ def failures(nodes: int, kind: str, fault: str, victim: int) -> Any:
             nonlocal programs
             programs += 1
             if programs == 2:  # the first program exchanges the headers
-                time.sleep(timeout_s + 3)
+                time.sleep(timeout_s + 2)
 
         if comm.rank == victim:
             if fault == "late":
-                time.sleep(timeout_s + 3)
+                time.sleep(timeout_s + 2)
             elif fault == "differs":
                 x = torch.ones(608)
             else:

@@ -22,7 +22,7 @@ from shotcast.wire import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 SHAPES = [(nodes, local) for nodes, local in ((2, 1), (2, 2), (3, 1), (4, 2)) if enough_gpus(nodes * local)]
-COUNTS = [0, 1, 5, 64, 1000, 4099, 65536, 100_003, 1 << 20]
+COUNTS = [0, 1, 5, 64, 1000, 4099, 65536, 100_003]
 LARGE = 6_000_003
 """Elements that pass in pieces."""
 
@@ -69,13 +69,13 @@ def test_sums_are_those_of_the_tree(nodes: int, local: int) -> None:
 def test_norms_in_the_same_kernel(nodes: int, local: int) -> None:
     cases = [Case("bfloat16", 5, 8192), Case("float32", 3, 1000, shift=1), Case("float16", 64, 2048)]
     ops = [Op.ALL_REDUCE_RMS_NORM]
-    done = ranks_on_nodes(nodes, local, fused_targets.cases, "cuda", cases, ops, 8 << 20, 5, timeout_s=300)
-    assert min(done) == max(done) >= (1 + 3 * 5) * len(cases)
+    done = ranks_on_nodes(nodes, local, fused_targets.cases, "cuda", cases, ops, 8 << 20, 2, timeout_s=300)
+    assert min(done) == max(done) >= (1 + 3 * 2) * len(cases)
 
 
 def changing_sizes(nodes: int, calls: int) -> None:
     """Make calls of drawn sizes, kinds, dtypes, with stragglers and calls of other kinds; across epoch 2^32 too."""
-    largest = 300_000
+    largest = 100_000
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         together, own = random.Random(7), random.Random(comm.rank)
         pools = {name: inputs(largest, dtype, comm.world_size, 3, comm.device) for name, dtype in FLOATS.items()}

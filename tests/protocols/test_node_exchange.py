@@ -346,8 +346,15 @@ def test_the_trees_of_all_exchanges_are_one(exchange: str) -> None:
         assert waited == sent
 
 
-@pytest.mark.parametrize("group", [TWO, THREE, FOUR, Group(2, 2)], ids=str)
-@pytest.mark.parametrize("exchange", EXCHANGES)
+QUICK = [(exchange, group) for group in (TWO, THREE) for exchange in EXCHANGES] + [("doubling", Group(2, 2))]
+THOROUGH = [
+    (exchange, group) for group in (FOUR, Group(2, 2)) for exchange in EXCHANGES if (exchange, group) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "group"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.full) for one in THOROUGH)], ids=str
+)
 def test_protocol_holds(exchange: str, group: Group, verify) -> None:
     """Partial sums are read and added to by one rank while another is a call ahead; puts land in any order."""
     sizes = {TWO: (2, 1, 1, 2, 1), THREE: (2, 1, 1)}.get(group, (1, 1) if group.local > 1 else (1, 1, 1))
