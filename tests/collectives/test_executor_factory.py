@@ -159,6 +159,13 @@ def test_logical_nodes_put_if_that_is_asked_for(heap: None, monkeypatch: pytest.
     assert build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print).network == ""
 
 
+def test_gpus_that_put_are_as_many_as_a_fault_can_name() -> None:
+    layout = NodeLayout.of_keys([str(rank // 6) for rank in range(18)])
+    host: Any = SimpleNamespace(world_size=18, rank=1)
+    obstacle = build_executor(host, Nodes(layout, False), GPU, 1 << 20, 3.0, registered(), print).obstacle
+    assert obstacle == "own kernels serve up to 16 ranks, not 18"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -40,6 +40,7 @@ def interpreted(fn: Any, nodes: int, local: int, *args: Any, **kwargs: Any) -> l
             for nodes, local in ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (5, 1))
             for longest_s in (0.0, 0.003)
         ),
+        pytest.param(3, 3, 1, 0.001, marks=pytest.mark.full),  # more ranks than a node may have
     ],
 )
 def test_sums_are_those_of_the_tree(nodes: int, local: int, each: int, longest_s: float) -> None:

@@ -19,6 +19,7 @@ from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory import nvshmem_library
 from shotcast.memory.arena import Allocate, arena_of
 from shotcast.memory.host_group import StoreGroup
+from shotcast.transport.triton.layout import MOST_RANKS
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ def build_executor(
     puts = device.type == "cuda" and nodes.layout.nodes > 1 and (env.network() == "nvshmem" or not nodes.one_host)
     if not nodes.one_host and not compiled and not puts:
         return _by_library(host, "the ranks are on several hosts, and the interpreter shares memory of one")
-    if host.world_size > wire.MAX_WORLD_SIZE and (nodes.layout.nodes == 1 or not compiled):
-        return _by_library(host, f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks, not {host.world_size}")
+    most = MOST_RANKS if puts else wire.MAX_WORLD_SIZE
+    if host.world_size > most and (nodes.layout.nodes == 1 or not compiled):
+        return _by_library(host, f"own kernels serve up to {most} ranks, not {host.world_size}")
     if compiled and nodes.layout.nodes > 1:
         from shotcast.transport.network.executor import HostsExecutor
 

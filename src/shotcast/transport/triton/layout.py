@@ -34,7 +34,11 @@ RECEIVES_BEGUN = MESSAGE_HEADERS + 8 * 16 * 2  # [8 peers] messages from this ra
 MESSAGE_COUNTS = RECEIVES_BEGUN + 16
 MESSAGE_READERS = MESSAGE_COUNTS + 32  # programs of the current send or recv that have read MESSAGE_COUNTS
 MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2][HEADER_WORDS] the header received, and the one that this rank expected
+WIDE_HEADERS = 1152  # [2 parities of the epoch][16 ranks][HEADER_WORDS], in place of HEADERS, of more than 8 ranks
 CONTROL_WORDS = 2048
+
+MOST_RANKS = 16
+"""The most ranks that kernels serve which put to other hosts: those that a fault can name at once."""
 
 HEADER_WORDS = 2
 """64-bit words of a header; each has the epoch in its 16 highest bits."""

@@ -62,7 +62,9 @@ ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
 OP_AT = tl.constexpr(wire.OP_AT)
+WIDE_HEADERS = tl.constexpr(layout.WIDE_HEADERS)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
+MOST_RANKS = tl.constexpr(layout.MOST_RANKS)
 FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
 FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
 FAULT_DEAD = tl.constexpr(wire.DEAD)
@@ -471,8 +473,8 @@ def check_deadline(
         named = late_ranks
         dead = gone & late_ranks
         if BY_HEADERS:
-            lanes = tl.arange(0, MAX_WORLD)
-            cells = call.own + header_row(call) + lanes * HEADER_WORDS
+            lanes = tl.arange(0, MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS)
+            cells = call.own + header_row(call, WORLD) + lanes * HEADER_WORDS
             late = (lanes < 0) & True
             for word in tl.static_range(HEADER_WORDS):
                 found = tl.load(cells + word, mask=lanes < WORLD, other=0, volatile=True)
@@ -496,16 +498,20 @@ def stop(call, kind, ranks, WORLD: tl.constexpr):
     op = (call.header_call >> OP_AT) & 63
     fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << FAULT_MASK_AT)  # up to 16 ranks: block 0
     fault = fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
-    lanes = tl.arange(0, MAX_WORLD)
+    lanes = tl.arange(0, MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=(lanes < WORLD) & (bases != 0))
     report_fault(call.own, fault)
 
 
 @triton.jit
-def header_row(call):
+def header_row(call, WORLD: tl.constexpr):
     """Return the offset, in words, of the header cells of this epoch in a region, those of rank 0 first."""
-    return HEADERS + (call.epoch % 2) * (MAX_WORLD * HEADER_WORDS)
+    if WORLD <= MAX_WORLD:
+        row = HEADERS + (call.epoch % 2) * (MAX_WORLD * HEADER_WORDS)
+    else:
+        row = WIDE_HEADERS + (call.epoch % 2) * (MOST_RANKS * HEADER_WORDS)
+    return row
 
 
 @triton.jit
@@ -515,10 +521,10 @@ def header_word(call, number):
 
 
 @triton.jit
-def ranks_of_cells(mask):
+def ranks_of_cells(mask, RANKS: tl.constexpr):
     """Return the ranks, as a bit mask, of which a cell is in the bit mask ``mask`` of header cells."""
     ranks = mask * 0
-    for r in tl.static_range(MAX_WORLD):
+    for r in tl.static_range(RANKS):
         ranks = ranks | (((mask >> (r * HEADER_WORDS)) & (2**HEADER_WORDS - 1)) != 0).to(tl.int32) << r
     return ranks
 
@@ -581,7 +587,7 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def put_header(call, puts, row, mine, words, first, WORLD: tl.constexpr):
+def put_header(call, puts, row, WORLD: tl.constexpr):
     """Put this rank's header to all ranks whose regions are not mapped.
 
     It is put from its place in this rank's own row, which the same call after the next overwrites: all ranks have it
@@ -619,21 +625,22 @@ def exchange_headers(
     wait. With PUTS, ranks whose regions are not mapped get it by puts, through the table ``puts``
     (:mod:`.network`).
     """
+    RANKS: tl.constexpr = MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS
     threads = thread_ids(WARPS)
-    lanes = threads % (MAX_WORLD * HEADER_WORDS)
+    lanes = threads % (RANKS * HEADER_WORDS)
     ranks = lanes // HEADER_WORDS
     words = lanes % HEADER_WORDS
     present = ranks < WORLD
-    row = header_row(call)
+    row = header_row(call, WORLD)
     mine = header_word(call, words)
     bases = tl.load(call.peers + ranks, mask=present, other=0)
-    first = threads < MAX_WORLD * HEADER_WORDS
+    first = threads < RANKS * HEADER_WORDS
     once = present & first & (call.live != 0)
     if PUTS:
         once = once & (bases != 0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank * HEADER_WORDS + words, mine, mask=once)
     if PUTS:
-        put_header(call, puts, row, mine, words, first, WORLD)
+        put_header(call, puts, row, WORLD)
     leave_epoch(call, extent, SLOTS)
     release_next_kernel(RELEASE_NEXT)
     waiting = call.live
@@ -649,7 +656,7 @@ def exchange_headers(
             differing_cells = tl.sum(different.to(tl.int32) << lanes, axis=0)
             polls += 1
             if differing_cells != 0:
-                stop(call, FAULT_MISMATCH, ranks_of_cells(differing_cells), WORLD)
+                stop(call, FAULT_MISMATCH, ranks_of_cells(differing_cells, RANKS), WORLD)
                 waiting = waiting * 0
             elif polls % POLLS_PER_CHECK == 0:
                 started, live = check_deadline(call, started, call.rank * 0, True, WORLD)

@@ -57,6 +57,9 @@ class Workspace:
         self._status_address, self._device = status_address, device
         self._control = memory.view(rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         table = list(memory.addresses) + [0] * (wire.MAX_WORLD_SIZE - world_size) + [memory.multicast_address]
+        self._headers_at, self._header_ranks = layout.HEADERS, wire.MAX_WORLD_SIZE
+        if world_size > wire.MAX_WORLD_SIZE:
+            self._headers_at, self._header_ranks = layout.WIDE_HEADERS, layout.MOST_RANKS
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
         puts = [word for target in targets for word in (target.address, target.pe)]
         self._puts = torch.tensor(puts, dtype=torch.int64, device=device)
@@ -122,7 +125,7 @@ class Workspace:
             headers[self._rank] = expected
             headers[wire.Header.decode(expected).root] = came
             return headers
-        row = layout.HEADERS + epoch % 2 * wire.MAX_WORLD_SIZE * width
+        row = self._headers_at + epoch % 2 * self._header_ranks * width
         words = self._read(row, self._world * width)
         return [HeaderWords.of_cells(words[at : at + width], epoch) for at in range(0, len(words), width)]
 
