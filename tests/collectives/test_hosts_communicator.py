@@ -35,11 +35,10 @@ def test_operations_that_the_library_carries() -> None:
     assert "by cost model: predicted us: nvrar " in reasons["all_reduce"]
     assert ", for 2x2 ranks over tcp of " in reasons["all_reduce"]
     assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce"]
-    for name in ("barrier", "send"):
+    for name in ("barrier", "send", "all_gather"):
         assert "one_shot (chunks of default bytes)" in reasons[name]
     assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce_rms_norm"]
-    for name in ("all_gather", "reduce_scatter"):
-        assert f"vendor, by legality: no own kernel carries {name} between hosts" in reasons[name], name
+    assert "vendor, by legality: no own kernel carries reduce_scatter between hosts" in reasons["reduce_scatter"]
 
 
 def test_faults_name_ranks_and_nodes() -> None:
@@ -89,6 +88,7 @@ def test_kernels_of_gpus_on_logical_nodes(ranks: int, of_node: str, counts: list
         )
         if of_node == "2":
             assert "nvrar" in reasons["all_reduce"].partition(" by cost model")[0]
-            for name in ("all_reduce_rms_norm", "reduce_scatter"):
-                assert "vendor, by legality" in reasons[name]
-                assert "one_shot adds up in another order than the contract has over several nodes" in reasons[name]
+            assert "nvrar" in reasons["all_reduce_rms_norm"].partition(" by cost model")[0]
+            assert "vendor, by legality" in reasons["reduce_scatter"]
+            another = "one_shot adds up in another order than the contract has over several nodes"
+            assert another in reasons["reduce_scatter"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 import shotcast
@@ -31,23 +27,3 @@ def norms(algorithm: str, sequence_parallel: int) -> tuple[bool, float]:
         allowed = (wanted.abs() / 16).maximum(found.scale * 2**-10) * (1 + 2**-7)
         off = (found.values.float() * found.scale - wanted.float()).abs()
         return True, float((off / allowed).max())
-
-
-def gathered_columns(rows: int, bad: float) -> tuple[list[str], bool]:
-    """Return which operations gathered columns of other widths on each rank, and whether they are right."""
-    with shotcast.Communicator(device="cpu") as comm:
-        widths = [3, 0, 5, 4][: comm.world_size]
-        generator = torch.Generator().manual_seed(1)
-        parts = [torch.randn(rows, width, generator=generator) for width in widths]
-        parts[2][0, 0] = bad
-        operations = []
-
-        def counted(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            operations.append(name)
-            return call(*args, **options)
-
-        for name in ("all_gather", "all_reduce"):
-            setattr(comm, name, functools.partial(counted, name, getattr(comm, name)))
-        found = Parallel(comm).gather_columns(parts[comm.rank], widths)
-        wanted = torch.cat([part.reshape(-1) for part in parts])
-        return operations, torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))

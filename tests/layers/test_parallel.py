@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parallel_targets import gathered_columns, norms
+from parallel_targets import norms
 
 import shotcast
 from shotcast.collectives.registry import registered
@@ -23,27 +23,12 @@ def test_the_same_norm(ranks: int, algorithm: str, sequence_parallel: int, quant
         assert off <= 1 if quantized else off == 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "environment", "operation"),
-    [
-        (2, {"SHOTCAST_RANKS_PER_NODE": "2"}, "all_reduce"),
-        (200_000, {"SHOTCAST_RANKS_PER_NODE": "2"}, "all_gather"),
-        (2, {"SHOTCAST_RANKS_PER_NODE": "2", "SHOTCAST_ALGORITHM": "vendor"}, "all_gather"),
-        (2, {}, "all_gather"),
-    ],
-)
-def test_a_sum_gathers_short_columns_between_nodes(rows: int, environment: dict[str, str], operation: str) -> None:
-    for bad in (float("inf"), float("nan")):
-        results = shotcast.spawn(gathered_columns, 4, rows, bad, timeout_s=60, env=environment)
-        assert results == [([operation], True)] * 4
-
-
 def test_a_named_algorithm_serves_what_it_can() -> None:
     class Ranks:
         """A communicator whose one-shot serves up to 4 rows."""
 
         rank, world_size = 0, 2
-        topology = SimpleNamespace(algorithms=registered(), network="")
+        topology = SimpleNamespace(algorithms=registered())
         asked = 0
 
         def candidates(self, x: torch.Tensor, op: str) -> list[str]:

@@ -19,13 +19,23 @@ from shotcast.transport.cpu import (
     two_shot_fp8,
 )
 from shotcast.transport.cpu.host_call import HostCall
+from shotcast.transport.network import copies as copies_between_nodes
 from shotcast.transport.network import fused as fused_between_nodes
 from shotcast.transport.network import meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
 
 
 @pytest.fixture(scope="session")
 def compiled_before_forking():
-    network = (fused_between_nodes, meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot)
+    network = (
+        copies_between_nodes,
+        fused_between_nodes,
+        meet,
+        messages,
+        nvrar,
+        nvrar_halving,
+        nvrar_pairs,
+        nvrar_two_shot,
+    )
     for module in (copies, fused, norm_rows, one_shot, ring, send_recv, two_shot, two_shot_fp8, *network):
         for value in vars(module).values():
             if isinstance(value, HostCall):

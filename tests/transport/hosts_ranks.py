@@ -10,7 +10,7 @@ import torch
 from local_ranks import LocalGroup
 from shotcast.hardware.nodes import NodeLayout, folded
 from shotcast.transport.cpu import send_recv
-from shotcast.transport.network import fused, meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network import copies, fused, meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
 from shotcast.transport.network.executor import HostsExecutor
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
 
@@ -70,6 +70,8 @@ class _Algorithms:
     def kernel(self, plan: CallPlan, kind: str) -> Any:
         if plan.norm is not None:
             return FUSED[plan.algorithm]
+        if plan.op in (Op.ALL_GATHER, Op.BROADCAST):
+            return getattr(copies, plan.op.name)
         if plan.algorithm == "message":
             return getattr({"hosts": messages, "cpu": send_recv}[kind], plan.op.name)
         assert kind == "hosts"

@@ -122,6 +122,42 @@ def test_fused_rows_have_the_bits_of_sum_and_norm(nodes: int, local: int) -> Non
     assert run_ranks(nodes * local, _fused, nodes, local) == [[]] * (nodes * local)
 
 
+def _copied(group: LocalGroup, nodes: int, local: int) -> list[str]:
+    """Gather parts, of equal and of different sizes, and broadcast from every rank."""
+    executor, world_size, wrong = executor_of(group, nodes, local), nodes * local, []
+    launch = LaunchShape(programs=0, block_words=0, num_warps=0)
+    for sizes in (
+        (0,) * world_size,
+        (3,) * world_size,
+        range(world_size),
+        [300_001 * (r % 2) + 1 for r in range(world_size)],
+    ):
+        parts = [torch.arange(size, dtype=torch.int16) + rank for rank, size in enumerate(sizes)]
+        out, expected = torch.full((sum(sizes),), -1, dtype=torch.int16), torch.cat(parts)
+        uneven = tuple(sizes) if len(set(sizes)) > 1 else ()
+        plan = CallPlan(Op.ALL_GATHER, "vendor", "int16", 2 * len(out), sizes=uneven, launch=launch)
+        executor.bind(plan).run(parts[group.rank], out)
+        if executor.fault() is not None or not torch.equal(out, expected):
+            wrong.append(f"all_gather {list(sizes)} {executor.fault()}")
+    for root in range(world_size):
+        for count in (0, 1, 700_001):
+            x = torch.full((count,), root if group.rank == root else 77, dtype=torch.uint8)
+            plan = CallPlan(Op.BROADCAST, "vendor", "uint8", count, root=root, launch=launch)
+            executor.bind(plan).run(x, x)
+            if executor.fault() is not None or not (x == root).all():
+                wrong.append(f"broadcast {root} {count} {executor.fault()}")
+    group.barrier()
+    executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local"), [(2, 3), pytest.param(5, 1, marks=pytest.mark.full), pytest.param(3, 2, marks=pytest.mark.full)]
+)
+def test_copies(nodes: int, local: int) -> None:
+    assert run_ranks(nodes * local, _copied, nodes, local) == [[]] * (nodes * local)
+
+
 # -- faults --------------------------------------------------------------------------------------------------------
 
 

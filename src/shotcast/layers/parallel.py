@@ -12,13 +12,6 @@ from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
-_GATHERED_BY_SUM = 8 << 20
-"""Bytes of all ranks together up to which a sum gathers them between CPU hosts, although it sends twice as many.
-
-With 1 ms one way, 0.2 MB take 1.5 ms by a sum and 8.7 by Gloo on 2 hosts of 2 ranks, 3.7 and 22.9 on 8 hosts; 12.6 MB
-take 49 and 81 ms, and 180 and 179.
-"""
-
 
 class Parallel:
     """Tensor parallelism within a stage, and communication with the stages before and after.
@@ -53,7 +46,6 @@ class Parallel:
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.timer = HostStepTimer() if timer is None else timer
         self._algorithms: dict[tuple[str, int], str] = {}
-        self._sums: dict[int, bool] = {}
         # an algorithm that was named and has no fused form; the library's sum is fused by the communicator
         named = self.comm.topology.algorithms[self.algorithm] if self.algorithm != "auto" else None
         self._unfused = named is not None and not named.library and not named.is_fused
@@ -144,28 +136,8 @@ class Parallel:
         """Gather ``[rows, widths[rank]]`` of every rank of the stage, concatenated: [rows * sum(widths)]."""
         if self.size == 1:
             return x.reshape(-1)
-        sizes = [x.shape[0] * width for width in widths]
         with self.timer.communication():
-            if self._gathers_by_sum(x, sum(sizes)):
-                begin = sum(sizes[: self.rank])
-                gathered = x.new_zeros(sum(sizes))
-                gathered[begin : begin + sizes[self.rank]] = x.reshape(-1)
-                return self.comm.all_reduce(gathered, out=gathered)
-            return self.comm.all_gather(x.reshape(-1), sizes=sizes)
-
-    def _gathers_by_sum(self, x: torch.Tensor, elements: int) -> bool:
-        """Return whether a sum of parts among zeros is the faster way to gather: between CPU hosts, up to some size.
-
-        The library gathers there, in many more steps over the network than own sums take. The values are the same,
-        except that a zero loses its sign.
-        """
-        if elements * x.element_size() > _GATHERED_BY_SUM or self.comm.topology.network != "tcp":
-            return False
-        if elements not in self._sums:
-            whole = x.new_empty(1).expand(elements)
-            by_library = [self.comm.explain(whole, op).by_library for op in ("all_gather", "all_reduce")]
-            self._sums[elements] = by_library == [True, False]
-        return self._sums[elements]
+            return self.comm.all_gather(x.reshape(-1), sizes=[x.shape[0] * width for width in widths])
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Gather ``[rows, ...]`` of every rank of the stage, concatenated along the rows."""

@@ -88,12 +88,15 @@ ALGORITHM = Algorithm(
             share=slice_of_message,
             large_warps=_four_warps,
         ),
-        Op.ALL_GATHER: _copy("ALL_GATHER", workspace=_gather_workspace),
+        Op.ALL_GATHER: _copy(
+            "ALL_GATHER", hosts="shotcast.transport.network.copies:ALL_GATHER", workspace=_gather_workspace
+        ),
         Op.ALL_TO_ALL: _copy("ALL_TO_ALL"),
         Op.BROADCAST: Form(
             work=broadcast_work,
             triton="shotcast.transport.triton.copies:bind",
             cpu="shotcast.transport.cpu.copies:BROADCAST",
+            hosts="shotcast.transport.network.copies:BROADCAST",
         ),
         Op.SEND: Form(
             work=part_work,

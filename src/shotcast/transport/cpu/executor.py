@@ -69,6 +69,12 @@ def _words_at(address: int) -> list[int]:
     return list((ctypes.c_uint64 * 2).from_address(address))
 
 
+def parts_of(plan: CallPlan, world_size: int) -> list[int]:
+    """Return the bytes of the part of each rank."""
+    itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
+    return [size * itemsize for size in plan.sizes] or [plan.nbytes // world_size] * world_size
+
+
 class BoundCall:
     """A call with its compiled function and its record: only the addresses of its tensors are open."""
 
@@ -215,9 +221,6 @@ class CpuExecutor:
         # The header of a message names its sender on both sides.
         header = self._algorithms.header(dataclasses.replace(plan, root=self._sender) if plan.op is Op.SEND else plan)
         itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
-        sizes: list[int] = []
-        if not call.header_only:
-            sizes = [size * itemsize for size in plan.sizes] or [plan.nbytes // self._world_size] * self._world_size
         record = array("q", [0] * layout.PLAN_WORDS)
 
         def put(offset: int, value: int) -> None:
@@ -235,10 +238,16 @@ class CpuExecutor:
             put(layout.HIDDEN, plan.norm.hidden)
             gathered = plan.launch.chunk_bytes or _GATHER_CHUNK
             put(layout.GATHER_CHUNK, max(LINE_BYTES, min(gathered, self._generation) // LINE_BYTES * LINE_BYTES))
-        for rank, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
-            put(layout.EXTENTS + 8 * rank, size)
-            put(layout.OFFSETS + 8 * rank, end - size)
+        if not call.header_only:
+            self._put_parts(record, plan)
         return record
+
+    def _put_parts(self, record: array[int], plan: CallPlan) -> None:
+        """Write where the part of each rank begins, and its bytes."""
+        sizes = parts_of(plan, self._world_size)
+        for rank, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
+            record[layout.EXTENTS // 8 + rank] = size
+            record[layout.OFFSETS // 8 + rank] = end - size
 
     def _check_rows(self, plan: CallPlan) -> None:
         hidden = 0 if plan.norm is None else plan.norm.hidden

@@ -90,4 +90,6 @@ ROUND = 264
 SLOT = 272
 MESSAGE_NUMBER = 280
 TOTAL = 288
-PLAN_WORDS = 37
+ROOT_NODE = 296
+PARTS = 304  # offset and size of the part of each rank, node by node; behind the words of all plans
+PLAN_WORDS = 38

@@ -21,7 +21,7 @@ from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu import layout as local_layout
-from shotcast.transport.cpu.executor import Algorithms, BoundCall, CpuExecutor
+from shotcast.transport.cpu.executor import Algorithms, BoundCall, CpuExecutor, parts_of
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
@@ -214,7 +214,10 @@ class HostsExecutor(CpuExecutor):
         record = super().record(plan, call)
         if plan.op in (Op.SEND, Op.RECV) and plan.root in self._members:
             record[local_layout.ROOT // 8] = self._members.index(plan.root)
-        if isinstance(call, HostsCall) and not call.header_only:
+        if plan.op is Op.BROADCAST and not call.header_only:
+            record[local_layout.ROOT // 8] = self._nodes.local_rank_of(plan.root)
+            record[local_layout.ROOT_NODE // 8] = self._nodes.node_of(plan.root)
+        if isinstance(call, HostsCall) and call.slots(self._nodes.nodes) > 0:
             itemsize = wire.DTYPES[plan.dtype]
             count = -(-wire.slice_bytes(plan.nbytes, len(self._members)) // itemsize)
             slot = align_up(4 * count, 64) + 64 * self._nodes.nodes
@@ -223,6 +226,12 @@ class HostsExecutor(CpuExecutor):
             record[local_layout.TOTAL // 8] = room
             self._make_room(room + (plan.nbytes if call.norms else 0))
         return record
+
+    def _put_parts(self, record: array[int], plan: CallPlan) -> None:
+        sizes = parts_of(plan, self._nodes.world_size)
+        ends = list(itertools.accumulate(sizes))
+        for rank in itertools.chain(*self._nodes.members):
+            record.extend((ends[rank] - sizes[rank], sizes[rank]))
 
     def _make_room(self, nbytes: int) -> None:
         """Have private memory of at least ``nbytes`` for slices in float32."""

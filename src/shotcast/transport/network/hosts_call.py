@@ -30,6 +30,11 @@ def chunk_of_slices(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits(room // world_size, (512 << 10) // world_size)
 
 
+def whole_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a step in which one part is staged."""
+    return ChunkLimits(room, 512 << 10)
+
+
 def no_slots(nodes: int) -> int:
     """Return the slices that arrive at once where no data does."""
     return 0

@@ -1,0 +1,148 @@
+"""All-gather and broadcast between nodes: one network step, and copies inside each node.
+
+A rank sends its part to its peers, and receives theirs where they belong. Then each rank of a node has the parts of
+its local rank, and they gather those of each other. Every rank exchanges a frame with each of its peers in any case, if
+only a header, so no rank finishes before all have begun.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import copy, load
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.layout import (
+    CHUNK,
+    CONTROL_BYTES,
+    GENERATION,
+    NBYTES,
+    NETWORK,
+    PARTS,
+    RANK,
+    ROOT,
+    ROOT_NODE,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.slices import wrap_rank
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
+from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
+from shotcast.transport.network.hosts_call import HostsCall, whole_generation
+from shotcast.transport.network.layout import NODE, NODES
+
+
+@njit(error_model="numpy")
+def _offset_of(plan: int, local: int, ranks: int, node: int) -> int:
+    """Return where the part of a rank begins in the whole, in bytes."""
+    return load(plan + PARTS + 16 * (node * ranks + local))
+
+
+@njit(error_model="numpy")
+def _size_of(plan: int, local: int, ranks: int, node: int) -> int:
+    """Return the bytes of the part of a rank."""
+    return load(plan + PARTS + 16 * (node * ranks + local) + 8)
+
+
+@njit(error_model="numpy")
+def _gather_of_node(context: int, plan: int, word: int, out: int, node: int) -> int:
+    """Gather the parts of the ranks of one node, each of which one rank of this node has in ``out``."""
+    rank, ranks = load(context + RANK), load(context + WORLD)
+    longest = 0
+    for peer in range(ranks):
+        longest = max(longest, _size_of(plan, peer, ranks, node))
+    chunk, own, step, done = load(plan + CHUNK), region(context, rank), load(context + STEP), 0
+    while done < longest:
+        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        size = min(chunk, _size_of(plan, rank, ranks, node) - done)
+        if size > 0:
+            copy(own + staging, out + _offset_of(plan, rank, ranks, node) + done, size)
+        step = publish(context, step)
+        status = await_all(context, step, word)
+        if status != DONE:
+            return status
+        for distance in range(1, ranks):
+            peer = wrap_rank(rank + distance, ranks)
+            size = min(chunk, _size_of(plan, peer, ranks, node) - done)
+            if size > 0:
+                copy(out + _offset_of(plan, peer, ranks, node) + done, region(context, peer) + staging, size)
+        done += chunk
+    return finish(context, step)
+
+
+@njit(error_model="numpy")
+def _all_of_node(context: int, word: int) -> int:
+    """Return when all ranks of this node have begun the call."""
+    step = publish(context, load(context + STEP))
+    status = await_all(context, step, word)
+    return status if status != DONE else finish(context, step)
+
+
+def all_gather(context: int, plan: int, x: int, out: int) -> int:
+    """out = the parts of all ranks, in their order; x is the part of this rank."""
+    word = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    status = _all_of_node(context, word)
+    if status != DONE:
+        return status
+    network = load(context + NETWORK)
+    rank, ranks = load(context + RANK), load(context + WORLD)
+    nodes, node = load(network + NODES), load(network + NODE)
+    copy(out + _offset_of(plan, rank, ranks, node), x, _size_of(plan, rank, ranks, node))
+    begin_transfer(network)
+    for distance in range(1, nodes):
+        add_send(context, network, word, (node + distance) % nodes, x, _size_of(plan, rank, ranks, node), 0)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        place = out + _offset_of(plan, rank, ranks, peer)
+        add_receipt(context, network, word, peer, place, _size_of(plan, rank, ranks, peer), 0)
+    status = transfer(context, network)
+    if ranks > 1:
+        for peer in range(nodes):
+            if status == DONE:
+                status = _gather_of_node(context, plan, word, out, peer)
+    return status
+
+
+def broadcast(context: int, plan: int, x: int, out: int) -> int:
+    """Copy x of the root to out of every rank. x, out: nbytes; they may be the same."""
+    word = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    status = _all_of_node(context, word)
+    if status != DONE:
+        return status
+    network = load(context + NETWORK)
+    rank, ranks, root = load(context + RANK), load(context + WORLD), load(plan + ROOT)
+    nodes, node, root_node = load(network + NODES), load(network + NODE), load(plan + ROOT_NODE)
+    nbytes = load(plan + NBYTES)
+    begin_transfer(network)
+    for distance in range(1, nodes):
+        size = nbytes if rank == root and node == root_node else 0
+        add_send(context, network, word, (node + distance) % nodes, x, size, 0)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        size = nbytes if rank == root and peer == root_node else 0
+        add_receipt(context, network, word, peer, out, size, 0)
+    status = transfer(context, network)
+    if status != DONE:
+        return status
+    if rank == root and node == root_node:
+        copy(out, x, nbytes)
+    chunk, step, done = load(plan + CHUNK), load(context + STEP), 0
+    while done < nbytes and ranks > 1:
+        staging, size = CONTROL_BYTES + (step & 1) * load(context + GENERATION), min(chunk, nbytes - done)
+        if rank == root:
+            copy(region(context, rank) + staging, out + done, size)
+        step = publish(context, step)
+        status = await_all(context, step, word)
+        if status != DONE:
+            return status
+        if rank != root:
+            copy(out + done, region(context, root) + staging, size)
+        done += size
+    return finish(context, step)
+
+
+ALL_GATHER = HostsCall(schedule=Schedule(all_gather), chunk=whole_generation)
+BROADCAST = HostsCall(schedule=Schedule(broadcast), chunk=whole_generation)
