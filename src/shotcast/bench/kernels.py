@@ -81,7 +81,11 @@ def _collective(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
     name = LIBRARY if name == "nccl" else name
     if name in serving:
         return (f"{op.label}/{name}",)
-    chosen = [one.name for one in serving.values() if one.library or one.keeps_bits(op, shape)]
+    chosen = [
+        one.name
+        for one in serving.values()
+        if one.library or (one.keeps_bits(op, shape) and (shape.nodes > 1 or not one.forms[op].between_nodes))
+    ]
     return tuple(f"{op.label}/{one}" for one in chosen)
 
 
