@@ -8,12 +8,14 @@ the digest of all CPU kernels and of ``wire.py`` instead.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,30 @@ def keep_on_disk(compilable: Any) -> None:
         logger.info("compiled host code of %s is not kept on disk: %s", compilable.__name__, error)
 
 
+@contextlib.contextmanager
+def _one_process_compiles(compilable: Any) -> Iterator[None]:
+    """Let one process of the machine compile a function, while others wait to load what it keeps on disk.
+
+    Once it is there, all load at the same time. Without a place on disk each process compiles for itself.
+    """
+    folder = getattr(getattr(compilable, "_cache", None), "cache_path", "")
+    name = f"{compilable.__name__}-{compilable.__module__}-{_sources_digest()[:16]}"
+    done = Path(folder, f"{name}.compiled")
+    if not folder or done.exists():
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            done.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(done.with_suffix(".lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # it ends with the process that has it
+        except OSError as error:
+            logger.info("%s is compiled by each process: %s", compilable.__name__, error)
+        yield
+        with contextlib.suppress(OSError):
+            done.touch()
+
+
 class Schedule:
     """A collective as a compiled function: ``function(context, plan, x, out) -> status``.
 
@@ -70,7 +96,8 @@ class Schedule:
             if self._compiled is None:
                 dispatcher = njit(**SCHEDULE_OPTIONS)(self._function)
                 keep_on_disk(dispatcher)
-                dispatcher.compile(types.int64(types.int64, types.int64, types.int64, types.int64))
+                with _one_process_compiles(dispatcher):
+                    dispatcher.compile(types.int64(types.int64, types.int64, types.int64, types.int64))
                 dispatcher.disable_compile()
                 self._compiled = dispatcher
             return self._compiled
@@ -98,6 +125,7 @@ class Arithmetic:
                 signature = normalize_signature(types.void(*(types.int64,) * 4))
                 function = CFunc(self._function, signature, {}, ARITHMETIC_OPTIONS)
                 keep_on_disk(function)
-                function.compile()
+                with _one_process_compiles(function):
+                    function.compile()
                 self._compiled = function
             return int(self._compiled.address)
