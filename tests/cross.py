@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from shotcast.device.triton import tiles
 from shotcast.hardware.nodes import folded
 from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
+from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS
@@ -136,11 +137,15 @@ def compiled_nodes(
     clears: bool = False,
     capability: int = 90,
     hidden: int = 0,
+    puts: bool = False,
 ) -> Any:
-    """Return the compiled kernel of an all-reduce over nodes; with ``hidden``, of one that norms rows of so many."""
+    """Return the compiled kernel of an all-reduce over nodes; with ``hidden``, of one that norms rows of so many.
+
+    With ``puts``, nodes put to each other by NVSHMEM.
+    """
     kernel = nvrar_rms_norm if hidden else nvrar_all_reduce
     values = {
-        "PUTS": False,
+        "PUTS": puts,
         "EXCHANGE": EXCHANGES[exchange],
         "NODES": nodes,
         "FOLDED": folded(nodes),
@@ -160,7 +165,8 @@ def compiled_nodes(
     constants = {key: value for key, value in values.items() if key in kernel.arg_names}
     kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
     signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
-    return build(kernel, signature, constants, warps, capability)
+    options = {"extern_libs": nvshmem_library.extern_libs()} if puts else None
+    return build(kernel, signature, constants, warps, capability, options=options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -210,7 +216,7 @@ def build(
     constants: dict[str, Any],
     warps: int,
     capability: int,
-    options: dict[str, int] | None = None,
+    options: dict[str, Any] | None = None,
     aligned: Collection[str] = (),
 ) -> Any:
     """Compile a kernel. ``aligned`` names arguments that are multiples of 16, as Triton finds out when it launches."""

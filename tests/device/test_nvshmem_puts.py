@@ -29,14 +29,18 @@ def put_tiles(source, target, pe, count, BLOCK: tl.constexpr):  # noqa: N803
 
 
 @pytest.fixture(scope="module")
-def compiled() -> triton.compiler.CompiledKernel:
+def libraries() -> dict[str, str]:
     try:
-        libraries = nvshmem_library.extern_libs()
+        return nvshmem_library.extern_libs()
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def compiled(libraries: dict[str, str]) -> triton.compiler.CompiledKernel:
     signature = {"source": "i64", "target": "i64", "pe": "i32", "count": "i32", "BLOCK": "constexpr"}
     options = {"extern_libs": libraries}
-    return cross.build(put_tiles, signature, {"BLOCK": 512}, 4, 90, options=options)  # type: ignore[arg-type]
+    return cross.build(put_tiles, signature, {"BLOCK": 512}, 4, 90, options=options)
 
 
 def test_a_put_is_linked_into_the_kernel(compiled: triton.compiler.CompiledKernel) -> None:
@@ -60,3 +64,20 @@ def test_values_that_are_kept_over_a_put_stay_in_registers(
 ) -> None:
     used = cross.resources(compiled, tmp_path)
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hidden", [0, 4096])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 8), (3, 2)])
+@pytest.mark.parametrize("exchange", ["doubling", "pairs", "halving"])
+def test_all_reduces_over_nodes_put(
+    libraries: dict[str, str], exchange: str, nodes: int, local: int, hidden: int, tmp_path: Path
+) -> None:
+    """They put what the form with stores would store, and read no data before the kernel before them has ended."""
+    made = cross.compiled_nodes(exchange, nodes, local, hidden=hidden, puts=True)
+    assert "nvshmemi_device_state_d" in made.asm["ptx"]
+    before = made.asm["ptx"].partition("griddepcontrol.wait")[0]
+    reads = {target for _, target in cross.touched(before, made.src.signature, ("peers", "puts"))}
+    assert reads <= {"peers", "puts"}
+    used = cross.resources(made, tmp_path)
+    assert used["STACK"] <= 256, used
