@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from shotcast.device.cpu.atomics import interrupted, load, load_acquire, monotonic_ns, pause, store, store_release
+from shotcast.device.cpu.atomics import interrupted, load, load_acquire, monotonic_ns, store, store_release
 from shotcast.transport.cpu.layout import (
     ABORT,
     DEADLINE,
@@ -20,7 +20,6 @@ from shotcast.transport.cpu.layout import (
     HEADER_WORD,
     HEARTBEAT,
     RANK,
-    SPINS,
     TIMEOUT,
 )
 from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT, region
@@ -42,6 +41,7 @@ from shotcast.transport.network.layout import (
     MOVED,
     PEER,
     POLLED,
+    READY,
     RECEIVES,
     SENDS,
     STEP_AT,
@@ -79,6 +79,7 @@ def _add_entry(context: int, network: int, header: int, word: int, node: int, da
     store(entry + DATA, data)
     store(entry + BYTES, nbytes)
     store(entry + MOVED, 0)
+    store(entry + READY, 1)
     store(entry + header, load(context + EPOCH))
     store(entry + header + 8, load(context + HEADER_WORD))
     store(entry + header + 16, word)
@@ -167,6 +168,12 @@ def _wait(context: int, network: int) -> int:
             return INTERRUPTED
     left_ms = (load(context + DEADLINE) - now) // 1_000_000 + 1
     poll(network + POLLED, count, min(_POLL_MS, left_ms))
+    count = 0
+    for number in range(total):
+        entry = network + ENTRIES + number * ENTRY_BYTES
+        if load(entry + MOVED) < load(entry + BYTES) + FRAME_HEADER_BYTES:
+            store(entry + READY, load(network + POLLED + 8 * count) >> 48 & 0xFFFF)
+            count += 1
     return DONE
 
 
@@ -175,22 +182,21 @@ def transfer(context: int, network: int) -> int:
     """Send and receive all frames of the transfer. Returns DONE, or why that is not possible."""
     sends = load(network + SENDS)
     total = sends + load(network + RECEIVES)
-    left, idle = total, 0
+    left = total
     while True:
-        moved = False
         for number in range(total):
             entry = network + ENTRIES + number * ENTRY_BYTES
+            if load(entry + READY) == 0:
+                continue
+            store(entry + READY, 0)  # less than all is all that could be moved now
             whole = load(entry + BYTES) + FRAME_HEADER_BYTES
             before = load(entry + MOVED)
-            if before == whole:
-                continue
             result = _move(network, entry, number < sends)
             if result < 0:
                 store(network + LOST, load(entry + PEER) + 1)
                 store(network + LOST_ERROR, 0 if result == _ENDED else -result)
                 return PEER_GONE
             if result > 0:
-                moved = True
                 after = load(entry + MOVED)
                 if number >= sends and before < FRAME_HEADER_BYTES <= after and not _is_expected(entry):
                     return MISMATCHED
@@ -198,13 +204,6 @@ def transfer(context: int, network: int) -> int:
                     left -= 1
         if left == 0:
             return DONE
-        if moved:
-            idle = 0
-            continue
-        idle += 1
-        if idle < load(context + SPINS):
-            pause()
-            continue
         status = _wait(context, network)
         if status != DONE:
             return status

@@ -36,6 +36,8 @@ MOVED = 32  # bytes of the frame that have been sent or received
 FRAME_HEADER = 40  # four words
 EXPECTED = 72  # the header that a frame must have, four words
 
+READY = 104  # whether it may be possible to move more now
+
 FRAME_HEADER_BYTES = 32
 """The header of a frame: the epoch, the two words of the call's header, and the step above the bytes of the data."""
 STEP_AT = 48

@@ -33,6 +33,7 @@ from shotcast.transport.network.layout import (
     FRAME_HEADER,
     MOVED,
     PEER,
+    READY,
     RECEIVES,
     SENDS,
 )
@@ -56,6 +57,7 @@ def _message(context: int, plan: int, data: int, header: int, count: int) -> int
     store(entry + DATA, data)
     store(entry + BYTES, load(plan + NBYTES))
     store(entry + MOVED, 0)
+    store(entry + READY, 1)
     store(entry + header, load(plan + MESSAGE_NUMBER))
     store(entry + header + 8, load(plan + HEADER))
     store(entry + header + 16, load(plan + HEADER + 8))
