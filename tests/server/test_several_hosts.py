@@ -97,7 +97,7 @@ def rank_0(agent: subprocess.Popen[str]) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["4x1", "2x2"])
 def test_answers_are_those_of_logical_nodes_on_one_host(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    """To the bit: the sums of both have the same order. Then rank 0 is told to end, and lets a stream finish."""
+    """Answers agree to the bit: the sums of both have one order. Then rank 0 is told to end; a stream finishes."""
     with served_on_hosts(tmp_path, *layout) as (network, agents):
         assert "vendor library serves" not in printed(tmp_path, 0)
         found = choices(ask(network, bodies(24)).communicate(timeout=300)[0].splitlines())
