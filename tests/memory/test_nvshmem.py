@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -353,6 +356,18 @@ def test_structures_have_the_sizes_of_the_library() -> None:
     assert {structure: ctypes.sizeof(structure) for structure in sizes} == sizes
     assert nvshmem_library._Attributes.arguments.offset == 16
     assert nvshmem_library._version_of(nvshmem_library._Attributes) == 0x10090
+
+
+def test_the_users_variables_of_nvshmem_take_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("libnvshmem_host.so.3", "libnvshmem_device.bc"):
+        (tmp_path / name).touch()
+    set_by_user = {"NVSHMEM_LIB_DIR": str(tmp_path), "NVSHMEM_SYMMETRIC_SIZE": "2G", "SHOTCAST_SOCKET_IFNAME": "ib0"}
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: SimpleNamespace(nvshmem_malloc=Mock(), nvshmem_ptr=Mock()))
+    with patch.dict(os.environ, set_by_user):
+        nvshmem_library.Library()
+        assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == "2G"
+        assert os.environ["NVSHMEM_DISABLE_NCCL"] == "1"
+        assert os.environ["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "ib0"
 
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,18 @@ _WITH_UNIQUE_ID = 1 << 3
 _INITIALISED = 2
 """The status from which on the library is initialised."""
 _UNIQUE_ID_BYTES = 128
-_HEAP_BYTES = 512 << 20
-"""Room of the heap where it cannot grow, which is so where a network cannot reach memory that is mapped in steps."""
-_STEP_BYTES = 64 << 20
-"""The heap grows by multiples of this; NVSHMEM's own default, 512 MiB, is much for what calls need."""
+_DEFAULTS = {
+    "NVSHMEM_SYMMETRIC_SIZE": str(512 << 20),
+    "NVSHMEM_CUMEM_GRANULARITY": str(64 << 20),
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NVSHMEM_DISABLE_NCCL": "1",
+}
+"""NVSHMEM's variables where the user has not set them.
+
+The first is the room of the heap where it cannot grow, as some networks cannot reach memory that is mapped in steps.
+The second is the step by which it grows else, which is 512 MiB by itself. Nobody here uses multicast, nor the
+connections of NCCL that NVSHMEM would make for its own collectives.
+"""
 
 
 def _version_of(structure: Any) -> int:
@@ -96,8 +104,8 @@ class Library:
 
     def __init__(self) -> None:
         # read once, when a unique ID is made or this process becomes a PE; ranks that differ could not map each other
-        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(_HEAP_BYTES))
-        os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_STEP_BYTES))
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
         if interface := env.socket_ifname():
             os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", interface)
         self._functions = ctypes.CDLL(str(folder() / _HOST), mode=ctypes.RTLD_GLOBAL)
