@@ -129,7 +129,7 @@ for part in "$@"; do
         unset SERVER_FUZZ_JSON
         ;;
     hosts) # simulated hosts against Gloo; as root, on CPUs
-        over="all-reduce -b 1K -e 16M -f 4 --seconds 1"
+        over="all-reduce -b 4K -e 16M -f 4 --seconds 1"
         bench 900 hosts_8_1ms $over --hosts 8 --delay-us 1000
         bench 900 hosts_8_10ms $over --hosts 8 --delay-us 10000
         bench 600 hosts_4_1ms $over --hosts 4 --delay-us 1000
