@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert len(lines) == 2 + len(rows)
     assert lines[2].startswith("| 1x1 | transformers | 1 | ")
     assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
+
+
+def test_a_table_names_what_serves_hosts_without_all_reduces_too() -> None:
+    """Messages of a pipeline are served by own connections or by Gloo; on one host they have one way."""
+    row = engine_report.read(DATA / "cpu" / "engine_smollm2_f32.json")[-1]
+    assert (row.layout, row.hosts) == ("1x2", 1)
+    assert engine_report.markdown([row]).splitlines()[2].startswith("| 1x2 | - |")
+    moved = replace(row, hosts=2, delay_us=50.0, algorithm="gloo")
+    assert engine_report.markdown([moved]).splitlines()[0].startswith("| hosts | one way us | layout |")
+    assert engine_report.markdown([moved]).splitlines()[2].startswith("| 2 | 50 | 1x2 | gloo |")
 
 
 @needs_hosts

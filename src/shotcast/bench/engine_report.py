@@ -76,7 +76,7 @@ def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
         (
             *((str(row.hosts), f"{row.delay_us:g}" if row.hosts > 1 else "-") if hosts else ()),
             row.layout,
-            row.algorithm if reduces(row) or row.algorithm == TRANSFORMERS else "-",
+            row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-",
             str(row.batch),
             f"{row.ttft_ms:.1f}",
             f"{row.tpot_ms:.2f}",
