@@ -63,7 +63,10 @@ def test_calls_that_clear_their_slots_themselves(nodes: int, local: int) -> None
 
 @pytest.mark.parametrize(
     ("nodes", "local", "calls"),
-    [(2, 1, 25), *(pytest.param(*shape, 300, marks=pytest.mark.full) for shape in ((2, 1), (3, 1), (2, 2), (2, 3)))],
+    [
+        (2, 1, 25),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1, 300), (3, 1, 300), (2, 2, 300), (2, 3, 50))),
+    ],
 )
 def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, calls: int) -> None:
     """Cells of earlier calls are left where they are, of either generation, and none is taken for a new one."""
