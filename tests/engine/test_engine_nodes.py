@@ -46,9 +46,9 @@ def options(tensor: int, stages: int, **others: Any) -> dict[str, Any]:
 
 
 def codes(others: RankGroup) -> list[Any]:
-    wait_for_reports(others.ranks, time.monotonic() + 10, stop_at_failure=False)
+    wait_for_reports(others.ranks, time.monotonic() + 60, stop_at_failure=False)
     for rank in others.ranks:
-        rank.process.join(10)
+        rank.process.join(60)
     return [rank.value if rank.succeeded else rank.process.exitcode for rank in others.ranks]
 
 

@@ -42,7 +42,7 @@ def failure_of(found: JobLeader) -> RankFailed | None:
 
 
 def wait_until_begun(folder: Path, ranks: int) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(list(folder.iterdir())) < ranks:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -50,9 +50,9 @@ def wait_until_begun(folder: Path, ranks: int) -> None:
 
 def results(others: RankGroup) -> list[Any]:
     """Return what each process returned, or the code with which it exited."""
-    wait_for_reports(others.ranks, time.monotonic() + 10, stop_at_failure=False)
+    wait_for_reports(others.ranks, time.monotonic() + 60, stop_at_failure=False)
     for rank in others.ranks:
-        rank.process.join(10)
+        rank.process.join(60)
     return [rank.value if rank.succeeded else rank.process.exitcode for rank in others.ranks]
 
 
@@ -87,8 +87,8 @@ def test_a_job_may_end_as_soon_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         ("lacks", ConfigError, rf"rank 2 \(host {HOST}\): there is no model here"),
         ("ends", EngineDead, rf"rank 2: host {HOST}: its process ended"),
-        ("absent", ConfigError, r"ranks 2 of 3 did not come within 1 s"),
-        ("secret", ConfigError, r"ranks 2 of 3 did not come within 1 s"),
+        ("absent", ConfigError, r"ranks 2 of 3 did not come within 3 s"),
+        ("secret", ConfigError, r"ranks 2 of 3 did not come within 3 s"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
     with other_ranks(monkeypatch, 3, 2, targets.member, behaviour) as others:
         found = leader()
         with caplog.at_level(logging.WARNING), pytest.raises(kind, match=message), found.refusing():
-            found.gather(FACTS, timeout_s=1.0)
+            found.gather(FACTS, timeout_s=3.0 if behaviour in ("absent", "secret") else 60.0)
         if behaviour == "absent":
             others.ranks[1].process.kill()
         first, second = results(others)
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_named_and_ends_one_that_is_stuck(
         assert failure is not None
         assert str(failure) == f"rank 2 failed\nhost {HOST}: its process ended, or its host cannot be reached"
         assert results(others) == [1, -signal.SIGKILL]
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
     assert "rank 1 ends: rank 2 failed" in capfd.readouterr().err
 
 
