@@ -19,8 +19,8 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     gpus = {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2}
     monkeypatch.setattr("shotcast.collectives.executor_factory.visible_gpus", lambda: gpus)
-    assert peer_obstacle(torch.device("cuda", 1), list(gpus)) == ""
-    obstacle = peer_obstacle(torch.device("cuda", 0), list(gpus))
+    assert peer_obstacle(torch.device("cuda", 1), dict(enumerate(gpus))) == ""
+    obstacle = peer_obstacle(torch.device("cuda", 0), dict(enumerate(gpus)))
     assert obstacle == "GPU 0 has no peer access to GPU 2"
     layout = NodeLayout.one_node(3)
     topology = Topology(layout, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
@@ -32,7 +32,7 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_ranks_on_one_gpu() -> None:
-    assert "several ranks use one GPU" in peer_obstacle(torch.device("cuda", 0), ["GPU-a", "GPU-a"])
+    assert "several ranks use one GPU" in peer_obstacle(torch.device("cuda", 0), {0: "GPU-a", 1: "GPU-a"})
 
 
 def nine() -> tuple[list[float], str]:

@@ -20,7 +20,9 @@ def test_gloo_takes_the_interface_that_was_chosen(
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     variables |= {"SHOTCAST_SOCKET_IFNAME": own, "GLOO_SOCKET_IFNAME": gloo}
     for name, value in variables.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, value)  # so that it is restored, whoever sets it meanwhile
+        if not value:
+            monkeypatch.delenv(name)
     found: list[str | None] = []
 
     def initialise(backend: str, **options: object) -> None:
@@ -31,4 +33,3 @@ def test_gloo_takes_the_interface_that_was_chosen(
     with pytest.raises(InterruptedError):
         process_group_of(None, torch.device("cpu"))
     assert found == [taken]
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

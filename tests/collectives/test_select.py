@@ -255,17 +255,18 @@ class TestNodes:
             "nvrar_two_shot has no Triton kernel"
         )
 
-    def test_cpu_hosts_have_sums_messages_and_barriers(self) -> None:
+    def test_cpu_hosts_have_all_but_scatters_and_exchanges(self) -> None:
         topology = make_topology(nodes=3)
         served = {
             op
             for op in Op
             if choose(problem(op, topology=topology), "auto", "auto", ()).candidate.algorithm != "vendor"
         }
-        assert served == {Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM, Op.SEND, Op.RECV, Op.BARRIER}
+        copies = {Op.ALL_GATHER, Op.BROADCAST, Op.SEND, Op.RECV, Op.BARRIER}
+        assert served == {Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM} | copies
         assert obstacle(problem(topology=topology), "one_shot") == "one_shot has no form for CPU ranks on several nodes"
-        gather = choose(problem(Op.ALL_GATHER, topology=topology), "auto", "auto", ())
-        assert (gather.source, gather.reason) == ("legality", "no own kernel carries all_gather between hosts")
+        scatter = choose(problem(Op.REDUCE_SCATTER, topology=topology), "auto", "auto", ())
+        assert (scatter.source, scatter.reason) == ("legality", "no own kernel carries reduce_scatter between hosts")
 
     def test_kernels_of_gpus_take_nodes_of_consecutive_ranks(self) -> None:
         mixed = dataclasses.replace(make_topology("triton", nodes=2), layout=NodeLayout.of_keys(["a", "b"] * 4))

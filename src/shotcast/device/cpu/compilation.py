@@ -58,7 +58,7 @@ def _one_process_compiles(compilable: Any) -> Iterator[None]:
 
     Once it is there, all load at the same time. Without a place on disk each process compiles for itself.
     """
-    folder = getattr(getattr(compilable, "_cache", None), "cache_path", "")
+    folder = getattr(getattr(compilable, "_cache", None), "cache_path", None) or ""
     name = f"{compilable.__name__}-{compilable.__module__}-{_sources_digest()[:16]}"
     done = Path(folder, f"{name}.compiled")
     if not folder or done.exists():
