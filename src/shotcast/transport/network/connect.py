@@ -20,7 +20,7 @@ from shotcast.errors import ConfigError
 from shotcast.hardware.interfaces import address_of_this_host, listen
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.symmetric import HostGroup, raise_failures
-from shotcast.transport.network.handshake import connection_key, handshake, new_key
+from shotcast.transport.network.handshake import connection_key, handshake, new_key, receive
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Hellos:
         try:
             handshake(one, self._key, listens=True, timeout_s=_STRANGER_S)
             one.settimeout(_STRANGER_S)
-            caller, called, name = _HELLO.unpack(one.recv(_HELLO.size, socket.MSG_WAITALL))
+            caller, called, name = _HELLO.unpack(receive(one, _HELLO.size))
             purpose = name.rstrip(b"\0").decode()
             if called == self._rank and expected(caller, purpose):
                 _ready(one)

@@ -68,6 +68,7 @@ class ControlPlane:
         self._answers: dict[int, dict[int, list[RankState]]] = {}
         self._numbers = itertools.count()
         self._buffers = dict.fromkeys(connections, b"")
+        self._unsent = dict.fromkeys(connections, b"")
         self._closing = False
         self.ended: set[int] = set()
         self.parted: set[int] = set()
@@ -101,24 +102,41 @@ class ControlPlane:
         with self._lock:
             if node in self.ended or node in self.parted or self._closing:
                 return False
-            try:
-                # so short a message that the connection takes all of it or, if it is stuck, nothing
-                return self._connections[node].send(_LENGTH.pack(len(text)) + text) > 0
-            except OSError as error:
-                logger.info("nothing can be told to node %d: %s", node, error)
-                return False
+            self._unsent[node] += _LENGTH.pack(len(text)) + text
+            return self._flush(node)
+
+    def _flush(self, node: int) -> bool:
+        """Send what the connection takes, and leave the rest to the thread. With the lock."""
+        try:
+            sent = self._connections[node].send(self._unsent[node])
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            logger.info("nothing can be told to node %d: %s", node, error)
+            self._unsent[node] = b""
+            return False
+        self._unsent[node] = self._unsent[node][sent:]
+        if self._unsent[node]:
+            os.eventfd_write(self._wake, 1)
+        return True
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, -1)
             for node, one in self._connections.items():
                 selector.register(one, selectors.EVENT_READ, node)
-            while True:
-                for key, _ in selector.select():
+            while not self._closing:
+                for key, events in selector.select():
                     if key.data < 0:
-                        return
-                    if not self._read(key.data):
+                        os.eventfd_read(self._wake)
+                    elif events & selectors.EVENT_READ and not self._read(key.data):
                         selector.unregister(key.fileobj)
+                    elif events & selectors.EVENT_WRITE:
+                        with self._lock:
+                            self._flush(key.data)
+                for node, unsent in self._unsent.items():
+                    if (one := self._connections[node]) in selector.get_map():
+                        selector.modify(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0), node)
 
     def _read(self, node: int) -> bool:
         """Serve what a peer has sent. Returns whether its connection goes on."""
@@ -184,7 +202,8 @@ class ControlPlane:
             return
         for node in self._connections:
             self._send(node, {"farewell": True})
-        self._closing = True
+        with self._lock:
+            self._closing = True
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join()

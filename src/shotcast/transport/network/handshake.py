@@ -50,13 +50,13 @@ def handshake(connection: socket.socket, key: bytes, listens: bool, timeout_s: f
     try:
         own = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(own)
-        other = _receive(connection, _NONCE_BYTES)
+        other = receive(connection, _NONCE_BYTES)
         nonces = own + other if listens else other + own
         proofs = {role: hmac.digest(key, role + nonces, hashlib.sha256) for role in (_CONNECTS, _LISTENS)}
         if not listens:
             connection.sendall(proofs[_CONNECTS])
         expected = proofs[_CONNECTS if listens else _LISTENS]
-        if not hmac.compare_digest(_receive(connection, len(expected)), expected):
+        if not hmac.compare_digest(receive(connection, len(expected)), expected):
             raise HandshakeError("the other end does not know the key of this job")
         if listens:
             connection.sendall(proofs[_LISTENS])
@@ -69,7 +69,8 @@ def handshake(connection: socket.socket, key: bytes, listens: bool, timeout_s: f
     connection.settimeout(None)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Return the next ``size`` bytes of a connection. Raises HandshakeError if it ends before."""
     received = b""
     while len(received) < size:
         part = connection.recv(size - len(received))

@@ -1,0 +1,42 @@
+"""What ranks of different nodes tell each other beside the data of calls."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+
+from shotcast.transport.network.control import ControlPlane, RankState
+from shotcast.transport.network.handshake import receive
+
+
+def _read(one: socket.socket, count: int) -> list[dict[str, int]]:
+    """Return the next messages of a connection."""
+    found = []
+    for _ in range(count):
+        (length,) = struct.unpack("!I", receive(one, 4))
+        found.append(json.loads(receive(one, length)))
+    return found
+
+
+def test_messages_stay_whole_on_a_connection_that_is_full() -> None:
+    """A connection may take a part of a message: the rest follows when the peer reads again."""
+    own, peer = socket.socketpair()
+    with peer:
+        own.setblocking(False)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        peer.settimeout(20)
+        state = RankState(header=None, silent_s=0.0, progress=0, gone=False)
+        plane = ControlPlane({1: own}, lambda epoch: [state] * 200, lambda word: None, lambda node: None)
+        peer.sendall(b"".join(_framed({"ask": number, "epoch": 1}) for number in range(40)))
+        for word in range(2000):
+            plane.tell(word)
+        messages = _read(peer, 2040)
+        plane.close()
+    assert [message["fault"] for message in messages if "fault" in message] == list(range(2000))
+    assert sorted(message["answer"] for message in messages if "answer" in message) == list(range(40))
+
+
+def _framed(message: dict[str, int]) -> bytes:
+    text = json.dumps(message).encode()
+    return struct.pack("!I", len(text)) + text
