@@ -283,8 +283,8 @@ class JobMember:
         try:
             found, arguments = facts()
         except BaseException as error:
+            self._left.set()  # before rank 0 answers: this rank raises what it found
             self._report(_REPORT + error_report(error))
-            self._left.set()
             raise
         self._report(_FACTS + json.dumps(dict(found)).encode())
         self._begun.wait()
