@@ -19,8 +19,10 @@ from workers import FLOATS, check, inputs, shifted
 import shotcast
 from executor_calls import run_call
 from shotcast import env
+from shotcast.collectives import reference
 from shotcast.collectives.algorithm import Algorithm, Algorithms, Form
 from shotcast.cost.collective import Work
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.arena import arena_of
 from shotcast.wire import CallPlan, LaunchShape, Op
 
@@ -42,24 +44,14 @@ ALGORITHMS = Algorithms(tuple(map(_member, KINDS)))
 
 
 def tree_sum(xs: list[torch.Tensor], nodes: int) -> torch.Tensor:
-    """Return the sum in the documented order: rank order in each node, then the tree over nodes, rounded once."""
-    local = len(xs) // nodes
-    partial = []
-    for node in range(nodes):
-        total = torch.zeros_like(xs[0], dtype=torch.float32)
-        for x in xs[node * local : (node + 1) * local]:
-            total = total + x.float()
-        partial.append(total)
-    power = 1
-    while 2 * power <= nodes:
-        power *= 2
-    while len(partial) > power:  # the first pairs are folded, from left to right
-        first = len(partial) - power
-        folds = [partial[2 * i] + partial[2 * i + 1] for i in range(first)]
-        partial = folds + partial[2 * first :]
-    while len(partial) > 1:
-        partial = [a + b for a, b in zip(partial[::2], partial[1::2], strict=True)]
-    return partial[0].to(xs[0].dtype)
+    """Return the sum in the documented order over so many nodes of consecutive ranks."""
+    return reference.tree_sum(xs, layout_of(nodes, len(xs)))
+
+
+def layout_of(nodes: int, world_size: int) -> NodeLayout:
+    """Return nodes of consecutive ranks, equally many on each."""
+    local = world_size // nodes
+    return NodeLayout.of_keys([f"n{rank // local}" for rank in range(world_size)])
 
 
 @contextlib.contextmanager

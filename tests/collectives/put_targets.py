@@ -12,19 +12,12 @@ from unittest import mock
 
 import node_kernel_targets
 import torch
-from node_kernel_targets import ALGORITHMS, plan_of, tree_sum
+from node_kernel_targets import ALGORITHMS, layout_of, plan_of, tree_sum
 from workers import check, inputs
 
 import emulated_puts
 import shotcast
 from executor_calls import run_call
-from shotcast.hardware.nodes import NodeLayout
-
-
-def layout_of(nodes: int, world_size: int) -> NodeLayout:
-    local = world_size // nodes
-    members = tuple(tuple(range(node * local, (node + 1) * local)) for node in range(nodes))
-    return NodeLayout(members, tuple(f"n{node}" for node in range(nodes)))
 
 
 @contextlib.contextmanager
