@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from local_ranks import LocalGroup
-from shotcast.hardware.nodes import NodeLayout, folded
+from shotcast.hardware.nodes import NodeLayout
 from shotcast.transport.cpu import send_recv
 from shotcast.transport.network import copies, fused, meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
 from shotcast.transport.network.executor import HostsExecutor
@@ -94,18 +94,3 @@ def all_reduce(executor: HostsExecutor, algorithm: str, x: torch.Tensor, out: to
 
 def barrier(executor: HostsExecutor) -> None:
     executor.bind(CallPlan(Op.BARRIER, "vendor", "uint8", 0)).run(None, None)
-
-
-def tree_sum(inputs: list[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
-    """Return the sum in the documented order: ranks of a node in turn, then the tree of nodes; rounded once."""
-    sums = []
-    for ranks in layout.members:
-        total = torch.zeros(inputs[0].shape)
-        for rank in ranks:
-            total = total + inputs[rank].float()
-        sums.append(total)
-    pairs = folded(layout.nodes)
-    level = [sums[2 * i] + sums[2 * i + 1] for i in range(pairs)] + sums[2 * pairs :]
-    while len(level) > 1:
-        level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]
-    return level[0].to(inputs[0].dtype)

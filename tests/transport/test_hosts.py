@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
 import socket
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of, tree_sum
+from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of
 
 from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast import wire
+from shotcast.collectives import reference
 from shotcast.errors import ConfigError
 from shotcast.memory.operands import NormTensors
+from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu.norm_rows import add_rms_norm
 from shotcast.wire import CallPlan, Fault, Header, LaunchShape, Norm, Op
 
@@ -43,7 +48,7 @@ def _sums(group: LocalGroup, nodes: int, local: int, sizes: tuple[int, ...]) -> 
         if number % 29 == group.rank:
             time.sleep(0.02)  # a straggler
         all_reduce(executor, algorithm, x, out)
-        if executor.fault() is not None or not torch.equal(out, tree_sum(inputs, layout)):
+        if executor.fault() is not None or not torch.equal(out, reference.tree_sum(inputs, layout)):
             wrong.append(f"{algorithm} {dtype} {size} {executor.fault()}")
         if number % 7 == 0:
             barrier(executor)
@@ -76,7 +81,7 @@ def _special_values(group: LocalGroup) -> list[str]:
             out = torch.empty_like(inputs[0])
             all_reduce(executor, algorithm, inputs[group.rank], out)
             bits = torch.int32 if dtype is torch.float32 else torch.int16
-            expected = tree_sum(inputs, layout)
+            expected = reference.tree_sum(inputs, layout)
             nan = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
             expected_bits = torch.where(expected.isnan(), torch.tensor(nan, dtype=bits), expected.view(bits))
             if not torch.equal(out.view(bits), expected_bits):
@@ -108,7 +113,7 @@ def _fused(group: LocalGroup, nodes: int, local: int) -> list[str]:
             nbytes = inputs[0].numel() * inputs[0].element_size()
             plan = CallPlan(Op.ALL_REDUCE_RMS_NORM, algorithm, str(dtype)[6:], nbytes, launch=launch, norm=norm)
             executor.bind(plan).run(inputs[group.rank], None, tensors)
-            add_rms_norm(tree_sum(inputs, layout).view(rows, hidden), expected, norm)
+            add_rms_norm(reference.tree_sum(inputs, layout).view(rows, hidden), expected, norm)
             same = torch.equal(tensors.new_residual, expected.new_residual)
             if executor.fault() is not None or not same or not torch.equal(tensors.normed, expected.normed):
                 wrong.append(f"{algorithm} {rows} {hidden} {dtype}")
@@ -345,6 +350,58 @@ def _with_secrets(group: LocalGroup, secrets: list[str]) -> str:
     group.barrier()
     executor.close()
     return ""
+
+
+def _resources() -> tuple[int, int, int]:
+    """Return the descriptors, threads and files of shared memory of this process."""
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(shared)
+
+
+def _refused_measurement(group: LocalGroup) -> tuple[str, bool]:
+    import shotcast.transport.network.executor as module
+
+    def measure(self: Any) -> None:
+        raise_failures(self._hosts, "" if group.rank else "no network")
+
+    module.HostsExecutor._measure = measure
+    gc.collect()
+    before = _resources()
+    try:
+        executor_of(group, 2, 1)
+    except ConfigError as error:
+        message = str(error)
+    gc.collect()
+    return message, _resources() == before
+
+
+def test_a_failed_construction_leaves_nothing_behind() -> None:
+    for message, clean in run_ranks(2, _refused_measurement):
+        assert "no network" in message
+        assert clean
+
+
+def _far_away(group: LocalGroup) -> tuple[Fault | None, bool]:
+    import shotcast.transport.network.connect as module
+
+    executor = executor_of(group, 2, 1)
+    accept = module.Hellos.accept
+
+    def accept_late(self: Any, one: socket.socket, expected: Any) -> Any:
+        time.sleep(0.4)  # as three round trips of 130 ms take
+        return accept(self, one, expected)
+
+    module.Hellos.accept = accept_late  # type: ignore[method-assign]
+    x = torch.arange(5.0) if group.rank == 0 else torch.zeros(5)
+    op = Op.RECV if group.rank else Op.SEND
+    executor.bind(CallPlan(op, "message", "float32", 20, root=1 - group.rank)).run(x, x)
+    group.barrier()
+    executor.close()
+    return executor.fault(), torch.equal(x, torch.arange(5.0))
+
+
+def test_messages_connect_over_a_slow_network() -> None:
+    assert run_ranks(2, _far_away) == [(None, True)] * 2
 
 
 def test_only_ranks_with_the_same_secret_connect() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -9,14 +10,15 @@ import pytest
 from hosts_ranks import executor_of
 
 from local_ranks import LocalGroup, run_ranks
-from shotcast.transport.network import connect
+from shotcast.transport.network import connect, layout
 
 ALLOWED = int(Path("/proc/sys/net/core/rmem_max").read_text())
 
 
-def _buffers(group: LocalGroup) -> list[int]:
+def _buffer(group: LocalGroup) -> int:
     executor = executor_of(group, 2, 1)
-    found = [one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for one in executor._connections.data.values()]
+    with socket.socket(fileno=os.dup(executor._network[layout.DESCRIPTORS // 8 + 1 - group.rank])) as one:
+        found = one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     group.barrier()
     executor.close()
     return found
@@ -26,8 +28,7 @@ def _buffers(group: LocalGroup) -> list[int]:
 @pytest.mark.skipif(ALLOWED < connect._LEAST_ROOM, reason="the host allows little room (net.core.rmem_max)")
 def test_both_ends_of_a_connection_have_room() -> None:
     """The kernel counts twice what it is asked for."""
-    for buffers in run_ranks(2, _buffers):
-        assert buffers == [2 * min(ALLOWED, connect._ROOM)]
+    assert run_ranks(2, _buffer) == [2 * min(ALLOWED, connect._ROOM)] * 2
 
 
 def test_little_room_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

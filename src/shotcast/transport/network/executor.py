@@ -8,10 +8,12 @@ import itertools
 import logging
 import mmap
 import os
+import statistics
 import threading
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from shotcast.transport.cpu.executor import Algorithms, BoundCall, CpuExecutor, 
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
-from shotcast.transport.network.connect import Connections, Hosts, connect
+from shotcast.transport.network.connect import Hosts, connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.hosts_call import HostsCall
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
@@ -45,9 +47,9 @@ _SILENT_S = 0.25
 _CONNECT_S = 60.0
 _KERNEL_BYTES = 64 << 10
 """Bytes that the two ends of a new connection take while nobody receives: no less with the settings of Linux."""
-_PROBES = 12
-"""Calls that measure one thing of the network. New connections need some calls to become fast."""
-_PROBE_BYTES, _MOST_PROBE_BYTES = 512 << 10, 4 << 20
+_LEAST_PROBES, _MOST_PROBES, _PROBING_US = 2, 12, 5e5
+"""Calls that measure one thing of the network, which end after this time unless they are the least."""
+_PROBE_BYTES, _MOST_PROBE_BYTES = 4 << 20, 12 << 20
 """Bytes of such a call: to one peer, which is twice what each of several gets, and to all of them at most."""
 
 
@@ -98,34 +100,43 @@ class HostsExecutor(CpuExecutor):
         self._members = nodes.members[self._node]
         self._peers = nodes.peers(host.rank)
         self._gone: set[int] = set()
-        failure = ""
+        self._links = ExitStack()  # connections, and the threads that serve them
+        self.closed = True  # until there is shared memory
         try:
-            super().__init__(host.part(self._members, f"node {self._node}"), max_bytes, timeout_s, algorithms)
-        except ConfigError as error:
-            failure = str(error)
-        raise_failures(host, failure)
-        self._sender = host.rank
-        self._network = array("q", [0] * layout.NETWORK_WORDS)
-        self._network_address = self._network.buffer_info()[0]
-        self._set(local_layout.NETWORK, self._network_address)
-        self._put(layout.NODES, nodes.nodes)
-        self._put(layout.NODE, self._node)
-        self._slices: mmap.mmap | None = None
-        self._slices_bytes = 0
-        self._telling = threading.Lock()
-        self._numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of messages to and from each rank
-        self._network_headers: tuple[int, list[HeaderWords | None]] | None = None
-        self._connections, self._control, self.messages = self._connect()
-        self.network = self._measure()
+            failure = ""
+            try:
+                super().__init__(host.part(self._members, f"node {self._node}"), max_bytes, timeout_s, algorithms)
+            except ConfigError as error:
+                failure = str(error)
+            raise_failures(host, failure)
+            self._sender = host.rank
+            self._network = array("q", [0] * layout.NETWORK_WORDS)
+            self._network_address = self._network.buffer_info()[0]
+            self._set(local_layout.NETWORK, self._network_address)
+            self._put(layout.NODES, nodes.nodes)
+            self._put(layout.NODE, self._node)
+            self._slices: mmap.mmap | None = None
+            self._slices_bytes = 0
+            self._telling = threading.Lock()
+            self._numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of messages to and from each rank
+            self._network_headers: tuple[int, list[HeaderWords | None]] | None = None
+            self._connect()
+            self.network = self._measure()
+        except BaseException:
+            self.close()
+            raise
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def _connect(self) -> tuple[Connections, ControlPlane, MessageConnections]:
+    def _connect(self) -> None:
         made = connect(self._hosts, self._nodes, _CONNECT_S)
+        self._links.callback(made.close)
         for node, one in made.data.items():
             self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
-        control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
-        return made, control, MessageConnections(made.listener, made.hellos)
+        self.messages = MessageConnections(made.listener, made.hellos)
+        self._links.callback(self.messages.close)
+        self._control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
+        self._links.callback(self._control.close)
 
     def _measure(self) -> NetworkSpeed:
         """Measure the network by a few exchanges between all nodes. Collective; the same on all ranks.
@@ -149,22 +160,27 @@ class HostsExecutor(CpuExecutor):
         self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks come as late as they please to a construction
         x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4)
         out = torch.empty_like(x)
+
+        def tried_us(call: BoundCall) -> float:
+            began = time.perf_counter()
+            call.run(x, out)
+            return 1e6 * (time.perf_counter() - began)
+
         failure, times = "", []
         for call in probes:
             call.load()
             self._hosts.barrier()
-            tried = []
-            for _ in range(_PROBES):
-                began = time.perf_counter()
-                call.run(x, out)
-                tried.append(1e6 * (time.perf_counter() - began))
+            first_us = max(self._hosts.all_gather(tried_us(call)))
+            count = max(_LEAST_PROBES, min(_MOST_PROBES, int(_PROBING_US / first_us)))
+            tried = [tried_us(call) for _ in range(count)][count // 3 :]  # connections become fast in the first
             # a rank that begins later by some time waits less by as much, and the next time it is the other way round
-            times.append(min(map(sum, itertools.pairwise(tried))) / 2)
+            times.append(statistics.median(map(sum, itertools.pairwise(tried))) / 2)
         if (fault := self.fault()) is not None:
             failure = f"the network could not be measured: {fault}"
         raise_failures(self._hosts, failure)
         slowest = [max(each) for each in zip(*self._hosts.all_gather(tuple(times)), strict=True)]
         super().clear(0)
+        self._slices, self._slices_bytes = None, 0
         self.set_timeout(deadline_s)
         self._hosts.barrier()
 
@@ -174,11 +190,6 @@ class HostsExecutor(CpuExecutor):
         step_us, whole_us, spread_us, whole_spread_us = slowest
         rates = gbps(_PROBE_BYTES, step_us, whole_us), gbps((nodes - 1) * slice_bytes, spread_us, whole_spread_us)
         return NetworkSpeed(step_us, rates[0], spread_us, rates[1])
-
-    def _disconnect(self) -> None:
-        self._control.close()
-        self.messages.close()
-        self._connections.close()
 
     def _peer_ended(self, node: int) -> None:
         self._gone.add(self._peers[node])
@@ -376,16 +387,15 @@ class HostsExecutor(CpuExecutor):
 
     def clear(self, epoch: int) -> None:
         """Forget faults and calls, and connect anew. On every rank, between two host barriers."""
-        self._disconnect()
+        self._links.close()
         self._hosts.barrier()  # no thread of the node marks a fault of before any more
         super().clear(epoch)
         self._network_headers = None
         for numbers in self._numbers:
             numbers.update(dict.fromkeys(numbers, 0))
-        self._connections, self._control, self.messages = self._connect()
+        self._connect()
 
     def close(self) -> None:
         """Close the connections and give the memory back. A second call does nothing."""
-        if not self.closed:
-            self._disconnect()
+        self._links.close()
         super().close()

@@ -41,6 +41,9 @@ from shotcast.wire import CallPlan, HeaderWords, Op
 
 _SLICE_S = 0.02
 """Time between two looks for faults while a rank waits for a connection."""
+_FIRST_TRY_S, _LAST_TRY_S = 0.25, 2.0
+"""The limits of the first try to connect, and of those after several. A try takes three round trips, and none of its
+time is spent looking for faults."""
 
 
 @njit(error_model="numpy")
@@ -105,22 +108,24 @@ class MessageConnections:
         self._thread = threading.Thread(target=self._run, name="shotcast messages", daemon=True)
         self._thread.start()
 
-    def to(self, rank: int, goes_on: Callable[[], bool]) -> int | None:
-        """Return the descriptor of the connection to ``rank``; None when ``goes_on()`` ends it before."""
+    def to(self, rank: int, deadline: float, goes_on: Callable[[], bool]) -> int | None:
+        """Return the descriptor of the connection to ``rank``; None at the deadline or when ``goes_on()`` is False."""
+        patience_s = _FIRST_TRY_S
         while rank not in self._sending:
-            if not goes_on():
+            if (now := time.monotonic()) >= deadline or not goes_on():
                 return None
             try:
-                self._sending[rank] = self._hellos.dial(rank, "message", time.monotonic() + _SLICE_S * 10)
+                self._sending[rank] = self._hellos.dial(rank, "message", min(deadline, now + patience_s))
             except OSError:
                 time.sleep(_SLICE_S)
+                patience_s = min(2 * patience_s, _LAST_TRY_S)
         return self._sending[rank].fileno()
 
-    def of(self, rank: int, goes_on: Callable[[], bool]) -> int | None:
-        """Return the descriptor of the connection from ``rank``; None when ``goes_on()`` ends it before."""
+    def of(self, rank: int, deadline: float, goes_on: Callable[[], bool]) -> int | None:
+        """Return the descriptor of the connection from ``rank``; None at the deadline or if ``goes_on()`` is False."""
         with self._came:
             while rank not in self._receiving:
-                if not goes_on():
+                if time.monotonic() >= deadline or not goes_on():
                     return None
                 self._came.wait(_SLICE_S)
             return self._receiving[rank].fileno()
@@ -215,10 +220,10 @@ class Message:
         deadline = time.monotonic() + executor.timeout_s
 
         def goes_on() -> bool:
-            return not executor.stopped and not executor.ended(rank) and time.monotonic() < deadline
+            return not executor.stopped and not executor.ended(rank)
 
         connection = executor.messages.to if self._plan.op is Op.SEND else executor.messages.of
-        descriptor = connection(rank, goes_on)
+        descriptor = connection(rank, deadline, goes_on)
         if descriptor is None:
             return ABORTED if executor.stopped else PEER_GONE if executor.ended(rank) else TIMED_OUT
         self._record[ROOT // 8] = descriptor
