@@ -27,6 +27,7 @@ LAYERS = (
     ("transport",),
     ("launcher",),
     ("collectives",),
+    ("overlap",),
     ("functional", "layers"),
     ("models",),
     ("engine",),

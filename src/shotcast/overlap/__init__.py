@@ -1,0 +1,1 @@
+"""Communication and computation at once."""
