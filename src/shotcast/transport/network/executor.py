@@ -170,8 +170,10 @@ class HostsExecutor(CpuExecutor):
         for call in probes:
             call.load()
             self._hosts.barrier()
-            first_us = max(self._hosts.all_gather(tried_us(call)))
-            count = max(_LEAST_PROBES, min(_MOST_PROBES, int(_PROBING_US / first_us)))
+            tried_us(call)  # ranks leave a barrier one after the other, and begin the next call together
+            slowest_us = max(self._hosts.all_gather(tried_us(call)))
+            tried_us(call)
+            count = max(_LEAST_PROBES, min(_MOST_PROBES, int(_PROBING_US / slowest_us)))
             tried = [tried_us(call) for _ in range(count)][count // 3 :]  # connections become fast in the first
             # a rank that begins later by some time waits less by as much, and the next time it is the other way round
             times.append(statistics.median(map(sum, itertools.pairwise(tried))) / 2)
