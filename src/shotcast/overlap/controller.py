@@ -1,0 +1,136 @@
+"""The controller: runs schedules on lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.errors import ConfigError
+from shotcast.overlap.lanes import Lanes
+from shotcast.overlap.schedule import COMPUTE_LANE, Communicate, Compute, Schedule, Step
+from shotcast.overlap.timeline import Span, Timeline
+
+Computation = Callable[[], Any]
+Communication = Callable[[Communicator], Any]
+
+
+class Controller:
+    """Runs schedules on lanes.
+
+    Every rank runs the same schedules in the same order. On GPUs a step is what it enqueues. What steps return is kept
+    until the computation has waited for all communication, so no memory of it is used again too early. Other tensors
+    that both lanes use have to live until :meth:`run` returns.
+
+    Args:
+        lanes: where the steps run.
+    """
+
+    def __init__(self, lanes: Lanes):
+        self.lanes = lanes
+
+    def run(
+        self, schedule: Schedule, computations: Mapping[str, Computation], communications: Mapping[str, Communication]
+    ) -> dict[str, Any]:
+        """Run the steps of a schedule and return what each returned, by name.
+
+        Args:
+            schedule: the same on all ranks.
+            computations: what each :class:`Compute` step does.
+            communications: what each :class:`Communicate` step does with the communicator of its lane.
+
+        Raises:
+            ConfigError: a step has no work.
+            Exception: what a step raised. No step begins after that.
+        """
+        return self._run(schedule, computations, communications, None)
+
+    def timed(
+        self, schedule: Schedule, computations: Mapping[str, Computation], communications: Mapping[str, Communication]
+    ) -> tuple[dict[str, Any], Timeline]:
+        """Do :meth:`run`, and return when each step ran. Waits for the end of all; not in a graph capture."""
+        stamps: dict[str, tuple[Any, Any]] = {}
+        results = self._run(schedule, computations, communications, stamps)
+        lanes, order = self.lanes, schedule.order(self.lanes.count)
+        start = stamps[schedule.steps[0].name][0] if schedule.steps else None
+        for _, end in stamps.values():
+            lanes.time_us(start, end)  # every step is over
+        spans = [
+            Span(name, order.lanes[name], lanes.time_us(start, begin), lanes.time_us(start, end))
+            for name, (begin, end) in stamps.items()
+        ]
+        earliest = min((span.begin_us for span in spans), default=0.0)
+        return results, Timeline(
+            tuple(Span(one.name, one.lane, one.begin_us - earliest, one.end_us - earliest) for one in spans)
+        )
+
+    def _run(
+        self,
+        schedule: Schedule,
+        computations: Mapping[str, Computation],
+        communications: Mapping[str, Communication],
+        stamps: dict[str, tuple[Any, Any]] | None,
+    ) -> dict[str, Any]:
+        for step in schedule.steps:
+            if step.name not in (computations if isinstance(step, Compute) else communications):
+                raise ConfigError(f"step {step.name!r} of the schedule has no work")
+        lanes = self.lanes
+        order = schedule.order(lanes.count)
+        awaited = {wait.awaited for wait in order.edges} | set(order.last)
+        results: dict[str, Any] = {}
+        lanes.begin()
+        error: BaseException | None = None
+        try:
+            events = {name: lanes.event() for name in awaited}
+            began = lanes.event()
+            if order.first:
+                lanes.record(COMPUTE_LANE, began)
+
+            def give(step: Step) -> None:
+                name, lane = step.name, order.lanes[step.name]
+                if name in order.first:
+                    lanes.wait(lane, began)
+                for other in order.waits.get(name, ()):
+                    lanes.wait(lane, events[other])
+                stamp = (lanes.event(True), lanes.event(True)) if stamps is not None else None
+                if stamp is not None and stamps is not None:
+                    stamps[name] = stamp
+                    lanes.record(lane, stamp[0])
+                lanes.call(lane, self._work(step, lane, computations, communications, results))
+                if stamp is not None:
+                    lanes.record(lane, stamp[1])
+                if name in events:
+                    lanes.record(lane, events[name])
+
+            if lanes.ahead:
+                for step in schedule.steps:
+                    if isinstance(step, Communicate):
+                        give(step)
+            for step in schedule.steps:
+                if isinstance(step, Compute) or not lanes.ahead:
+                    give(step)
+            for name in order.last:
+                lanes.wait(COMPUTE_LANE, events[name])
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            lanes.finish(error)
+        return results
+
+    def _work(
+        self,
+        step: Step,
+        lane: int,
+        computations: Mapping[str, Computation],
+        communications: Mapping[str, Communication],
+        results: dict[str, Any],
+    ) -> Callable[[], None]:
+        def work() -> None:
+            if isinstance(step, Compute):
+                results[step.name] = computations[step.name]()
+            else:
+                results[step.name] = communications[step.name](self.lanes.communicators[lane - 1])
+                self.lanes.share(results[step.name])
+
+        return work

@@ -1,0 +1,387 @@
+"""Lanes: where computation and communication run at once, on streams of a GPU or on threads of a CPU rank."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.errors import ClosedError, ConfigError
+from shotcast.overlap.schedule import COMPUTE_LANE
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], Any]
+
+
+class Lanes(abc.ABC):
+    """One lane of computation and one or several of communication, each with a communicator.
+
+    Work of a lane runs in the order in which it is given. Lanes wait for each other by events: one lane records an
+    event behind its work so far, and another waits for it before what it is given next.
+
+    Attributes:
+        communicators: that of each lane of communication. Nobody else uses it while work is under way.
+        ahead: work of communication is given before the computation that it waits for.
+    """
+
+    ahead: bool
+
+    def __init__(self, communicators: Sequence[Communicator]):
+        if not communicators:
+            raise ConfigError("overlap needs a communicator")
+        self.communicators = tuple(communicators)
+
+    @property
+    def count(self) -> int:
+        """The number of lanes of communication."""
+        return len(self.communicators)
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Begin to give work; lane 0 is what the caller's computation runs on now."""
+
+    @abc.abstractmethod
+    def event(self, timed: bool = False) -> Any:
+        """Return a new event; ``timed`` for one whose time can be asked for."""
+
+    @abc.abstractmethod
+    def record(self, lane: int, event: Any) -> None:
+        """Let ``event`` happen when the work of ``lane`` so far is over."""
+
+    @abc.abstractmethod
+    def wait(self, lane: int, event: Any) -> None:
+        """Let ``lane`` go on only when ``event`` has happened."""
+
+    @abc.abstractmethod
+    def call(self, lane: int, work: Work) -> None:
+        """Run ``work`` on ``lane``."""
+
+    @abc.abstractmethod
+    def post(self, lane: int, work: Work) -> None:
+        """Run ``work`` on ``lane`` of communication behind the computation so far, and return at once.
+
+        It belongs to no schedule: nothing waits for it by itself, and it may not raise.
+        """
+
+    @abc.abstractmethod
+    def share(self, result: Any) -> None:
+        """Let the computation use tensors that a communication has returned."""
+
+    @abc.abstractmethod
+    def finish(self, error: BaseException | None) -> None:
+        """End what :meth:`begin` began. With the ``error`` of a computation, do no more of the work than has begun.
+
+        Raises the error of a communication, if there was one.
+        """
+
+    @abc.abstractmethod
+    def time_us(self, begin: Any, end: Any) -> float:
+        """Return the time between two timed events that have happened."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release what the lanes hold; not the communicators. A second call does nothing."""
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+class CudaStreams:
+    """The functions of CUDA that lanes are made of."""
+
+    def current(self, device: torch.device) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def new(self, device: torch.device, priority: int) -> Any:
+        return torch.cuda.Stream(device, priority=priority)
+
+    def event(self, timed: bool) -> Any:
+        return torch.cuda.Event(enable_timing=timed)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+
+_CUDA = CudaStreams()
+HIGH, LOW = -1, 0
+"""Priorities of streams."""
+
+
+def one_hardware_queue() -> str:
+    """Return why streams of this process cannot run at once, as the environment says; empty if they can."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, where communication waits for "
+            "computation that was launched before it; unset it before CUDA starts"
+        )
+    return ""
+
+
+class StreamLanes(Lanes):
+    """Lanes on the current stream and one stream of communication. They work inside a graph capture too.
+
+    Steps are enqueued in the order of the schedule, and nothing waits on the host.
+
+    Args:
+        comm: a communicator on GPUs.
+        priority: of the stream of communication, ``HIGH`` or ``LOW``.
+        streams: the functions of CUDA.
+    """
+
+    ahead = False
+
+    def __init__(self, comm: Communicator, priority: int = HIGH, streams: Any = _CUDA):
+        super().__init__((comm,))
+        self._cuda, self._device = streams, comm.device
+        self._stream = streams.new(comm.device, priority)
+        self._lanes: tuple[Any, Any] | None = None
+        self._events: list[Any] = []
+        self._used = 0
+        if why := one_hardware_queue():
+            logger.warning("no overlap: %s", why)
+
+    def begin(self) -> None:
+        current = self._cuda.current(self._device)
+        if current == self._stream:
+            raise ConfigError("the current stream is that of communication; overlap is not nested")
+        self._lanes, self._used = (current, self._stream), 0
+
+    def _of(self, lane: int) -> Any:
+        assert self._lanes is not None
+        return self._lanes[lane]
+
+    def event(self, timed: bool = False) -> Any:
+        if timed:
+            return self._cuda.event(True)
+        # a wait is for the state of an event at that time, so the next run may record the same events again
+        if self._used == len(self._events):
+            self._events.append(self._cuda.event(False))
+        self._used += 1
+        return self._events[self._used - 1]
+
+    def record(self, lane: int, event: Any) -> None:
+        event.record(self._of(lane))
+
+    def wait(self, lane: int, event: Any) -> None:
+        self._of(lane).wait_event(event)
+
+    def call(self, lane: int, work: Work) -> None:
+        if lane == COMPUTE_LANE:
+            work()
+            return
+        with self._cuda.on(self._stream):
+            work()
+
+    def post(self, lane: int, work: Work) -> None:
+        self._stream.wait_stream(self._cuda.current(self._device))
+        with self._cuda.on(self._stream):
+            work()
+
+    def share(self, result: Any) -> None:
+        current = self._of(COMPUTE_LANE)
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(current)
+
+    def finish(self, error: BaseException | None) -> None:
+        current, own = self._of(0), self._of(1)
+        self._lanes = None
+        if error is not None:  # a capture ends with no stream left over, and memory is not used again too early
+            current.wait_stream(own)
+
+    def time_us(self, begin: Any, end: Any) -> float:
+        self._cuda.synchronize(end)
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def close(self) -> None:
+        self._lanes = None
+
+
+# -- CPU ranks --------------------------------------------------------------------------------------------------------
+
+
+class _HostEvent:
+    """An event between threads, with the time at which it happened."""
+
+    __slots__ = ("_happened", "ns")
+
+    def __init__(self) -> None:
+        self._happened, self.ns = threading.Event(), 0
+
+    def set(self) -> None:
+        if not self._happened.is_set():
+            self.ns = time.perf_counter_ns()
+            self._happened.set()
+
+    def wait(self) -> None:
+        self._happened.wait()
+
+
+class _Run:
+    """The state of one use of the lanes, between begin and finish."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[_HostEvent] = []
+        self.error: BaseException | None = None
+
+    def event(self) -> _HostEvent:
+        event = _HostEvent()
+        with self._lock:
+            self._events.append(event)
+            if self.error is not None:
+                event.set()
+        return event
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error, and let nobody wait any longer."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            for event in self._events:
+                event.set()
+
+
+_STOP = None
+
+
+def _serve(work: queue.SimpleQueue[Work | None]) -> None:
+    while (item := work.get()) is not _STOP:
+        item()
+        del item  # a tensor of the work is released now, not with the next work
+
+
+class ThreadLanes(Lanes):
+    """Lanes on the caller's thread and one more thread for each communicator.
+
+    Calls of CPU ranks block, but compiled host code runs without the interpreter lock, as PyTorch's operators do.
+
+    Args:
+        communicators: that of each lane of communication, on the CPU. Several carry several messages at once: where a
+            network's delay is longer than a computation, one lane would wait (:meth:`Communicator.split`).
+    """
+
+    ahead = True
+
+    def __init__(self, communicators: Sequence[Communicator]):
+        super().__init__(communicators)
+        self._queues: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in communicators]
+        for number, waiting in enumerate(self._queues):
+            # a daemon: a call that waits for ranks that never come must not keep the process from ending
+            threading.Thread(target=_serve, args=(waiting,), name=f"shotcast overlap {number}", daemon=True).start()
+        self._stop = weakref.finalize(self, _stop, self._queues)
+        self._run: _Run | None = None
+        self._used = threading.Lock()
+
+    def begin(self) -> None:
+        if not self._stop.alive:
+            raise ClosedError("these lanes were closed")
+        if not self._used.acquire(False):
+            raise ConfigError("the lanes are in use; overlap is not nested")
+        self._run = _Run()
+
+    @property
+    def _now(self) -> _Run:
+        assert self._run is not None
+        return self._run
+
+    def event(self, timed: bool = False) -> _HostEvent:
+        return self._now.event()
+
+    def record(self, lane: int, event: _HostEvent) -> None:
+        if lane == COMPUTE_LANE:
+            event.set()
+        else:
+            self._queues[lane - 1].put(event.set)
+
+    def wait(self, lane: int, event: _HostEvent) -> None:
+        if lane != COMPUTE_LANE:
+            self._queues[lane - 1].put(event.wait)
+            return
+        event.wait()
+        if self._now.error is not None:
+            raise self._now.error
+
+    def call(self, lane: int, work: Work) -> None:
+        run = self._now
+        if lane == COMPUTE_LANE:
+            if run.error is not None:
+                raise run.error
+            work()
+            return
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def guarded() -> None:
+            if run.error is None:
+                try:
+                    with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                        work()
+                except BaseException as error:
+                    run.fail(error)
+
+        self._queues[lane - 1].put(guarded)
+
+    def post(self, lane: int, work: Work) -> None:
+        if not self._stop.alive:
+            raise ClosedError("these lanes were closed")
+        self._queues[lane - 1].put(work)
+
+    def share(self, result: Any) -> None:
+        pass
+
+    def finish(self, error: BaseException | None) -> None:
+        run = self._now
+        try:
+            if error is not None:
+                run.fail(error)
+            if error is None or isinstance(error, Exception):  # an interrupted caller does not wait
+                over = [threading.Event() for _ in self._queues]
+                for waiting, event in zip(self._queues, over, strict=True):
+                    waiting.put(event.set)
+                for event in over:
+                    event.wait()
+            if error is None and run.error is not None:
+                raise run.error
+        finally:
+            self._run = None
+            self._used.release()
+
+    def time_us(self, begin: _HostEvent, end: _HostEvent) -> float:
+        end.wait()
+        return (end.ns - begin.ns) / 1e3
+
+    def close(self) -> None:
+        self._stop()
+
+
+def _stop(queues: list[queue.SimpleQueue[Work | None]]) -> None:
+    for waiting in queues:
+        waiting.put(_STOP)
+
+
+def lanes_of(communicators: Communicator | Sequence[Communicator], priority: int = HIGH) -> Lanes:
+    """Return lanes for these communicators: streams where they are on GPUs, else threads.
+
+    Raises:
+        ConfigError: several communicators on GPUs. Two kernels that wait for peers could wait for each other.
+    """
+    chosen = (communicators,) if isinstance(communicators, Communicator) else tuple(communicators)
+    if chosen and chosen[0].device.type == "cuda":
+        if len(chosen) > 1:
+            raise ConfigError("on GPUs, communication has one lane and one communicator")
+        return StreamLanes(chosen[0], priority)
+    return ThreadLanes(chosen)

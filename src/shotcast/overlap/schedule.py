@@ -1,0 +1,244 @@
+"""Schedules: which communication may run under which computation. Pure data, without torch.
+
+A schedule is a list of steps in an order in which they could run one after another. Computation has one lane,
+communication has one or several, and the steps of a lane run in the order of the list. So only the waits of one lane
+for another need events, and :meth:`Schedule.order` finds the fewest of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from shotcast.errors import ConfigError
+
+COMPUTE_LANE = 0
+"""The lane of computation; those of communication follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A step of computation.
+
+    Attributes:
+        name: a unique name.
+        after: the names of steps before it whose results it needs.
+    """
+
+    name: str
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """A step of communication, which every rank makes.
+
+    Attributes:
+        name: a unique name.
+        after: the names of steps before it whose results it needs.
+        sms: the number of multiprocessors that the call may take, on GPUs; None for what the algorithm takes.
+    """
+
+    name: str
+    after: tuple[str, ...] = ()
+    sms: int | None = None
+
+
+Step = Compute | Communicate
+
+
+class Wait(NamedTuple):
+    """A wait of a step for a step of another lane."""
+
+    step: str
+    awaited: str
+
+
+class Order(NamedTuple):
+    """The lanes of the steps, and where lanes wait for each other.
+
+    Attributes:
+        lanes: the lane of each step.
+        waits: the steps of other lanes that each step waits for, if any.
+        first: the steps that begin their lane and wait for nothing in the schedule: what came before it comes first.
+        last: the steps of communication that nothing has waited for by the end.
+    """
+
+    lanes: Mapping[str, int]
+    waits: Mapping[str, tuple[str, ...]]
+    first: frozenset[str]
+    last: tuple[str, ...]
+
+    @property
+    def edges(self) -> tuple[Wait, ...]:
+        """Every wait within the schedule."""
+        return tuple(Wait(step, awaited) for step, names in self.waits.items() for awaited in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Steps of computation and communication.
+
+    Args:
+        steps: the steps, each behind those that it needs.
+
+    Raises:
+        ConfigError: two steps have one name, or one needs a step that is unknown or comes later.
+    """
+
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        names = [step.name for step in self.steps]
+        known: set[str] = set()
+        for step in self.steps:
+            if step.name in known:
+                raise ConfigError(f"two steps of a schedule are named {step.name!r}")
+            for name in step.after:
+                if name not in names:
+                    raise ConfigError(f"step {step.name!r} needs {name!r}, which is no step of the schedule")
+                if name not in known:
+                    raise ConfigError(
+                        f"step {step.name!r} needs {name!r}, which comes no earlier; list steps in an order in which "
+                        "they can run one after another"
+                    )
+            if isinstance(step, Communicate) and step.sms is not None and step.sms < 1:
+                raise ConfigError(f"step {step.name!r}: sms is a number of multiprocessors from 1, not {step.sms}")
+            known.add(step.name)
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal schedules, for ranks to compare."""
+        steps = [[type(step).__name__, *asdict(step).values()] for step in self.steps]
+        return hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16]
+
+    def order(self, lanes: int = 1) -> Order:
+        """Return where the steps run and what they wait for, with ``lanes`` lanes of communication.
+
+        Communication takes turns with the lanes. A wait is left out where others imply it.
+        """
+        if lanes < 1:
+            raise ConfigError(f"a schedule has 1 lane of communication or more, not {lanes}")
+        return _order(self, lanes)
+
+
+@functools.lru_cache(maxsize=256)
+def _order(schedule: Schedule, lanes: int) -> Order:
+    lane_of: dict[str, int] = {}
+    waits: dict[str, tuple[str, ...]] = {}
+    first: set[str] = set()
+    position: dict[str, int] = {}
+    done = [[0] * (lanes + 1) for _ in range(lanes + 1)]  # steps of each lane that are over for who runs next in a lane
+    over: dict[str, list[int]] = {}  # the same for who has waited for a step
+    turns = 0
+    for number, step in enumerate(schedule.steps):
+        lane = COMPUTE_LANE
+        if isinstance(step, Communicate):
+            lane, turns = 1 + turns % lanes, turns + 1
+        seen, awaited = done[lane], []
+        begins = not any(seen)
+        for name in sorted(step.after, key=lambda name: position[name], reverse=True):
+            if seen[lane_of[name]] < over[name][lane_of[name]]:
+                awaited.append(name)
+                seen = [max(pair) for pair in zip(seen, over[name], strict=True)]
+        if awaited:
+            waits[step.name] = tuple(awaited)
+        elif begins and lane != COMPUTE_LANE:
+            first.add(step.name)
+        lane_of[step.name], position[step.name] = lane, number
+        done[lane] = over[step.name] = [count + (other == lane) for other, count in enumerate(seen)]
+    last = []
+    seen = done[COMPUTE_LANE]
+    for step in reversed(schedule.steps):
+        lane = lane_of[step.name]
+        if lane != COMPUTE_LANE and seen[lane] < over[step.name][lane]:
+            last.append(step.name)
+            seen = [max(pair) for pair in zip(seen, over[step.name], strict=True)]
+    return Order(lane_of, waits, frozenset(first), tuple(last))
+
+
+def makespan_us(schedule: Schedule, durations_us: Mapping[str, float], lanes: int = 1) -> float:
+    """Return the time of a schedule whose steps take ``durations_us`` whatever runs beside them."""
+    order = schedule.order(lanes)
+    free = [0.0] * (lanes + 1)
+    end: dict[str, float] = {}
+    for step in schedule.steps:
+        lane = order.lanes[step.name]
+        begin = max([free[lane], *(end[name] for name in step.after)])
+        free[lane] = end[step.name] = begin + durations_us[step.name]
+    return max(free)
+
+
+# -- builders ---------------------------------------------------------------------------------------------------------
+
+
+def chain(count: int, sms: int | None = None) -> Schedule:
+    """Communicate each result under the computation of the next: products in a row, or the chunks of one product."""
+    return Schedule(_flat((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count)))
+
+
+def prefetch(count: int, sms: int | None = None) -> Schedule:
+    """Communicate each input under the computation with the one before, as where weights or rows are gathered."""
+    return Schedule(_flat((_communicate(i, (), sms), _compute(i, (f"communicate {i}",))) for i in _counted(count)))
+
+
+def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
+    """Communicate the result of one part of a batch under the layer of another part.
+
+    A layer of a part needs what its layer before has communicated. The steps of layer 3, part 1 are ``compute 3.1`` and
+    ``communicate 3.1``.
+    """
+    steps: list[Step] = []
+    for layer in _counted(layers, "layers"):
+        for part in _counted(parts, "parts"):
+            before = () if layer == 0 else (f"communicate {layer - 1}.{part}",)
+            name = f"{layer}.{part}"
+            steps += [_compute(name, before), _communicate(name, (f"compute {name}",), sms)]
+    return Schedule(tuple(steps))
+
+
+def buckets(count: int, sms: int | None = None) -> Schedule:
+    """Communicate each bucket of gradients under the rest of the backward, and use them in the same order at its end.
+
+    The steps of bucket 2 are ``compute 2``, ``communicate 2`` and ``update 2``.
+    """
+    backward = _flat((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count))
+    return Schedule((*backward, *(Compute(f"update {i}", (f"communicate {i}",)) for i in range(count))))
+
+
+def beside(sms: int | None = None) -> Schedule:
+    """Communicate the result of ``compute 0`` under ``compute 1``, which does not need it."""
+    return Schedule((_compute(0), _communicate(0, ("compute 0",), sms), _compute(1)))
+
+
+def sequential(schedule: Schedule) -> Schedule:
+    """Return the same steps, each of which waits for the one before it."""
+    steps: list[Step] = []
+    for step in schedule.steps:
+        after = (steps[-1].name,) if steps else ()
+        steps.append(
+            Compute(step.name, after) if isinstance(step, Compute) else Communicate(step.name, after, step.sms)
+        )
+    return Schedule(tuple(steps))
+
+
+def _compute(name: int | str, after: tuple[str, ...] = ()) -> Compute:
+    return Compute(f"compute {name}", after)
+
+
+def _communicate(name: int | str, after: tuple[str, ...], sms: int | None) -> Communicate:
+    return Communicate(f"communicate {name}", after, sms)
+
+
+def _counted(count: int, what: str = "steps") -> Sequence[int]:
+    if count < 1:
+        raise ConfigError(f"a schedule has 1 or more {what}, not {count}")
+    return range(count)
+
+
+def _flat(groups: Iterable[tuple[Step, ...]]) -> tuple[Step, ...]:
+    return tuple(step for group in groups for step in group)
