@@ -4,7 +4,7 @@
     step s >= N-1: rank i passes on the finished slice i-(s-N+1); every slice visits every rank
 
 Slice j is summed in the order j+1, j+2, ..., N-1, 0, ..., j, and rounded to the dtype at each hop. To first order,
-these N-1 roundings are off the exact sum by at most (N-1) u (|x_0| + ... + |x_{N-1}|), with u = 2^-24, 2^-11, 2^-9 for
+these N-1 roundings are off the exact sum by at most (N-1) u (|x_0| + ... + |x_{N-1}|), with u = 2^-24, 2^-11, 2^-8 for
 float32, float16, bfloat16. The order depends on nothing but N, so every rank and every run gets the same bits.
 """
 
