@@ -200,6 +200,7 @@ class Algorithm:
             numerics contract (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for operations that
             add up.
         lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
+        by_name: ``auto`` never takes it; a call or SHOTCAST_ALGORITHM names it.
         error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all
             ranks (an iterable) may be, element by element, beyond the rounding of the dtype.
         multicast: it needs a multicast address.
@@ -213,6 +214,7 @@ class Algorithm:
     forms: Mapping[Op, Form]
     in_contract: Callable[[NodeShape], bool] = in_rank_order
     lossy: bool = False
+    by_name: bool = False
     error_bound: Reference = ""
     multicast: bool = False
     library: bool = False

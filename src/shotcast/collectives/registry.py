@@ -138,7 +138,7 @@ def added(algorithms: Algorithms) -> tuple[Algorithm, ...]:
 
 
 def _fingerprint(algorithm: Algorithm) -> str:
-    facts: list[object] = [algorithm.name, algorithm.lossy, algorithm.multicast]
+    facts: list[object] = [algorithm.name, algorithm.lossy, algorithm.by_name, algorithm.multicast]
     shapes = [NodeShape(nodes, ranks) for nodes in range(1, 9) for ranks in range(1, wire.MAX_WORLD_SIZE + 1)]
     facts += [algorithm.in_contract(shape) for shape in shapes]
     for op, form in sorted(algorithm.forms.items()):

@@ -15,6 +15,7 @@ from shotcast.units import format_size
 from shotcast.wire import Op
 
 _NOT_ALLOWED = "allow_fp8 is not set"
+_BY_NAME = "it serves only calls that name it"
 _OTHER_ORDER = "{name} adds up in another order than the contract has over several nodes"
 
 
@@ -31,8 +32,8 @@ def choose(
         problem: the call.
         argument: the algorithm named in the call, or ``"auto"``.
         environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped where it is not legal. An
-            algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take it
-            only where the topology allows it.
+            algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take
+            one only where the topology allows it, and one that is by name never.
         tables: (source, table), in the order in which they are looked up.
         mode: ``"graph"`` for a call captured in a CUDA graph, else ``"eager"``.
 
@@ -70,8 +71,8 @@ def choose(
         if row.algorithm not in legal:
             passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
             continue
-        if algorithms[row.algorithm].lossy and not problem.topology.allow_fp8:
-            passed.append(f"{table.name} has {row.algorithm}, but {_NOT_ALLOWED}")
+        if why := _not_taken(problem.topology, row.algorithm):
+            passed.append(f"{table.name} has {row.algorithm}, but {why}")
             continue
         candidate = legal[row.algorithm]
         if tuned is not None and not algorithms[row.algorithm].library:
@@ -82,6 +83,14 @@ def choose(
         return Choice(candidate, source, reason, (number, (row.mode, op.label, problem.dtype)))
     choice = _by_model(problem, legal)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
+
+
+def _not_taken(topology: Topology, name: str) -> str:
+    """Return why ``auto`` may not take an algorithm, whatever tables and the cost model say; empty if it may."""
+    algorithm = topology.algorithms[name]
+    if algorithm.by_name:
+        return _BY_NAME
+    return _NOT_ALLOWED if algorithm.lossy and not topology.allow_fp8 else ""
 
 
 def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
@@ -110,7 +119,7 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     algorithms = topology.algorithms
     lossy = [name for name in legal if algorithms[name].lossy]
     own = [name for name in legal if keeps_bits(problem, name) and not algorithms[name].library] + lossy
-    allowed = [name for name in own if topology.allow_fp8 or name not in lossy]
+    allowed = [name for name in own if not _not_taken(topology, name)]
     if not allowed:
         return _the_library(problem, legal)
     times = {name: predicted_us(topology, problem.op, problem.dtype, problem.nbytes, name) for name in own}
@@ -120,5 +129,5 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
         reason += f", for {topology.shape} ranks over {topology.network} of {topology.network_cost}"
     fastest = min(own, key=times.__getitem__)
     if fastest not in allowed:
-        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_NOT_ALLOWED}"
+        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_not_taken(topology, fastest)}"
     return Choice(legal[best], "cost model", reason)
