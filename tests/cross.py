@@ -21,7 +21,7 @@ from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS
+from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
 from shotcast.transport.triton.fused_nvrar import nvrar_rms_norm
 from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_rms_norm
@@ -122,7 +122,13 @@ def compiled(
     return build(kernel, signature, constants, warps, capability, options=options)
 
 
-EXCHANGES = {"doubling": DOUBLING.value, "pairs": PAIRS.value, "halving": HALVING.value}
+EXCHANGES = {
+    "doubling": DOUBLING.value,
+    "pairs": PAIRS.value,
+    "halving": HALVING.value,
+    "pairs_16bit": PAIRS_16BIT.value,
+    "two_shot_16bit": TWO_SHOT_16BIT.value,
+}
 
 
 @functools.lru_cache(maxsize=256)

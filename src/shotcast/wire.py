@@ -89,6 +89,9 @@ DTYPES = {
 REDUCIBLE = ("float32", "float16", "bfloat16")
 """Dtypes the own kernels add up. Everything in DTYPES can be copied."""
 
+SIXTEEN_BITS = ("float16", "bfloat16")
+"""Dtypes in which sums of nodes may pass between nodes, rounded."""
+
 FP8_BLOCK = 128
 """Elements that share a scale in FP8 transport; ``docs/reference/numerics.md`` has all of it."""
 FP8_LARGEST = 448.0
@@ -353,3 +356,15 @@ def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
 def slice_bytes(nbytes: int, world_size: int) -> int:
     """Return the bytes of each rank's slice of a message; the last slices may be shorter or empty."""
     return align_up(-(-nbytes // world_size), SLICE_ALIGN)
+
+
+_MOST_MORE_BYTES = 64 << 10
+"""Bytes that a rank may send more to save a step over the network: about what passes in the time of a step."""
+
+
+def in_one_step(nodes: int, slice_bytes: int) -> bool:
+    """Return whether each node sends its rounded sums to all others, rather than parts in two steps.
+
+    Of a slice of R bytes, that sends (H - 1) R bytes rather than 2 (H - 1) R / H, and has the same result.
+    """
+    return (nodes - 1) * (nodes - 2) * slice_bytes <= nodes * _MOST_MORE_BYTES

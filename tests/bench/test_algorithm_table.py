@@ -31,6 +31,7 @@ def test_each_own_all_reduce_has_a_row() -> None:
     assert table["nvrar"][1:] == ["1, 2, 3", "2, 4, 6"], "float32 sums are twice the bytes of bfloat16"
     assert table["nvrar_pairs"][1:] == ["1", "2, 6, 14"]
     assert table["nvrar_halving"][1:] == ["2, 4, 6", "1.5, 2.25, 2.62"]
+    assert table["nvrar_16bit"][1:] == ["1, 2, 2", "1, 1.5, 1.75"], "in 16 bits"
     assert table["nvrar_two_shot"][1:] == ["2", "1.5, 2.25, 2.62"]
 
 

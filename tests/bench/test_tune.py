@@ -436,7 +436,7 @@ class TestRanks:
         table = parse(text, "t", registered())
         assert table.shape == shape
         known = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "hosts")
-        assert known.keys() == {"nvrar", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot", "vendor"}
+        assert known.keys() == {"nvrar", "nvrar_16bit", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot", "vendor"}
         kernels = table.kernels["eager", "all_reduce", "float32"]
         assert {points[0].choice.best.algorithm} <= kernels.keys()
         assert kernels.items() <= known.items()

@@ -27,25 +27,35 @@ from shotcast.memory.arena import arena_of
 from shotcast.wire import CallPlan, LaunchShape, Op
 
 KINDS = ("nvrar", "nvrar_pairs", "nvrar_halving")
+ROUNDED = ("nvrar_16bit", "in_two_steps")
+"""Sums of nodes in 16 bits, the second in two steps whatever the size; of float16 and bfloat16."""
+
+
+def bind_in_two_steps(plan: CallPlan, context: Any) -> Any:
+    from shotcast.transport.triton.exchanges import TWO_SHOT_16BIT
+    from shotcast.transport.triton.nvrar import nvrar_all_reduce, tree_arguments
+
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=TWO_SHOT_16BIT.value, **tree_arguments(context))
 
 
 def _member(name: str) -> Algorithm:
     bind = name.replace("nvrar_", "bind_").replace("nvrar", "bind")
     form = Form(
         work=lambda nbytes, world_size, itemsize: Work(1, nbytes, nbytes),
-        triton=f"shotcast.transport.triton.nvrar:{bind}",
+        triton=bind_in_two_steps if name == "in_two_steps" else f"shotcast.transport.triton.nvrar:{bind}",
         divides=True,
         between_nodes=True,
     )
     return Algorithm(name=name, label=name, summary=name, forms={Op.ALL_REDUCE: form})
 
 
-ALGORITHMS = Algorithms(tuple(map(_member, KINDS)))
+ALGORITHMS = Algorithms(tuple(map(_member, (*KINDS, *ROUNDED))))
 
 
-def tree_sum(xs: list[torch.Tensor], nodes: int) -> torch.Tensor:
-    """Return the sum in the documented order over so many nodes of consecutive ranks."""
-    return reference.tree_sum(xs, layout_of(nodes, len(xs)))
+def tree_sum(xs: list[torch.Tensor], nodes: int, kind: str = "") -> torch.Tensor:
+    """Return the sum of a kind in the documented order over so many nodes of consecutive ranks."""
+    function = reference.rounded_nodes_sum if kind in ROUNDED else reference.tree_sum
+    return function(xs, layout_of(nodes, len(xs)))
 
 
 def layout_of(nodes: int, world_size: int) -> NodeLayout:
@@ -104,7 +114,7 @@ def values(nodes: int, cases: list[tuple[str, str, int, int, int]], clear_from: 
                 out = x if number % 3 == 2 else shifted(torch.zeros_like(x), shift)
                 run_call(executor, plan_of(kind, x, programs), x, out)
                 assert executor.fault() is None
-                check(out, tree_sum(xs, nodes), (nodes, kind, name, count, shift, programs))
+                check(out, tree_sum(xs, nodes, kind), (nodes, kind, name, count, shift, programs))
                 same = comm._host.all_gather(bytes(out.contiguous().view(torch.uint8).numpy()))
                 assert len(set(same)) == 1, (kind, name, count, "ranks have different bits")
                 done += 1
@@ -118,14 +128,16 @@ def changing_sizes(nodes: int, calls: int) -> None:
         pools = {name: inputs(3000, dtype, comm.world_size, 3, "cpu") for name, dtype in FLOATS.items()}
         with executor_of(comm, nodes, 1 << 16) as executor:
             for number in range(calls):
-                name, kind = shared.choice(list(FLOATS)), shared.choice(KINDS)
+                name, kind = shared.choice(list(FLOATS)), shared.choice((*KINDS, *ROUNDED))
+                if kind in ROUNDED and name == "float32":
+                    name = "bfloat16"
                 count = int(3000 ** shared.random())
                 xs = [x[:count] for x in pools[name]]
                 if own.random() < 0.2:
                     time.sleep(own.random() * 0.003)
                 out = torch.zeros_like(xs[0])
                 run_call(executor, plan_of(kind, xs[0], shared.randrange(1, 4)), xs[comm.rank], out)
-                check(out, tree_sum(xs, nodes), (number, kind, name, count))
+                check(out, tree_sum(xs, nodes, kind), (number, kind, name, count))
 
 
 def wrapping_epochs(nodes: int) -> int:
@@ -138,10 +150,10 @@ def wrapping_epochs(nodes: int) -> int:
                 comm._host.barrier()
                 executor.set_epoch(border - 3)
                 comm._host.barrier()
-                for kind in (*KINDS, *KINDS):
+                for kind in (*KINDS, *ROUNDED, *KINDS):
                     out = torch.zeros_like(xs[0])
                     run_call(executor, plan_of(kind, out), xs[comm.rank], out)
-                    check(out, tree_sum(xs, nodes), (border, kind))
+                    check(out, tree_sum(xs, nodes, kind), (border, kind))
             return int(executor.epoch)
 
 
@@ -155,8 +167,8 @@ def in_pieces(nodes: int) -> int:
         shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
         executor_of(comm, nodes, 1 << 16) as executor,
     ):
-        for kind in KINDS:
-            for name, count in (("bfloat16", 30_001), ("float32", 20_003)):
+        for kind in (*KINDS, *ROUNDED):
+            for name, count in (("bfloat16", 30_001), ("float16" if kind in ROUNDED else "float32", 20_003)):
                 xs = inputs(count, FLOATS[name], comm.world_size, 9, "cpu")
                 out = torch.zeros_like(xs[0])
                 plan = plan_of(kind, out, 3, 512)
@@ -164,7 +176,7 @@ def in_pieces(nodes: int) -> int:
                 assert len(made) > 1
                 pieces += len(made)
                 run_call(executor, plan, xs[comm.rank], out)
-                check(out, tree_sum(xs, nodes), (kind, name, count))
+                check(out, tree_sum(xs, nodes, kind), (kind, name, count))
     return pieces
 
 
@@ -177,7 +189,7 @@ def failures(nodes: int, kind: str, fault: str, victim: int) -> Any:
         shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
         executor_of(comm, nodes, 1 << 16, timeout_s) as executor,
     ):
-        x = torch.ones(600)
+        x = torch.ones(600, dtype=torch.bfloat16 if kind in ROUNDED else torch.float32)
         for _ in range(3):
             out = torch.zeros_like(x)
             run_call(executor, plan_of(kind, x), x, out)
@@ -195,7 +207,7 @@ def failures(nodes: int, kind: str, fault: str, victim: int) -> Any:
             if fault == "late":
                 time.sleep(timeout_s + 2)
             elif fault == "differs":
-                x = torch.ones(608)
+                x = torch.ones(608, dtype=x.dtype)
             else:
                 from shotcast.transport.triton import nvrar
 

@@ -18,6 +18,7 @@ from workers import FLOATS, check, differing, failing_call, inputs, killed, shif
 
 import shotcast
 from shotcast.collectives.rank_device import enough_gpus
+from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -73,13 +74,41 @@ def test_norms_in_the_same_kernel(nodes: int, local: int) -> None:
     assert min(done) == max(done) >= (1 + 3 * 2) * len(cases)
 
 
+def rounded_values(nodes: int) -> int:
+    """Compare sums of nodes in 16 bits, bit by bit, in place and not, in one step and in two. Return the calls."""
+    done = 0
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        sixteen = {name: dtype for name, dtype in FLOATS.items() if name != "float32"}
+        for (name, dtype), count, shift in itertools.product(sixteen.items(), (*COUNTS, LARGE), (0, 1)):
+            xs = inputs(count, dtype, comm.world_size, count, comm.device)
+            wanted = tree_sum(xs, nodes, "nvrar_16bit")
+            x = shifted(xs[comm.rank], shift)
+            check(comm.all_reduce(x, algorithm="nvrar_16bit"), wanted, (name, count, shift))
+            comm.all_reduce(x, out=x, algorithm="nvrar_16bit")
+            check(x, wanted, (name, count, shift, "in place"))
+            done += 2
+        x = torch.ones(10, device=comm.device)
+        with pytest.raises(ConfigError, match="16 bits of float16 or bfloat16, and this is float32"):
+            comm.all_reduce(x, algorithm="nvrar_16bit")
+        assert comm.explain(x.bfloat16()).algorithm != "nvrar_16bit"
+        comm.check()
+    return done
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_sums_of_nodes_in_16_bits(nodes: int, local: int) -> None:
+    done = ranks_on_nodes(nodes, local, rounded_values, nodes, timeout_s=300)
+    assert done == [2 * (len(COUNTS) + 1) * 4] * (nodes * local)
+
+
 def changing_sizes(nodes: int, calls: int) -> None:
     """Make calls of drawn sizes, kinds, dtypes, with stragglers and calls of other kinds; across epoch 2^32 too."""
     largest = 100_000
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         together, own = random.Random(7), random.Random(comm.rank)
         pools = {name: inputs(largest, dtype, comm.world_size, 3, comm.device) for name, dtype in FLOATS.items()}
-        sums = {name: tree_sum(pool, nodes) for name, pool in pools.items()}
+        kinds = (*KINDS, "nvrar_16bit")
+        sums = {(name, kind): tree_sum(pool, nodes, kind) for name, pool in pools.items() for kind in kinds}
         wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
         for border in (None, 1 << 32):
             if border:
@@ -89,11 +118,13 @@ def changing_sizes(nodes: int, calls: int) -> None:
                 comm._executor.drain()
                 comm._host.barrier()
             for _ in range(shared(comm, calls)):
-                name, kind = together.choice(list(FLOATS)), together.choice(KINDS)
+                name, kind = together.choice(list(FLOATS)), together.choice(kinds)
+                if kind == "nvrar_16bit" and name == "float32":
+                    name = "float16"
                 count = int(largest ** together.random())
                 x = pools[name][comm.rank][:count]
                 straggle(comm, own)
-                wrong += differing(comm.all_reduce(x, algorithm=kind), sums[name][:count])
+                wrong += differing(comm.all_reduce(x, algorithm=kind), sums[name, kind][:count])
                 if together.random() < 0.1:
                     got = comm.all_gather(x.view(torch.uint8))
                     wrong += differing(got, torch.cat([one[:count] for one in pools[name]]).view(torch.uint8))
@@ -111,7 +142,7 @@ def graphs(nodes: int, replays: int) -> None:
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         together, own = random.Random(1), random.Random(comm.rank)
         captured = []
-        for count, kind in itertools.product((500, 4096, 70_001), KINDS):
+        for count, kind in itertools.product((500, 4096, 70_001), (*KINDS, "nvrar_16bit")):
             x = torch.zeros(count, dtype=torch.bfloat16, device=comm.device)
             out = torch.empty_like(x)
             comm.all_reduce(x, out=out, algorithm=kind)
@@ -129,9 +160,9 @@ def graphs(nodes: int, replays: int) -> None:
             if own.random() < 0.3:
                 torch.cuda._sleep(own.randrange(300_000))
             graph.replay()
-            wrong += differing(out, tree_sum(xs, nodes))
+            wrong += differing(out, tree_sum(xs, nodes, kind))
             if together.random() < 0.3:
-                wrong += differing(comm.all_reduce(xs[comm.rank], algorithm=kind), tree_sum(xs, nodes))
+                wrong += differing(comm.all_reduce(xs[comm.rank], algorithm=kind), tree_sum(xs, nodes, kind))
         assert int(wrong) == 0
         comm.check()
 

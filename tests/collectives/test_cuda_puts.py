@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from node_kernel_targets import KINDS
-from test_cuda_nodes import changing_sizes, graphs, late, values
+from test_cuda_nodes import changing_sizes, graphs, late, rounded_values, values
 from workers import FLOATS, killed
 
 import shotcast
@@ -65,6 +65,12 @@ def test_a_communicator_over_puts() -> None:
 def test_sums_are_those_of_the_tree(nodes: int, local: int) -> None:
     done = ranks_that_put(nodes, local, values, nodes, timeout_s=400)
     assert min(done) == max(done) > len(KINDS) * len(FLOATS)
+
+
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_sums_of_nodes_in_16_bits(nodes: int, local: int) -> None:
+    done = ranks_that_put(nodes, local, rounded_values, nodes, timeout_s=400)
+    assert min(done) == max(done) > 0
 
 
 @pytest.mark.parametrize("calls", [2000, pytest.param(50_000, marks=pytest.mark.full)])

@@ -139,6 +139,77 @@ def test_trees_as_the_page_of_numerics_writes_them(nodes: int) -> None:
     sums = [xs[2 * node].float() + xs[2 * node + 1].float() for node in range(nodes)]
     expected = TREES[nodes](*sums).to(torch.bfloat16)
     assert torch.equal(reference.tree_all_reduce(xs, 0, layout), expected)
+    rounded = [total.to(torch.bfloat16).float() for total in sums]
+    expected = TREES[nodes](*rounded).to(torch.bfloat16)
+    assert torch.equal(reference.all_reduce(xs, "nvrar_16bit", layout), expected)
+
+
+# -- sums of nodes in 16 bits ----------------------------------------------------------------------------------------
+
+
+def rounded_nodes_bound(xs: list[torch.Tensor], layout: NodeLayout, got: torch.Tensor) -> torch.Tensor:
+    """Return the bound of docs/reference/numerics.md: p_h are sums of nodes, exact to a part in 2^23."""
+    unit, sizes = torch.finfo(xs[0].dtype).eps / 2, [x.double().abs() for x in xs]
+    partial = sum(sum(xs[rank].double() for rank in members).abs() for members in layout.members)
+    return unit * partial + len(xs) * 2.0**-23 * sum(sizes) + unit * got.double().abs()
+
+
+sixteen_bits = st.sampled_from([torch.float16, torch.bfloat16])
+
+
+@settings(max_examples=150)
+@given(
+    sixteen_bits,
+    layouts(),
+    st.lists(st.floats(-1e3, 1e3, width=16), min_size=1, max_size=60),
+    st.integers(-30, 0),
+    st.integers(0, 1 << 20),
+)
+def test_rounded_sums_of_nodes_within_their_bound(
+    dtype: torch.dtype, layout: NodeLayout, values: list[float], power: int, seed: int
+) -> None:
+    """Hypothesis makes the values, down to subnormal ones; each rank has them in another order, and of other signs."""
+    generator = torch.Generator().manual_seed(seed)
+    xs = []
+    for _ in range(layout.world_size):
+        x = torch.tensor(values)[torch.randperm(len(values), generator=generator)] * 2.0**power
+        sign = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+        xs.append((x * sign).to(dtype))
+    got = reference.rounded_nodes_all_reduce(xs, 0, layout)
+    assert got.dtype is dtype
+    off = (got.double() - torch.stack(xs).double().sum(0)).abs()
+    assert bool((off <= rounded_nodes_bound(xs, layout, got)).all())
+    last = torch.finfo(dtype).eps / 2 * got.double().abs()
+    coarse = [reference.rounded_nodes_error_bound([x.double() for x in xs], one) for one in (dtype, None)]
+    assert all(bool((off <= each + last).all()) for each in coarse)
+    if layout.ranks_per_node == 1:
+        assert torch.equal(got, reference.tree_all_reduce(xs, 0, layout)), "a lone rank's numbers have 16 bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_bound_of_rounded_sums_is_neither_too_wide_nor_for_another_rounding(dtype: torch.dtype) -> None:
+    layout = NodeLayout.of_keys([str(rank // 2) for rank in range(16)])
+    xs = random_inputs(dtype, 16, 1 << 14, 1)
+    exact = torch.stack(xs).double().sum(0)
+    got = reference.all_reduce(xs, "nvrar_16bit", layout)
+    off, allowed = (got.double() - exact).abs(), rounded_nodes_bound(xs, layout, got)
+    assert 0.4 < float((off / allowed).max()) <= 1
+    assert not torch.equal(got, reference.tree_all_reduce(xs, 0, layout))
+    careless = xs[0].clone()
+    for x in xs[1:]:
+        careless += x
+    assert bool(((careless.double() - exact).abs() > allowed).any()), "rounded after each addition"
+
+
+def test_rounded_sums_of_small_and_large_numbers() -> None:
+    half, layout = torch.float16, NodeLayout.of_keys(["a", "a", "b", "b"])
+    xs = [torch.tensor([value], dtype=half) for value in (-(2.0**-24), 0.0, -0.0, -0.0)]
+    assert reference.rounded_nodes_all_reduce(xs, 0, layout).item() == -(2.0**-24)
+    xs = [torch.tensor([value], dtype=half) for value in (60000.0, 60000.0, -60000.0, -60000.0)]
+    assert reference.tree_all_reduce(xs, 0, layout).item() == 0.0
+    assert reference.rounded_nodes_all_reduce(xs, 0, layout).isnan().all(), "sums of nodes beyond float16"
+    zeros = reference.rounded_nodes_all_reduce([torch.tensor([-0.0], dtype=half)] * 4, 0, layout)
+    assert not torch.signbit(zeros).item(), "sums start at +0.0"
 
 
 # -- FP8 transport ----------------------------------------------------------------------------------------------------

@@ -216,6 +216,7 @@ class TestOrder:
             wanted = "legality", "vendor"
         else:
             may = [name for name in legal if name != "two_shot_fp8" or case.topology.allow_fp8]
+            may = [name for name in may if name != "nvrar_16bit"]
             named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in may]
             wanted = named[0] if named else ("cost model", choice.candidate.algorithm)
         assert (choice.source, choice.candidate.algorithm) == wanted
@@ -403,6 +404,46 @@ class TestLegality:
         assert choice.reason == "own kernels add up float32, float16, bfloat16, and this is int64"
         choice = choose(problem(topology=make_topology("", obstacle="several hosts")), "auto", "auto", ())
         assert choice.reason == "several hosts"
+
+
+class TestByName:
+    """Sums of nodes in 16 bits serve only calls that name them."""
+
+    @staticmethod
+    def case(dtype: str = "bfloat16", kernels: str = "compiled") -> CollectiveProblem:
+        topology = make_topology(kernels, 1, allow_fp8=True, nodes=8)
+        return problem(nbytes=64 << 20, dtype=dtype, topology=topology)
+
+    @pytest.mark.parametrize("kernels", ["triton", "interpreter", "compiled"])
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_naming_it_selects_it(self, dtype: str, kernels: str) -> None:
+        case = self.case(dtype, kernels)
+        for argument, environment in (("nvrar_16bit", "auto"), ("auto", "nvrar_16bit")):
+            assert choose(case, argument, environment, ()).candidate.algorithm == "nvrar_16bit"
+        assert not keeps_bits(case, "nvrar_16bit")
+
+    @pytest.mark.parametrize("kernels", ["triton", "interpreter", "compiled"])
+    def test_float32_is_refused(self, kernels: str) -> None:
+        why = "it sends sums of nodes in the 16 bits of float16 or bfloat16, and this is float32"
+        with pytest.raises(
+            ConfigError, match=f"nvrar_16bit cannot serve this all_reduce of float32, 64M?i?B?.*: {why}"
+        ):
+            choose(self.case("float32", kernels), "nvrar_16bit", "auto", ())
+        choice = choose(self.case("float32", kernels), "auto", "nvrar_16bit", ())
+        assert choice.candidate.algorithm != "nvrar_16bit"
+        assert why in choice.reason
+
+    def test_auto_takes_it_from_no_table(self) -> None:
+        named = table([None, "nvrar_16bit", None], dtype="bfloat16", name="short.json")
+        choice = choose(self.case(), "auto", "auto", (("user table", named),))
+        assert choice.source == "cost model"
+        assert "short.json has nvrar_16bit, but it serves only calls that name it" in choice.reason
+
+    def test_the_model_says_that_it_might_do(self) -> None:
+        choice = choose(self.case(), "auto", "auto", ())
+        assert choice.candidate.algorithm == "nvrar_two_shot"
+        assert "; nvrar_16bit might do with " in choice.reason
+        assert choice.reason.endswith("but it serves only calls that name it")
 
 
 class TestFp8:

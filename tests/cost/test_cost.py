@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from predicted import predicted_us
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, LinkCost, NetworkCost, Work, time_us
-from shotcast.wire import NodeShape, Op
+from shotcast.wire import NodeShape, Op, in_one_step
 
 links = st.builds(
     LinkCost,
@@ -176,6 +176,26 @@ def test_sums_between_nodes_step_by_step(nbytes: int, shape: NodeShape, itemsize
         expected = sum(step_us + sent / bw_gbps / 1e3 for sent in steps)
         work = registered()[name].forms[Op.ALL_REDUCE].work(nbytes, shape, itemsize)
         assert time_us(work, link, network) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
+
+
+@given(st.integers(0, 1 << 30), shapes.filter(lambda shape: shape.nodes > 1), networks)
+def test_sums_of_nodes_in_16_bits_step_by_step(nbytes: int, shape: NodeShape, network: NetworkCost) -> None:
+    """Two bytes an element: of a slice to all others, or of parts of it and then of the result."""
+    nodes, part = shape.nodes, nbytes / shape.ranks_per_node
+    whole = in_one_step(nodes, int(part))
+    steps = [(nodes - 1) * part] if whole else [(nodes - 1) / nodes * part] * 2
+    step_us, bw_gbps = network.to_all
+    expected = sum(step_us + sent / bw_gbps / 1e3 for sent in steps)
+    work = registered()["nvrar_16bit"].forms[Op.ALL_REDUCE].work(nbytes, shape, 2)
+    assert time_us(work, LinkCost(0.0, 0.0, 1e12), network) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert sum(steps) <= 2 * (nodes - 1) / nodes * part + (64 << 10)
+
+
+def test_two_nodes_never_send_their_sums_in_two_steps() -> None:
+    assert in_one_step(2, 1 << 40)
+    assert not in_one_step(3, 1 << 20)
+    assert in_one_step(8, 4096)
+    assert not in_one_step(8, 1 << 16)
 
 
 def test_a_ring_waits_for_its_slowest_hop() -> None:

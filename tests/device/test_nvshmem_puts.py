@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -67,9 +68,15 @@ def test_values_that_are_kept_over_a_put_stay_in_registers(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hidden", [0, 4096])
+@pytest.mark.parametrize(
+    ("exchange", "hidden"),
+    [
+        *itertools.product(["doubling", "pairs", "halving"], [0, 4096]),
+        ("pairs_16bit", 0),
+        ("two_shot_16bit", 0),
+    ],
+)
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 8), (3, 2)])
-@pytest.mark.parametrize("exchange", ["doubling", "pairs", "halving"])
 def test_all_reduces_over_nodes_put(
     libraries: dict[str, str], exchange: str, nodes: int, local: int, hidden: int, tmp_path: Path
 ) -> None:

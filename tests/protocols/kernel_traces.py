@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ import torch
 import shotcast
 from emulated_multicast import with_multicast
 from executor_calls import clear_after_read_from, run_call
+from shotcast import wire
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import DTYPES, CallPlan, Op
 
@@ -69,6 +71,7 @@ class Circumstances:
         clears_from: calls with slots of more bytes clear them as they read; None: as on GPUs.
         multicast: the ranks have an emulated multicast address.
         silent: (rank, call): this rank's data of this call never lands.
+        two_steps: sums of nodes in 16 bits pass in two steps, however short.
         timeout_s: the deadline. If it is below 2, a call may go wrong: one more is made after it, and no word is
             withheld.
     """
@@ -77,6 +80,7 @@ class Circumstances:
     clears_from: int | None = None
     multicast: bool = False
     silent: tuple[int, int] | None = None
+    two_steps: bool = False
     timeout_s: float = 30.0
 
 
@@ -410,6 +414,7 @@ def _traced(plans: list[list[CallPlan | None]], circumstances: Circumstances) ->
     change, timeout_s = circumstances.change, circumstances.timeout_s
     with (
         changed_kernels(change) if change else contextlib.nullcontext() as changed,
+        mock.patch.object(wire, "_MOST_MORE_BYTES", -1) if circumstances.two_steps else contextlib.nullcontext(),
         shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 14) as comm,
     ):
         executor: Any = comm._executor

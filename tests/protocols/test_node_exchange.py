@@ -1,8 +1,8 @@
 """All-reduce over nodes: sums of nodes pass in cells with the epoch, each step of the exchange in slots of its own.
 
 Ranks of a node scatter and gather through sentinel slots, as in two-shot. Between nodes, ranks of one local rank
-exchange partial sums by doubling, by pairs or by halving. Puts land at any time and in any order, as those of a network
-may. There are two generations of cells, by the parity of the epoch, and nothing is cleared.
+exchange partial sums by doubling, by pairs, by halving or in two shots. Puts land at any time and in any order, as
+those of a network may. There are two generations of cells, by the parity of the epoch, and nothing is cleared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NodeCall(NamedTuple):
     """An all-reduce over nodes.
 
     ``sizes[l]`` are the words of the slice of local rank l. ``parts`` cells carry a word of a partial sum. ``tile`` is
-    the number of words of a tile, of which halving gives away every second.
+    the number of words of a tile, of which halving gives away every second, and two shots each to its owner.
     """
 
     exchange: str
@@ -125,6 +125,18 @@ def exchange(place: Nodes, node: int, call: NodeCall, words: int) -> Iterator[Se
             yield sent(other, node - (node > other), values, node)
         cells = {(other - (other > node), index): other for other in others for index in values}
         yield Due(cells, cells, 0)
+        return
+    if call.exchange == "two_shot":
+        owned = {owner: [i for i in values if i // call.tile % place.nodes == owner] for owner in range(place.nodes)}
+        others, last = [other for other in range(place.nodes) if other != node], place.nodes - 1
+        for owner in others:
+            yield sent(owner, node - (node > owner), owned[owner], node)
+        cells = {(other - (other > node), index): other for other in others for index in owned[node]}
+        yield Due(cells, cells, 0)
+        for other in others:
+            yield sent(other, last, owned[node], place.root)
+        senders = {(last, index): owner for owner in others for index in owned[owner]}
+        yield Due(senders, dict.fromkeys(senders, place.root), 1)
         return
     doublings, leaf = place.doublings, place.leaf(node)
     inner = node < 2 * place.pairs
@@ -313,7 +325,7 @@ def calls_of(exchange: str, sizes: Sequence[int], local: int = 1) -> list[NodeCa
     return [NodeCall(exchange, (size,) * local) for size in sizes]
 
 
-EXCHANGES = ("doubling", "pairs", "halving")
+EXCHANGES = ("doubling", "pairs", "halving", "two_shot")
 TWO, THREE, FOUR = Group(2, 1), Group(3, 1), Group(4, 1)
 NO_HEADERS = Rules(headers=HeaderRules(exchanged=False))
 
@@ -464,7 +476,7 @@ def test_a_lost_cell_ends_in_a_fault_that_names_its_sender(exchange: str, group:
         verify(lost(group, exchange, Rules(), loss))
 
 
-@pytest.mark.parametrize("exchange", ["doubling", "halving"])
+@pytest.mark.parametrize("exchange", ["doubling", "halving", "two_shot"])
 def test_ranks_that_wait_for_those_that_wait_must_be_more_patient(exchange: str, refute) -> None:
     """With equal deadlines, a rank that is itself kept waiting may be named."""
     refute(lost(THREE, exchange, Rules(in_turn=False), Loss(2, 1, 1)), Kind.BROKEN_CLAIM)

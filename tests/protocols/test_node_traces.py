@@ -21,6 +21,8 @@ from .test_node_exchange import Group, NodeCall, Nodes
 from .words import SENTINEL, header_program
 
 ALGORITHMS = {"doubling": "nvrar", "pairs": "nvrar_pairs", "halving": "nvrar_halving"}
+ROUNDED = {"pairs_16bit": "pairs", "two_shot_16bit": "two_shot"}
+"""The exchanges of sums in 16 bits, a cell for each word, and those of the model."""
 PAIR, THREE, SQUARE = Group(2, 1), Group(3, 1), Group(2, 2)
 
 
@@ -33,9 +35,10 @@ class TracedCall(NamedTuple):
 
 def summed(group: Group, exchange: str, quads: int, dtype: str = "float32") -> TracedCall:
     """Return an all-reduce of so many quads."""
-    parts = 1 if dtype == "float32" else 2
-    plan = CallPlan(Op.ALL_REDUCE, ALGORITHMS[exchange], dtype, 16 * quads, launch=LAUNCH)
-    return TracedCall(NodeCall(exchange, slices(quads, group.local), parts, TILE), plan)
+    parts = 1 if dtype == "float32" or exchange in ROUNDED else 2
+    plan = CallPlan(Op.ALL_REDUCE, ALGORITHMS.get(exchange, "nvrar_16bit"), dtype, 16 * quads, launch=LAUNCH)
+    call = NodeCall(ROUNDED.get(exchange, exchange), slices(quads, group.local), parts, TILE)
+    return TracedCall(call, plan)
 
 
 def normed(group: Group, exchange: str, rows: int) -> TracedCall:
@@ -61,7 +64,7 @@ def word_of(group: Group, call: NodeCall) -> Translation:
             return (owner, "slots", generation, word), value if value == SENTINEL else "data"
         generation, slot, number = index
         cell = slot * width * call.parts
-        if call.exchange != "pairs" and slot == words_at:
+        if call.exchange not in ROUNDED.values() and slot == words_at:
             return (owner, "network", generation, cell + number), value.flag
         word, part = divmod(number, call.parts)
         tile, lane = divmod(word, TILE)
@@ -96,6 +99,10 @@ def replay(
             replay_epochs(events, number, rank, first, extents)
 
 
+def in_circumstances(exchange: str, **others: Any) -> Circumstances:
+    return Circumstances(two_steps=exchange == "two_shot_16bit", **others)
+
+
 def run(group: Group, calls: Sequence[TracedCall], circumstances: Circumstances) -> list[list[Event]]:
     plans: list[CallPlan | None] = [each.plan for each in calls]
     env = {**GPU_COLLECTIVES, "SHOTCAST_RANKS_PER_NODE": str(group.local)}
@@ -105,6 +112,8 @@ def run(group: Group, calls: Sequence[TracedCall], circumstances: Circumstances)
 def sequence(group: Group, exchange: str) -> list[TracedCall]:
     """Return calls whose sizes and dtypes change."""
     sizes = (9, 4, 12, 1) if group.local == 1 else (9, 24, 1)
+    if exchange in ROUNDED:
+        return [summed(group, exchange, quads, dtype) for quads in sizes for dtype in ("bfloat16", "float16")]
     plain = [summed(group, exchange, quads, "bfloat16" if i % 2 else "float32") for i, quads in enumerate(sizes)]
     return [*plain[:-1], normed(group, exchange, 5), plain[-1], normed(group, exchange, 1)]
 
@@ -115,11 +124,11 @@ def mixed(group: Group) -> list[TracedCall]:
     ]
 
 
-QUICK = [(PAIR, "mixed"), (SQUARE, "doubling")]
+QUICK = [(PAIR, "mixed"), (SQUARE, "doubling"), (THREE, "two_shot_16bit")]
 THOROUGH = [
     (group, exchange)
     for group in (PAIR, THREE, Group(4, 1), Group(5, 1), SQUARE, Group(3, 2))
-    for exchange in ("mixed", *ALGORITHMS)
+    for exchange in ("mixed", *ALGORITHMS, *ROUNDED)
     if (group, exchange) not in QUICK
 ]
 
@@ -129,7 +138,7 @@ THOROUGH = [
 )
 def test_calls(group: Group, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = mixed(group) if exchange == "mixed" else sequence(group, exchange)
-    replay(group, calls, run(group, calls, Circumstances()), monkeypatch)
+    replay(group, calls, run(group, calls, in_circumstances(exchange)), monkeypatch)
 
 
 class Case(NamedTuple):
@@ -205,8 +214,24 @@ CASES = {
         THREE,
         "pairs",
         "exchanges",
-        "slot = place.node - (place.node > other).to(tl.int32)",
+        "slot = slot_of(place.node, (place.node + i) % NODES)",
         "slot = place.node * 0",
+    ),
+    "a tile goes to another node than its owner": Case(
+        THREE, "two_shot_16bit", "exchanges", "% NODES == owner\n", "% NODES != owner\n"
+    ),
+    "an owner does not wait for the parts of others": Case(
+        THREE,
+        "two_shot_16bit",
+        "exchanges",
+        "lanes, owned, NODES, LOCAL, 1, WORLD)",
+        "lanes, 0 * owned, NODES, LOCAL, 1, WORLD)",
+    ),
+    "results go to the slot of a part": Case(
+        THREE, "two_shot_16bit", "exchanges", "last = (NODES - 1) * slice_words + start", "last = start"
+    ),
+    "the result of another owner is not awaited": Case(
+        THREE, "two_shot_16bit", "exchanges", "(count - owned,)", "(count * 0,)"
     ),
     "a tile is kept that is given away": Case(
         PAIR,
@@ -249,6 +274,6 @@ OFTEN = ("the cells of high halves are not awaited",)
 def test_a_changed_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group, exchange, module, old, new = CASES[name]
     calls = sequence(group, exchange)
-    traces = run(group, calls, Circumstances(Change(module, old, new), timeout_s=2.0))
+    traces = run(group, calls, in_circumstances(exchange, change=Change(module, old, new), timeout_s=2.0))
     with pytest.raises(ReplayError):
         replay(group, calls, traces, monkeypatch)

@@ -21,7 +21,7 @@ from shotcast.transport.cpu import (
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.network import copies as copies_between_nodes
 from shotcast.transport.network import fused as fused_between_nodes
-from shotcast.transport.network import meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network import meet, messages, nvrar, nvrar_16bit, nvrar_halving, nvrar_pairs, nvrar_two_shot
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,7 @@ def compiled_before_forking():
         meet,
         messages,
         nvrar,
+        nvrar_16bit,
         nvrar_halving,
         nvrar_pairs,
         nvrar_two_shot,

@@ -10,7 +10,17 @@ import torch
 from local_ranks import LocalGroup
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.transport.cpu import send_recv
-from shotcast.transport.network import copies, fused, meet, messages, nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network import (
+    copies,
+    fused,
+    meet,
+    messages,
+    nvrar,
+    nvrar_16bit,
+    nvrar_halving,
+    nvrar_pairs,
+    nvrar_two_shot,
+)
 from shotcast.transport.network.executor import HostsExecutor
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
 
@@ -26,7 +36,7 @@ FUSED = {
     "nvrar_two_shot": fused.TWO_SHOT,
     "nvrar_halving": fused.HALVING,
 }
-CALLS = {**SUMS, "vendor": meet.BARRIER}
+CALLS = {**SUMS, "nvrar_16bit": nvrar_16bit.ALL_REDUCE, "vendor": meet.BARRIER}
 NAMES = (*CALLS, "message")
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,11 +20,13 @@ from hosts_ranks import NAMES, SUMS, all_reduce, barrier, executor_of, layout_of
 from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast import wire
 from shotcast.collectives import reference
-from shotcast.errors import ConfigError
+from shotcast.collectives.registry import registered
+from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu.norm_rows import add_rms_norm
-from shotcast.wire import CallPlan, Fault, Header, LaunchShape, Norm, Op
+from shotcast.transport.network import layout, nvrar_16bit
+from shotcast.wire import CallPlan, Fault, Header, LaunchShape, NodeShape, Norm, Op
 
 pytestmark = pytest.mark.usefixtures("compiled_before_forking")
 
@@ -71,17 +74,101 @@ def test_sums_of_more_ranks(nodes: int, local: int) -> None:
     assert run_ranks(nodes * local, _sums, nodes, local, sizes, timeout_s=300) == [[]] * (nodes * local)
 
 
+def _rounded_sums(group: LocalGroup, nodes: int, local: int, sizes: tuple[int, ...]) -> list[str]:
+    """Sum in 16 bits, between exact sums of other sizes; return the calls with other bits than the reference."""
+    executor, layout = executor_of(group, nodes, local), layout_of(nodes, local)
+    wrong = []
+    for number, (dtype, size) in enumerate(itertools.product(DTYPES[1:], (*sizes, *reversed(sizes)))):
+        inputs = [2.0 ** (number % 3 * -9) * x for x in _inputs(layout.world_size, size, dtype, number)]
+        x = inputs[group.rank].clone()
+        out = x if number % 3 == 0 else torch.full_like(x, 7)
+        if number % 11 == group.rank:
+            time.sleep(0.02)
+        all_reduce(executor, "nvrar_16bit", x, out)
+        if executor.fault() is not None or not torch.equal(out, reference.rounded_nodes_sum(inputs, layout)):
+            wrong.append(f"{dtype} {size} {executor.fault()}")
+        if number % 3 == 1:
+            x = inputs[group.rank][: size // 2].clone()
+            all_reduce(executor, "nvrar_pairs", x, x)
+            if not torch.equal(x, reference.tree_sum([each[: size // 2] for each in inputs], layout)):
+                wrong.append(f"exact {dtype} {size // 2}")
+    group.barrier()
+    executor.close()
+    return wrong
+
+
+STEPS = (0, 1, 7, 1001, 20_003, 100_003)
+"""Elements, of which all nodes but two exchange the last in two steps, and all the first in one."""
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (4, 1)])
+def test_sums_of_nodes_in_16_bits(nodes: int, local: int) -> None:
+    wrong = run_ranks(nodes * local, _rounded_sums, nodes, local, STEPS)
+    assert wrong == [[]] * (nodes * local)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1), (7, 1), (8, 1), (8, 2)])
+def test_sums_of_more_nodes_in_16_bits(nodes: int, local: int) -> None:
+    sizes = (*STEPS, 700_001)
+    assert run_ranks(nodes * local, _rounded_sums, nodes, local, sizes, timeout_s=300) == [[]] * (nodes * local)
+
+
+_MESSAGES = (1024, 1 << 19)
+"""Elements that are exchanged in one step, and in two."""
+
+
+def _received(group: LocalGroup) -> list[int]:
+    """Return the bytes that come from other nodes in calls of both sizes; each rank sends as many."""
+    executor = executor_of(group, 4, 1)
+    came = []
+    for count in _MESSAGES:
+        x = torch.ones(count, dtype=torch.bfloat16)
+        before = _bytes_received(executor)
+        group.barrier()
+        all_reduce(executor, "nvrar_16bit", x, x)
+        came.append(_bytes_received(executor) - before)
+        group.barrier()
+    executor.close()
+    return came
+
+
+def _bytes_received(executor: Any) -> int:
+    """Return the bytes that have come on the connections of data (of struct tcp_info, where Linux has them)."""
+    total, first = 0, layout.DESCRIPTORS // 8
+    for node in set(range(4)) - {executor._node}:
+        with socket.socket(fileno=os.dup(executor._network[first + node])) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        total += int.from_bytes(info[128:136], sys.byteorder)
+    return total
+
+
+def test_sums_in_16_bits_send_what_the_cost_model_says() -> None:
+    """And 32 bytes before the data of each frame."""
+    for came in run_ranks(4, _received):
+        for count, nbytes, frames in zip(_MESSAGES, came, (3, 6), strict=True):
+            work = registered()["nvrar_16bit"].forms[Op.ALL_REDUCE].work(2 * count, NodeShape(4, 1), 2)
+            assert nbytes == work.spread_sent + 32 * frames
+
+
+def test_float32_is_not_rounded_to_16_bits() -> None:
+    plan = CallPlan(Op.ALL_REDUCE, "nvrar_16bit", "float32", 4)
+    with pytest.raises(UnsupportedError, match="nvrar_16bit adds up float16 and bfloat16, not float32"):
+        nvrar_16bit.ALL_REDUCE.arithmetic(plan)
+
+
 def _special_values(group: LocalGroup) -> list[str]:
     executor, layout = executor_of(group, 3, 1), layout_of(3, 1)
     row = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, 3e38, 1.0]
     wrong = []
     for dtype in DTYPES:
         inputs = [torch.tensor(row[rank:] + row[:rank]).to(dtype).repeat(9) for rank in range(3)]
-        for algorithm in SUMS:
+        for algorithm in (*SUMS, *([] if dtype is torch.float32 else ["nvrar_16bit"])):
             out = torch.empty_like(inputs[0])
             all_reduce(executor, algorithm, inputs[group.rank], out)
             bits = torch.int32 if dtype is torch.float32 else torch.int16
-            expected = reference.tree_sum(inputs, layout)
+            rounds = algorithm == "nvrar_16bit"
+            expected = (reference.rounded_nodes_sum if rounds else reference.tree_sum)(inputs, layout)
             nan = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
             expected_bits = torch.where(expected.isnan(), torch.tensor(nan, dtype=bits), expected.view(bits))
             if not torch.equal(out.view(bits), expected_bits):

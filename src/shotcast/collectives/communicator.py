@@ -250,8 +250,9 @@ class Communicator:
             out: like ``x``; ``x`` itself for in place; None for a new tensor.
             algorithm: ``auto``, ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision:
                 ``docs/reference/numerics.md``), ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a
-                registered algorithm; over several nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot`` and
-                ``nvrar_halving`` (``docs/reference/algorithms.md``).
+                registered algorithm; over several nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot``,
+                ``nvrar_halving`` and ``nvrar_16bit`` (by name only, loses precision), of which
+                ``docs/reference/algorithms.md`` tells.
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library computes.
 
         Returns:

@@ -89,6 +89,17 @@ def tree_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -
     return tree_sum(xs, layout)
 
 
+def rounded_nodes_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
+    """Return the sums of nodes, each rounded to the dtype, added up in the tree over nodes, and rounded once more."""
+    sums = [ordered_sum([xs[rank] for rank in members]) for members in layout.members]
+    return tree_sum(sums, NodeLayout.of_keys(layout.names))
+
+
+def rounded_nodes_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
+    """Return the all-reduce of NVRAR in 16 bits, the same on all ranks."""
+    return rounded_nodes_sum(xs, layout)
+
+
 def fp8_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
     """Return the all-reduce of two-shot in FP8, the same on all ranks."""
     # on a CPU, where a division by a number is one
@@ -115,6 +126,21 @@ def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:
     for x in xs:
         parts, total = parts + _e4m3_error(x.abs()), total + x
     return parts + _e4m3_error(total.abs() + parts)
+
+
+def rounded_nodes_error_bound(xs: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return how far off a sum of NVRAR in 16 bits may be, beyond the rounding of the dtype, for float64 ``xs``.
+
+    It is the bound of ``docs/reference/numerics.md`` for any number of nodes.
+
+    Args:
+        dtype: float16 or bfloat16; None for a bound that holds for both, that of bfloat16.
+    """
+    unit = torch.finfo(torch.bfloat16 if dtype is None else dtype).eps / 2
+    magnitude, ranks = torch.zeros(()), 0
+    for x in xs:
+        magnitude, ranks = magnitude + x.abs(), ranks + 1
+    return (unit + ranks * 2.0**-23) * magnitude
 
 
 def _e4m3_error(values: torch.Tensor) -> torch.Tensor:

@@ -230,12 +230,13 @@ class HostsExecutor(CpuExecutor):
         if plan.op is Op.BROADCAST and not call.header_only:
             record[local_layout.ROOT // 8] = self._nodes.local_rank_of(plan.root)
             record[local_layout.ROOT_NODE // 8] = self._nodes.node_of(plan.root)
-        if isinstance(call, HostsCall) and call.slots(self._nodes.nodes) > 0:
-            itemsize = wire.DTYPES[plan.dtype]
-            count = -(-wire.slice_bytes(plan.nbytes, len(self._members)) // itemsize)
+        slice_bytes = wire.slice_bytes(plan.nbytes, len(self._members))
+        slots = call.slots(self._nodes.nodes, slice_bytes) if isinstance(call, HostsCall) else 0
+        if slots > 0:
+            count = -(-slice_bytes // wire.DTYPES[plan.dtype])
             slot = align_up(4 * count, 64) + 64 * self._nodes.nodes
             record[local_layout.SLOT // 8] = slot
-            room = slot * (1 + call.slots(self._nodes.nodes))
+            room = slot * (1 + slots)
             record[local_layout.TOTAL // 8] = room
             self._make_room(room + (plan.nbytes if call.norms else 0))
         return record

@@ -35,7 +35,7 @@ def whole_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits(room, 512 << 10)
 
 
-def no_slots(nodes: int) -> int:
+def no_slots(nodes: int, slice_bytes: int) -> int:
     """Return the slices that arrive at once where no data does."""
     return 0
 
@@ -45,7 +45,8 @@ class HostsCall(HostCall):
     """The way in which compiled code serves an operation of CPU ranks on several nodes.
 
     Attributes:
-        slots: ``slots(nodes)``: how many slices in float32 arrive at once.
+        slots: ``slots(nodes, slice_bytes)``: how many slices in float32 there is to be room for, beside the sum of this
+            node: those that arrive at once, of ``slice_bytes`` in the dtype of the call.
     """
 
-    slots: Callable[[int], int] = no_slots
+    slots: Callable[[int, int], int] = no_slots

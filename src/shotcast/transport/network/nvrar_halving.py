@@ -109,5 +109,5 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 
 ALL_REDUCE = HostsCall(
-    schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=partial_sums, slots=lambda nodes: 1
+    schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=partial_sums, slots=lambda nodes, slice_bytes: 1
 )

@@ -23,7 +23,7 @@ _ALIGN = 16
 
 
 @njit(error_model="numpy")
-def _part(count: int, nodes: int) -> int:
+def part_of_each(count: int, nodes: int) -> int:
     """Return the elements of the part of each node; the last parts may be shorter or empty."""
     return ((count + nodes - 1) // nodes + _ALIGN - 1) // _ALIGN * _ALIGN
 
@@ -39,7 +39,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     network = load(context + NETWORK)
     nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
     accumulator, received = load(network + ACCUMULATOR), first_slot(network, plan)
-    part, itemsize, result = _part(count, nodes), load(plan + ITEMSIZE), out + slice_start(context, plan)
+    part, itemsize, result = part_of_each(count, nodes), load(plan + ITEMSIZE), out + slice_start(context, plan)
     low, high = min(node * part, count), min((node + 1) * part, count)
     begin_transfer(network)
     for distance in range(1, nodes):
@@ -71,5 +71,5 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 
 ALL_REDUCE = HostsCall(
-    schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=partial_sums, slots=lambda nodes: 1
+    schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=partial_sums, slots=lambda nodes, slice_bytes: 1
 )

@@ -6,10 +6,15 @@
               and adds up what comes of the others. Then the sums, rounded, go back the same way: 2 log2 H steps, and
               fewer bytes where messages are large
 
+In 16 bits, partial sums pass rounded to the dtype of the call, in cells of two values. The own one is rounded, too:
+
+    pairs     as above
+    two_shot  each tile has an owner, to which all send theirs; it adds up the tree, and sends the result to all
+
 Doubling and halving take a power of two. Of other numbers, the first nodes are *folded*: of each pair of them the odd
 one, the *extra*, sends its partial sum to the even one, the *pivot*, before the exchange, and gets the result after it.
-All three give the same bits: those of the tree in :func:`shotcast.hardware.nodes.folded`, where the operands of each
-addition are in the order of the nodes.
+The first three give the same bits: those of the tree in :func:`shotcast.hardware.nodes.folded`, where the operands of
+each addition are in the order of the nodes. The last two give those of the same tree over rounded partial sums.
 
 An exchange has two parts. ``begin_*`` sends what a rank has without a wait; ``finish_*`` does the rest, and returns the
 words of the result. Both are for one tile: its first word is ``start`` of a slice of ``slice_words``, and it has
@@ -27,13 +32,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.words import pack
+from shotcast.device.triton.words import pack, unpack
 from shotcast.transport.triton.network import await_cells, destination, put_cells
 from shotcast.transport.triton.sync import escape_sentinel
 
 DOUBLING = tl.constexpr(0)
 PAIRS = tl.constexpr(1)
 HALVING = tl.constexpr(2)
+PAIRS_16BIT = tl.constexpr(3)
+TWO_SHOT_16BIT = tl.constexpr(4)
 
 
 class Place(NamedTuple):
@@ -86,7 +93,7 @@ def targets_of(
 ):
     """Return where a rank sends to: its partners step by step, then that of its pair; or each other node, in a ring."""
     targets = ()
-    if EXCHANGE == PAIRS:
+    if EXCHANGE != DOUBLING and EXCHANGE != HALVING:
         for i in tl.static_range(1, NODES):
             targets = targets + (destination(peers, puts, (place.node + i) % NODES * LOCAL + place.local, PUTS),)
     else:
@@ -281,15 +288,42 @@ def finish_doubling(
 
 
 @triton.jit
+def slot_of(node, other):
+    """Return the slot of a node's partial sum at another one: each has those of all but itself, in their order."""
+    return node - (other < node).to(tl.int32)
+
+
+@triton.jit
 def begin_pairs(
-    call, network, targets, place, start, slice_words, lanes, value, count, NODES: tl.constexpr, PARTS: tl.constexpr
+    call, network, targets, place, start, slice_words, lanes, bits, count, NODES: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Send the partial sum to all other nodes. Theirs have a slot each, in the order of the nodes."""
-    bits = bits_of(value, PARTS)
+    """Send the partial sum, as PARTS tiles of 32 bits, to all other nodes."""
     for i in tl.static_range(1, NODES):
-        other = (place.node + i) % NODES
-        slot = place.node - (place.node > other).to(tl.int32)
+        slot = slot_of(place.node, (place.node + i) % NODES)
         put_cells(call, network, targets[i - 1], (slot * slice_words + start) * PARTS, lanes, bits, count, PARTS)
+
+
+@triton.jit
+def await_pairs(
+    call,
+    network,
+    place,
+    start,
+    slice_words,
+    lanes,
+    count,
+    NODES: tl.constexpr,
+    LOCAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Wait for the partial sums of all other nodes. Returns (PARTS tiles of 32 bits for each node, call)."""
+    cells = ()
+    counts = ()
+    for node in tl.static_range(NODES):
+        cells = cells + ((slot_of(node, place.node) * slice_words + start) * PARTS,)
+        counts = counts + (tl.where(place.node == node, 0, count),)
+    return await_cells(call, network, cells, lanes, counts, place.local, LOCAL, LOCAL > 1, PARTS, NODES, WORLD)
 
 
 @triton.jit
@@ -328,18 +362,105 @@ def finish_pairs(
     WORLD: tl.constexpr,
 ):
     """Wait for the partial sums of all other nodes, and add up the tree. Returns (words, call)."""
-    cells = ()
-    counts = ()
-    for node in tl.static_range(NODES):
-        slot = node - (place.node < node).to(tl.int32)
-        cells = cells + ((slot * slice_words + start) * PARTS,)
-        counts = counts + (tl.where(place.node == node, 0, count),)
-    bits, call = await_cells(call, network, cells, lanes, counts, place.local, LOCAL, LOCAL > 1, PARTS, NODES, WORLD)
+    bits, call = await_pairs(call, network, place, start, slice_words, lanes, count, NODES, LOCAL, PARTS, WORLD)
     partial = ()
     for node in tl.static_range(NODES):
         partial = partial + (either(place.node == node, value, value_of(bits, node * PARTS, PARTS)),)
     (total,) = summed_by_tree(partial, NODES, FOLDED, DOUBLINGS)
     return rounded(total, DTYPE), call
+
+
+# -- in 16 bits -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def summed_rounded(
+    words, bits, place, NODES: tl.constexpr, FOLDED: tl.constexpr, DOUBLINGS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Add up the rounded partial sums of all nodes, this node's being ``words``. Returns the words of the result.
+
+    (None of them is -0.0: partial sums are multiples of the least subnormal, so none rounds to zero.)
+    """
+    partial = ()
+    for node in tl.static_range(NODES):
+        partial = partial + (unpack(tl.where(place.node == node, words, bits[node]), DTYPE),)
+    (total,) = summed_by_tree(partial, NODES, FOLDED, DOUBLINGS)
+    return rounded(total, DTYPE)
+
+
+@triton.jit
+def finish_pairs_16bit(
+    call,
+    network,
+    place,
+    start,
+    slice_words,
+    lanes,
+    words,
+    count,
+    NODES: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Wait for the rounded partial sums of all other nodes, and add up the tree. Returns (words, call)."""
+    bits, call = await_pairs(call, network, place, start, slice_words, lanes, count, NODES, LOCAL, 1, WORLD)
+    return summed_rounded(words, bits, place, NODES, FOLDED, DOUBLINGS, DTYPE), call
+
+
+@triton.jit
+def owns(place, tile, NODES: tl.constexpr):
+    """Return 1 in a rank of the node that adds up a tile, else 0."""
+    return (tile % NODES == place.node).to(tl.int32)
+
+
+@triton.jit
+def begin_two_shot_16bit(
+    call, network, targets, place, tile, start, slice_words, lanes, words, count, NODES: tl.constexpr
+):
+    """Send the words of the rounded partial sum to the owner of the tile."""
+    owner = tile % NODES
+    address = targets[0][0]
+    pe = targets[0][1]
+    for i in tl.static_range(1, NODES - 1):
+        chosen = (place.node + 1 + i) % NODES == owner
+        address = tl.where(chosen, targets[i][0], address)
+        pe = tl.where(chosen, targets[i][1], pe)
+    cell = slot_of(place.node, owner) * slice_words + start
+    put_cells(call, network, (address, pe), cell, lanes, (words,), count * (1 - owns(place, tile, NODES)), 1)
+
+
+@triton.jit
+def finish_two_shot_16bit(
+    call,
+    network,
+    targets,
+    place,
+    tile,
+    start,
+    slice_words,
+    lanes,
+    words,
+    count,
+    NODES: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Add up a tile in its owner, and send the words of the result to all. Theirs have a slot. Returns (words, call)"""
+    owned = count * owns(place, tile, NODES)
+    bits, call = await_pairs(call, network, place, start, slice_words, lanes, owned, NODES, LOCAL, 1, WORLD)
+    words = summed_rounded(words, bits, place, NODES, FOLDED, DOUBLINGS, DTYPE)
+    last = (NODES - 1) * slice_words + start
+    for i in tl.static_range(NODES - 1):
+        put_cells(call, network, targets[i], last, lanes, (words,), owned, 1)
+    owner = tile % NODES * LOCAL + place.local
+    came, call = await_cells(call, network, (last,), lanes, (count - owned,), owner, 0, 1 + (LOCAL > 1), 1, 1, WORLD)
+    return tl.where(owns(place, tile, NODES) != 0, words, came[0]), call
 
 
 # -- halving ----------------------------------------------------------------------------------------------------------

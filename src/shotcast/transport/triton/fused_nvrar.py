@@ -133,6 +133,7 @@ def nvrar_rms_norm(
                 NODES,
                 FOLDED,
                 DOUBLINGS,
+                DTYPE,
                 PARTS,
             )
         else:
@@ -171,6 +172,7 @@ def nvrar_rms_norm(
                 NODES,
                 FOLDED,
                 DOUBLINGS,
+                DTYPE,
                 PARTS,
             )
         own_sum, call = finish_exchange(

@@ -19,19 +19,26 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, store_words, unpack
+from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, pack, store_words, unpack
+from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import folded
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.exchanges import (
     DOUBLING,
     HALVING,
     PAIRS,
+    PAIRS_16BIT,
+    TWO_SHOT_16BIT,
     begin_doubling,
     begin_halving,
     begin_pairs,
+    begin_two_shot_16bit,
+    bits_of,
     finish_doubling,
     finish_halving,
     finish_pairs,
+    finish_pairs_16bit,
+    finish_two_shot_16bit,
     place_of,
     rounded,
     targets_of,
@@ -51,7 +58,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
-from shotcast.wire import CallPlan
+from shotcast.wire import SIXTEEN_BITS, CallPlan, in_one_step, slice_bytes
 
 
 @triton.jit
@@ -113,12 +120,20 @@ def begin_exchange(
     NODES: tl.constexpr,
     FOLDED: tl.constexpr,
     DOUBLINGS: tl.constexpr,
+    DTYPE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Send what a rank has of its partial sums without waiting for other nodes."""
     if NODES > 1:
         if EXCHANGE == PAIRS:
-            begin_pairs(call, network, targets, place, start, slice_words, lanes, value, count, NODES, PARTS)
+            bits = bits_of(value, PARTS)
+            begin_pairs(call, network, targets, place, start, slice_words, lanes, bits, count, NODES, PARTS)
+        elif EXCHANGE == PAIRS_16BIT:
+            bits = (pack(value[0], value[1], DTYPE),)
+            begin_pairs(call, network, targets, place, start, slice_words, lanes, bits, count, NODES, 1)
+        elif EXCHANGE == TWO_SHOT_16BIT:
+            words = pack(value[0], value[1], DTYPE)
+            begin_two_shot_16bit(call, network, targets, place, tile, start, slice_words, lanes, words, count, NODES)
         elif EXCHANGE == HALVING:
             begin_halving(
                 call, network, targets, place, tile, start, slice_words, lanes, value, count, FOLDED, DOUBLINGS, PARTS
@@ -169,6 +184,42 @@ def finish_exchange(
             LOCAL,
             DTYPE,
             PARTS,
+            WORLD,
+        )
+    elif EXCHANGE == PAIRS_16BIT:
+        words, call = finish_pairs_16bit(
+            call,
+            network,
+            place,
+            start,
+            slice_words,
+            lanes,
+            pack(value[0], value[1], DTYPE),
+            count,
+            NODES,
+            FOLDED,
+            DOUBLINGS,
+            LOCAL,
+            DTYPE,
+            WORLD,
+        )
+    elif EXCHANGE == TWO_SHOT_16BIT:
+        words, call = finish_two_shot_16bit(
+            call,
+            network,
+            targets,
+            place,
+            tile,
+            start,
+            slice_words,
+            lanes,
+            pack(value[0], value[1], DTYPE),
+            count,
+            NODES,
+            FOLDED,
+            DOUBLINGS,
+            LOCAL,
+            DTYPE,
             WORLD,
         )
     elif EXCHANGE == HALVING:
@@ -291,6 +342,7 @@ def nvrar_all_reduce(
                     NODES,
                     FOLDED,
                     DOUBLINGS,
+                    DTYPE,
                     PARTS,
                 )
             else:
@@ -342,6 +394,7 @@ def nvrar_all_reduce(
                         NODES,
                         FOLDED,
                         DOUBLINGS,
+                        DTYPE,
                         PARTS,
                     )
                 words, call = finish_exchange(
@@ -404,3 +457,15 @@ def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is by halving and doubling."""
     return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **tree_arguments(context))
+
+
+def bind_16bit(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_reduce whose partial sums pass between nodes rounded to 16 bits.
+
+    Raises UnsupportedError for a dtype of other than 16 bits.
+    """
+    if plan.dtype not in SIXTEEN_BITS:
+        raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")
+    slice_nbytes = slice_bytes(plan.nbytes, context.world_size // context.nodes)
+    exchange = PAIRS_16BIT if in_one_step(context.nodes, slice_nbytes) else TWO_SHOT_16BIT
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=exchange.value, **tree_arguments(context))
