@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,9 @@ _LAZY = {
 }
 """Public names and their modules, most of which import torch. They are imported on first use."""
 
+_PACKAGES = ("functional", "overlap")
+"""Public modules, which import torch too."""
+
 _NEEDS_ENGINE_EXTRA = ("AsyncLLM", "LLM")
 _ENGINE_EXTRA = ("gguf", "safetensors", "transformers")
 """Packages of the optional dependency ``engine``."""
@@ -85,6 +89,8 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: the name needs the optional dependency ``engine``, which is not installed.
     """
+    if name in _PACKAGES:
+        return importlib.import_module(f"shotcast.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _NEEDS_ENGINE_EXTRA:

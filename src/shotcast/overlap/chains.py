@@ -1,0 +1,149 @@
+"""Chains: communicate each result under the computation of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.errors import ConfigError
+from shotcast.overlap import schedule
+from shotcast.overlap.controller import Controller
+from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
+from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, decide
+from shotcast.overlap.schedule import Schedule, makespan_us
+from shotcast.overlap.timeline import Timeline
+
+AUTO, PRIORITY = "auto", "priority"
+
+
+def in_place_sum(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
+    """Sum ``x`` over the ranks, in place."""
+    return comm.all_reduce(x, out=x)
+
+
+class Chain:
+    """Computations whose results are communicated, each under the computation of the next.
+
+    :func:`chain` makes one. Every rank calls it as often, in the same order. It can be captured in a CUDA graph once it
+    has been called.
+
+    Attributes:
+        decision: how it runs and why; None until the first call, and where ``way`` is named.
+    """
+
+    def __init__(
+        self,
+        communicators: Communicator | Sequence[Communicator],
+        computations: Sequence[Callable[[], Any]],
+        communicate: Callable[[Communicator, Any], Any],
+        way: str,
+    ):
+        self._lanes: dict[str, Lanes] = {PLAIN: lanes_of(communicators, LOW)}
+        self._comm = self._lanes[PLAIN].communicators[0]
+        if self._comm.device.type == "cuda":
+            self._lanes[PRIORITY] = StreamLanes(self._comm, HIGH)
+        names = (AUTO, SEQUENTIAL, *self._lanes)
+        if way not in names:
+            raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
+        self._computations, self._communicate = tuple(computations), communicate
+        self._plan = schedule.chain(len(self._computations))
+        self._way = way
+        self.decision: Decision | None = None
+
+    def __call__(self) -> list[Any]:
+        """Run the chain once and return what each communication returned. The first call also decides how."""
+        if self._way == AUTO:
+            self.decision = self._decide()
+            self._way = self.decision.way
+        return self._run(self._way)
+
+    def timed(self, way: str | None = None) -> tuple[list[Any], Timeline]:
+        """Do one call, by ``way`` if it is given, and return when each step ran. Waits for its end."""
+        chosen = way or self._way
+        if chosen == AUTO:
+            self()
+            chosen = self._way
+        controller, plan = self._parts(chosen)
+        results, timeline = controller.timed(plan, *self._works(chosen))
+        return [results[f"communicate {number}"] for number in range(len(self._computations))], timeline
+
+    def ways(self) -> list[Way]:
+        """Return the ways in which the chain can run, the sequential one first."""
+        return [Way(name, lambda name=name: self._run(name)) for name in (SEQUENTIAL, *self._lanes)]  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End the threads of the chain; not the communicators."""
+        for lanes in self._lanes.values():
+            lanes.close()
+
+    def _parts(self, way: str) -> tuple[Controller, Schedule]:
+        if way == SEQUENTIAL:
+            return Controller(self._lanes[PLAIN]), schedule.sequential(self._plan)
+        return Controller(self._lanes[way]), self._plan
+
+    def _works(self, way: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[Communicator], Any]]]:
+        found: dict[int, Any] = {}
+
+        def computation(number: int) -> Callable[[], Any]:
+            def run() -> Any:
+                found[number] = self._computations[number]()
+                return found[number]
+
+            return run
+
+        def communication(number: int) -> Callable[[Communicator], Any]:
+            return lambda comm: self._communicate(comm, found[number])
+
+        numbers = range(len(self._computations))
+        return (
+            {f"compute {number}": computation(number) for number in numbers},
+            {f"communicate {number}": communication(number) for number in numbers},
+        )
+
+    def _run(self, way: str) -> list[Any]:
+        if way == SEQUENTIAL:  # on the caller's stream or thread alone: nothing is handed over
+            return [self._communicate(self._comm, compute()) for compute in self._computations]
+        controller, plan = self._parts(way)
+        results = controller.run(plan, *self._works(way))
+        return [results[f"communicate {number}"] for number in range(len(self._computations))]
+
+    def _decide(self) -> Decision:
+        self._run(SEQUENTIAL)  # kernels compile
+        controller, plan = self._parts(SEQUENTIAL)
+        _, timeline = controller.timed(plan, *self._works(SEQUENTIAL))
+        names = [step.name for step in self._plan.steps]
+        times = timeline.durations_us
+        agreed_us = dict(zip(names, agreed(self._comm, [times[name] for name in names]), strict=True))
+        total = sum(agreed_us.values())
+        ways = []
+        for way in self.ways():
+            lanes = 0 if way.name == SEQUENTIAL else self._lanes[way.name].count
+            ways.append(Way(way.name, way.run, makespan_us(self._plan, agreed_us, lanes) if lanes else total))
+        return decide(self._comm, ways)
+
+
+def chain(
+    communicators: Communicator | Sequence[Communicator],
+    computations: Sequence[Callable[[], Any]],
+    communicate: Callable[[Communicator, Any], Any] = in_place_sum,
+    way: str = AUTO,
+) -> Chain:
+    """Return a chain: computation i+1 runs while the result of computation i is communicated.
+
+    The first call of the chain decides how it runs: it calls all computations several times, in turn and
+    overlapped, and takes the faster way; ``decision`` says why. Results have the same bits in every way.
+
+    Args:
+        communicators: of the ranks; on CPU ranks several, if so many messages are to be under way at once
+            (:meth:`Communicator.split`).
+        computations: each returns what is communicated next. None needs what another one's communication returns.
+        communicate: called with a communicator and the result of a computation; an all-reduce in place by default.
+        way: ``auto``; or, without measuring, ``sequential``, ``plain`` or ``priority`` (a stream of it).
+
+    Raises:
+        ConfigError: there is no computation, or no such way.
+    """
+    return Chain(communicators, computations, communicate, way)

@@ -1,0 +1,177 @@
+"""The policy: how to run what could overlap, by models first and then by measurement, and why.
+
+Overlap can lose: communication takes cores or multiprocessors from computation. So the sequential way and plain overlap
+are always measured, and nothing is chosen that was more than 2% slower than the better of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.errors import ConfigError
+from shotcast.hardware.detect import available_cores
+from shotcast.overlap.lanes import one_hardware_queue
+
+ROUNDS = 5
+"""The rounds of a measurement, in each of which every way runs once; their median counts."""
+WORTH = 1.01
+"""How much faster overlap has to be than the sequential way to be taken: timing noise is below it."""
+MOST_MEASURED = 4
+"""The ways that are measured besides the sequential one and plain overlap."""
+
+SEQUENTIAL, PLAIN = "sequential", "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to do the same thing; all give the same results.
+
+    Attributes:
+        name: a name, the same on all ranks.
+        run: does it once. Every rank calls it.
+        predicted_us: what the models say that it takes; None where they say nothing.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    predicted_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was chosen, and on what grounds. It is the same on all ranks.
+
+    Attributes:
+        way: the name of the chosen way.
+        why: the reason, in words.
+        median_us: the median time of each way that was measured, of the slowest rank.
+        predicted_us: what models predicted, for the ways that they know.
+        left_out: why other ways were not measured.
+    """
+
+    way: str
+    why: str
+    median_us: Mapping[str, float]
+    predicted_us: Mapping[str, float]
+    left_out: Mapping[str, str]
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{name} {time_us:.0f}" for name, time_us in self.median_us.items())
+        text = f"{self.way}: {self.why}"
+        if measured:
+            text += f"; measured us: {measured}"
+        if self.left_out:
+            text += "; not measured: " + ", ".join(f"{name} ({why})" for name, why in self.left_out.items())
+        return text
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the decision as plain values."""
+        return asdict(self)
+
+
+def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
+    """Return the largest of all ranks for each value. Collective."""
+    own = torch.tensor(values, dtype=torch.float64, device=comm.device)
+    return [float(value) for value in comm.all_gather(own).view(comm.world_size, -1).amax(0)]
+
+
+def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Decision:
+    """Choose among ``ways``. Collective: every rank gives the same ones, and each is run several times.
+
+    Args:
+        comm: the ranks. Nothing else uses it meanwhile.
+        ways: the first is the sequential one; a plain overlap is named ``plain``.
+        rounds: how often each is measured.
+
+    Raises:
+        ConfigError: the first way is not the sequential one.
+    """
+    if not ways or ways[0].name != SEQUENTIAL:
+        raise ConfigError("the first way is the sequential one")
+    predicted, left_out = _predictions(comm, ways), {}
+    chosen = []
+    best = min(predicted.values(), default=math.inf)
+    for way in ways:
+        time_us = predicted.get(way.name)
+        if way.name in (SEQUENTIAL, PLAIN) or time_us is None:
+            chosen.append(way)
+        elif time_us * WORTH > predicted.get(SEQUENTIAL, math.inf):
+            left_out[way.name] = f"{time_us:.0f} us predicted, no less than sequential"
+        elif time_us > 1.25 * best:
+            left_out[way.name] = f"{time_us:.0f} us predicted, where {best:.0f} are possible"
+        else:
+            chosen.append(way)
+    others = [way for way in chosen if way.name not in (SEQUENTIAL, PLAIN)]
+    for way in sorted(others, key=lambda way: predicted.get(way.name, math.inf))[MOST_MEASURED:]:
+        chosen.remove(way)
+        left_out[way.name] = f"{MOST_MEASURED} others are predicted to be faster"
+    median_us = measure(comm, chosen, rounds)
+    name, why = _choose(comm, median_us)
+    return Decision(name, why, median_us, predicted, left_out)
+
+
+def _predictions(comm: Communicator, ways: Sequence[Way]) -> dict[str, float]:
+    """Return the predictions that all ranks have, as the slowest rank has them."""
+    own = [math.inf if way.predicted_us is None else way.predicted_us for way in ways]
+    return {way.name: time_us for way, time_us in zip(ways, agreed(comm, own), strict=True) if not math.isinf(time_us)}
+
+
+def measure(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, float]:
+    """Return the median time of each way, in microseconds, of the slowest rank. Collective.
+
+    Ways take turns, so what changes meanwhile changes all of them; each begins a round in turn.
+    """
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in ways:  # kernels compile, memory is allocated
+        way.run()
+    for number in range(rounds):
+        first = number % len(ways)
+        for way in (*ways[first:], *ways[:first]):
+            times[way.name].append(_time_us(comm, way.run))
+    medians = agreed(comm, [statistics.median(times[way.name]) for way in ways])
+    return {way.name: time_us for way, time_us in zip(ways, medians, strict=True)}
+
+
+def _time_us(comm: Communicator, run: Callable[[], Any]) -> float:
+    comm.barrier()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    began = time.perf_counter_ns()
+    run()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    return (time.perf_counter_ns() - began) / 1e3
+
+
+def _choose(comm: Communicator, median_us: Mapping[str, float]) -> tuple[str, str]:
+    best = min(median_us, key=lambda name: median_us[name])
+    sequential = median_us[SEQUENTIAL]
+    gain = 1 - median_us[best] / sequential if sequential > 0 else 0.0
+    if best != SEQUENTIAL and median_us[best] * WORTH <= sequential:
+        return best, f"{gain:.0%} less time than one after the other"
+    why = "no overlap pays"
+    if best != SEQUENTIAL:
+        why = f"overlap gains {gain:.1%} at most, which is not worth it"
+    if obstacle := _obstacle(comm):
+        why += f"; {obstacle}"
+    return SEQUENTIAL, why
+
+
+def _obstacle(comm: Communicator) -> str:
+    """Return what is known to keep communication from running beside computation here; empty if nothing."""
+    if comm.device.type == "cuda":
+        return one_hardware_queue()
+    layout = comm.topology.layout
+    ranks, threads = len(layout.members[layout.node_of(comm.rank)]), torch.get_num_threads()
+    cores = available_cores()
+    if ranks * threads >= cores:
+        return f"{ranks} ranks on this node compute with {threads} threads each, and there are {cores} cores"
+    return ""

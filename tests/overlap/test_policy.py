@@ -1,0 +1,121 @@
+"""The policy takes the fastest way, falls back where nothing pays, and says why."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.errors import ConfigError
+from shotcast.hardware.nodes import NodeLayout
+from shotcast.overlap import policy
+from shotcast.overlap.policy import Decision, Way
+
+
+class Topology:
+    layout = NodeLayout.of_keys(["host"] * 2)
+
+
+class Rank:
+    """A stand-in for a communicator of two ranks, of which the other one has ``others`` numbers more or less."""
+
+    device, world_size, rank, topology = torch.device("cpu"), 2, 0, Topology()
+
+    def __init__(self, factor: float = 1.0):
+        self._factor = factor
+
+    def barrier(self) -> None: ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x * self._factor])
+
+
+def decided(
+    monkeypatch: pytest.MonkeyPatch,
+    times: Mapping[str, Sequence[float]],
+    predicted: Mapping[str, float] | None = None,
+    factor: float = 1.0,
+) -> tuple[Decision, list[str]]:
+    """Decide between ways whose runs take ``times`` in turn, and return the order in which they were timed."""
+    ran: list[str] = []
+    clocks = {name: itertools.cycle(each) for name, each in times.items()}
+    current = [""]
+
+    def time_us(comm: Any, run: Any) -> float:
+        run()
+        ran.append(current[0])
+        return next(clocks[current[0]])
+
+    monkeypatch.setattr(policy, "_time_us", time_us)
+
+    def way(name: str) -> Way:
+        def run() -> None:
+            current[0] = name
+
+        return Way(name, run, (predicted or {}).get(name))
+
+    return policy.decide(Rank(factor), [way(name) for name in times]), ran  # type: ignore[arg-type]
+
+
+def test_the_fastest_by_the_median_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"sequential": [100.0], "plain": [80, 80, 80, 500, 500], "other": [90, 90, 90, 1, 1]}
+    decision, ran = decided(monkeypatch, times)
+    assert decision.way == "plain"
+    assert decision.median_us == {"sequential": 100, "plain": 80, "other": 90}
+    assert decision.why == "20% less time than one after the other"
+    assert sorted(ran) == sorted([*times] * policy.ROUNDS)
+    assert ran[:6] == ["sequential", "plain", "other", "plain", "other", "sequential"]
+
+
+def test_nothing_pays_on_busy_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "available_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    decision, _ = decided(monkeypatch, {"sequential": [100.0], "plain": [130.0]})
+    assert decision.way == "sequential"
+    assert decision.why == ("no overlap pays; 2 ranks on this node compute with 1 threads each, and there are 2 cores")
+    monkeypatch.setattr(policy, "available_cores", lambda: 8)
+    decision, _ = decided(monkeypatch, {"sequential": [100.0], "plain": [130.0]})
+    assert decision.why == "no overlap pays"
+
+
+def test_a_gain_within_the_noise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    decision, _ = decided(monkeypatch, {"sequential": [100.0], "plain": [99.5]})
+    assert decision.way == "sequential"
+    assert "overlap gains 0.5% at most" in decision.why
+
+
+def test_models_spare_measurements_but_not_of_plain_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["sequential", "plain", *(f"way {number}" for number in range(8))]
+    predicted = {name: 50.0 + number for number, name in enumerate(names)} | {"sequential": 100.0, "plain": 120.0}
+    predicted |= {"way 0": 99.9, "way 1": 80.0}
+    decision, ran = decided(monkeypatch, {name: [predicted[name]] for name in names}, predicted)
+    assert decision.left_out["way 0"] == "100 us predicted, no less than sequential"
+    assert decision.left_out["way 1"] == "80 us predicted, where 54 are possible"
+    assert {"sequential", "plain"} <= set(ran)
+    assert "way 0" not in ran
+    assert "4 others are predicted to be faster" in decision.left_out.values()
+    assert decision.way == "way 2"
+    assert "not measured: way 0 (100 us" in str(decision)
+
+
+def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decision, _ = decided(monkeypatch, {"sequential": [100.0], "plain": [50.0]}, factor=3.0)
+    assert decision.median_us == {"sequential": 300, "plain": 150}
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=2, max_size=6))
+def test_the_choice_is_never_much_slower_than_the_best(times: list[float]) -> None:
+    names = ["sequential", "plain", *(f"way {number}" for number in range(4))][: len(times)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        decision, _ = decided(monkeypatch, {name: [one] for name, one in zip(names, times, strict=True)})
+    assert decision.median_us[decision.way] <= 1.02 * min(times)
+
+
+def test_the_first_way_is_the_sequential_one() -> None:
+    with pytest.raises(ConfigError, match="first way is the sequential"):
+        policy.decide(Rank(), [Way("plain", lambda: None)])  # type: ignore[arg-type]
