@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,3 +84,81 @@ def failing(step: str) -> str:
         finally:
             one.close()
         return "nothing"
+
+
+def trained(lanes: int) -> dict[str, Any]:
+    """Run a backward with the hook, twice; return the gradients, and those of this rank alone."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
+    with shotcast.Communicator(device="cpu") as comm:
+        alone = copy.deepcopy(model)
+        communicators = [comm, *(comm.split(0) for _ in range(lanes - 1))]
+        state = shotcast.overlap.GradientBuckets(communicators)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        ddp.register_comm_hook(state, shotcast.overlap.average_gradients)
+        found: dict[str, Any] = {"own": [], "averaged": []}
+        for number in range(3):
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * comm.rank + number))
+            for one in (alone, ddp):
+                one.zero_grad()
+                one(x).square().sum().backward()
+            found["own"].append([parameter.grad.clone() for parameter in alone.parameters()])
+            found["averaged"].append([parameter.grad.clone() for parameter in ddp.parameters()])
+        found["buckets"] = state._turn
+        state.close()
+        for one in communicators[1:]:
+            one.close()
+    return found
+
+
+def failing_bucket() -> list[str]:
+    """Make rank 1 absent from the all-reduce of a bucket; return what rank 0 gets, now and at the next bucket."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    with shotcast.Communicator(device="cpu", timeout_s=0.5) as comm:
+        state = shotcast.overlap.GradientBuckets(comm)
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+        ddp.register_comm_hook(state, shotcast.overlap.average_gradients)
+        if comm.rank == 1:
+            time.sleep(1)
+            return []
+        errors = []
+        try:
+            ddp(torch.ones(1, 4)).sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+        try:
+            state.average(torch.ones(3))
+        except shotcast.CollectiveTimeout as error:
+            errors.append(str(error))
+        return errors
+
+
+def block(ways: Sequence[tuple[str, str]]) -> list[dict[str, torch.Tensor]]:
+    """Run a block of a column-parallel and a row-parallel layer, forward and backward, by each pair of ways."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(24, 64), torch.nn.Linear(64, 24)
+    x = torch.randn(4, 40, 24)
+    dy = torch.randn(4, 40, 24)
+    found = []
+    with shotcast.Communicator(device="cpu") as comm:
+        lanes = shotcast.overlap.lanes_of(comm)
+        for column_way, row_way in ways:
+            column = shotcast.overlap.ColumnParallelLinear(lanes, up, column_way)
+            row = shotcast.overlap.RowParallelLinear(lanes, down, row_way)
+            one = x.clone().requires_grad_()
+            y = row(torch.nn.functional.gelu(column(one)))
+            y.backward(dy)
+            assert column.bias is not None
+            assert row.bias is not None
+            assert one.grad is not None
+            grads = {"up": column.weight.grad, "up bias": column.bias.grad}
+            grads |= {"down": row.weight.grad, "down bias": row.bias.grad}
+            assert len(column.adaptive.decisions) == len(row.adaptive.decisions) == (column_way == "auto")
+            found.append({"y": y.detach(), "dx": one.grad, **{name: x for name, x in grads.items() if x is not None}})
+        lanes.close()
+    return found

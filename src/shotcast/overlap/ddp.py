@@ -1,0 +1,90 @@
+"""A communication hook for DistributedDataParallel: buckets of gradients are averaged under the backward.
+
+    state = shotcast.overlap.GradientBuckets(comm)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    model.register_comm_hook(state, shotcast.overlap.average_gradients)
+
+The order of reduction is that of the communicator: the sum of the ranks' gradients in the order of ranks, in float32,
+rounded once, and then divided by the number of ranks (``docs/reference/numerics.md``).
+"""
+
+# no postponed annotations: PyTorch reads those of the hook
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.overlap.lanes import Lanes, lanes_of
+
+
+class GradientBuckets:
+    """The state of :func:`average_gradients`.
+
+    Args:
+        ranks: a communicator; or, on CPU ranks, several, if so many buckets are to be under way at once.
+        algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`.
+
+    Attributes:
+        error: what the first failed all-reduce raised.
+    """
+
+    def __init__(self, ranks: Communicator | Sequence[Communicator], algorithm: str = "auto"):
+        self._lanes: Lanes = lanes_of(ranks)
+        self._algorithm, self._turn = algorithm, 0
+        self.error: Exception | None = None
+
+    def average(self, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average ``gradients`` over the ranks, in place, and return a future of them.
+
+        Every rank gives buckets of equal sizes in the same order.
+        """
+        if self.error is not None:
+            raise self.error
+        lane = 1 + self._turn % self._lanes.count
+        self._turn += 1
+        comm = self._lanes.communicators[lane - 1]
+        cuda = gradients.device.type == "cuda"
+        done: torch.futures.Future[Any] = torch.futures.Future(devices=[gradients.device] if cuda else None)
+
+        def work() -> None:
+            with torch.no_grad():
+                total = comm.all_reduce(gradients, out=gradients, algorithm=self._algorithm)
+                total /= comm.world_size
+
+        if cuda:  # an error is one of the call; what fails later, the next call or check reports
+
+            def enqueue() -> None:
+                work()
+                done.set_result(gradients)  # it records the stream of communication, which is the current one
+
+            self._lanes.post(lane, enqueue)
+            return done
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self.error = self.error or error
+            done.set_result(gradients)
+
+        # DDP waits in C++, which knows the error of a callback, but not one that was set as a result
+        checked = done.then(self._checked)
+        self._lanes.post(lane, run)
+        return checked
+
+    def _checked(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return done.value()
+
+    def close(self) -> None:
+        """End the threads of the hook; not the communicators."""
+        self._lanes.close()
+
+
+def average_gradients(state: GradientBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over the ranks of ``state``: a hook for ``DistributedDataParallel.register_comm_hook``."""
+    return state.average(bucket.buffer())

@@ -1,0 +1,62 @@
+"""The linear layers for training: values and gradients of the whole layers, the same bits in every way."""
+
+from __future__ import annotations
+
+import overlap_targets as targets
+import pytest
+import torch
+
+from shotcast.errors import ConfigError
+from shotcast.launcher.spawn import spawn
+from shotcast.overlap.lanes import ThreadLanes
+from shotcast.overlap.linear import ColumnParallelLinear, RowParallelLinear
+
+WAYS = [
+    ("sequential", "sequential"),
+    ("plain", "sequential"),
+    ("plain", "2 chunks"),
+    ("plain", "8 chunks"),
+    ("auto", "auto"),
+]
+
+
+def test_values_and_gradients() -> None:
+    ranks = 2
+    results = spawn(targets.block, ranks, WAYS, timeout_s=100)
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(24, 64), torch.nn.Linear(64, 24)
+    x, dy = torch.randn(4, 40, 24), torch.randn(4, 40, 24)
+    up, down, x, dy = up.double(), down.double(), x.double().requires_grad_(), dy.double()
+    y = down(torch.nn.functional.gelu(up(x)))
+    y.backward(dy)
+    whole = {"y": y.detach(), "dx": x.grad, "down bias": down.bias.grad}
+    for number in range(len(WAYS)):
+        for name, expected in whole.items():
+            assert expected is not None
+            for result in results:
+                torch.testing.assert_close(result[number][name].double(), expected, rtol=2e-5, atol=2e-5)
+        assert up.weight.grad is not None
+        assert up.bias.grad is not None
+        assert down.weight.grad is not None
+        parts = {"up": (up.weight.grad, 0), "up bias": (up.bias.grad, 0), "down": (down.weight.grad, 1)}
+        for name, (expected, dim) in parts.items():
+            joined = torch.cat([result[number][name] for result in results], dim)
+            torch.testing.assert_close(joined.double(), expected, rtol=2e-5, atol=2e-5)
+    for result in results:  # the gradient of the input is summed as a whole, overlapped or not
+        for name, value in result[0].items():
+            assert torch.equal(value, result[1][name]), name
+
+
+class Rank:
+    """A stand-in for a communicator of three ranks."""
+
+    device, rank, world_size = torch.device("cpu"), 1, 3
+
+
+def test_sizes_have_to_be_divisible() -> None:
+    lanes = ThreadLanes([Rank()])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="7 outputs are not divisible among 3 ranks"):
+        ColumnParallelLinear(lanes, torch.nn.Linear(6, 7))
+    with pytest.raises(ConfigError, match="7 inputs are not divisible among 3 ranks"):
+        RowParallelLinear(lanes, torch.nn.Linear(7, 6))
+    lanes.close()
