@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import cross
-from shotcast.device.triton.launch import Launch
+from shotcast.device.triton.launch import KernelResources, Launch, descriptor
 from shotcast.memory import driver as cuda_driver
 from shotcast.memory import nvshmem_library
 
@@ -54,6 +55,7 @@ class Compiled:
             launch_cooperative_grid=False,
             global_scratch_size=0,
             profile_scratch_size=0,
+            tensordesc_meta=[],
         )
 
     def _init_handles(self) -> None:
@@ -87,6 +89,8 @@ class Library:
         self._compiled = compiled
         self.launches: list[Enqueued] = []
         self.error = 0
+        self.encoded: list[Any] = []
+        self.attributes = {1: 96, 4: 155, 8: 49152, 9: -1}
 
     def cuLaunchKernelEx(self, config: Any, function: Any, params: Any, extra: Any) -> int:  # noqa: N802
         at = ctypes.cast(config, ctypes.c_void_p).value
@@ -94,7 +98,12 @@ class Library:
         *sizes, shared = struct.unpack_from("<7I", raw)
         stream, attributes, count = struct.unpack_from("<QQI", raw, 32)
         pairs = [struct.unpack_from("<I4xI", ctypes.string_at(attributes + 72 * place, 72)) for place in range(count)]
-        kinds = [kind for kind in self._compiled.src.signature.values() if kind != "constexpr"]
+        kinds: list[str] = []
+        for kind in self._compiled.src.signature.values():
+            if kind.startswith("tensordesc"):
+                kinds += ["u64", "i32", "i32", "i64", "i64"]  # the driver's form, of which 8 bytes count here
+            elif kind != "constexpr":
+                kinds.append(kind)
         values = [ctypes.cast(params[place], ctypes.POINTER(self.KINDS[kind]))[0] for place, kind in enumerate(kinds)]
         assert [ctypes.cast(params[len(kinds) + place], ctypes.POINTER(ctypes.c_uint64))[0] for place in (0, 1)] == [
             0,
@@ -104,6 +113,35 @@ class Library:
         self.launches.append(
             Enqueued(tuple(sizes[:3]), tuple(sizes[3:]), shared, stream, dict(pairs), function.value, tuple(values))
         )
+        return self.error
+
+    def cuTensorMapEncodeTiled(self, target: Any, dtype: int, rank: Any, address: Any, *given: Any) -> int:  # noqa: N802
+        at = ctypes.addressof(target._obj)
+        assert at % 64 == 0
+        ctypes.c_uint64.from_address(at).value = address.value
+        shape, strides, box, steps = (list(values) for values in given[:4])
+        self.encoded.append((dtype, rank.value, shape, strides[:-1], box, steps, *given[4:]))
+        return self.error
+
+    def cuTensorMapReplaceAddress(self, target: Any, address: Any) -> int:  # noqa: N802
+        ctypes.c_uint64.from_address(ctypes.addressof(target._obj)).value = address.value
+        return self.error
+
+    def cuFuncGetAttribute(self, value: Any, attribute: int, function: Any) -> int:  # noqa: N802
+        assert function.value == Compiled.function
+        value._obj.value = self.attributes[attribute]
+        return self.error
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: Any) -> int:  # noqa: N802
+        assert function.value == Compiled.function
+        self.attributes[attribute] = value.value
+        return self.error
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(  # noqa: N802
+        self, blocks: Any, function: Any, threads: Any, shared_bytes: Any
+    ) -> int:
+        assert function.value == Compiled.function
+        blocks._obj.value = threads.value * 1_000_000 + shared_bytes.value
         return self.error
 
     def cuGetErrorString(self, error: int, text: Any) -> None:  # noqa: N802
@@ -238,3 +276,72 @@ def test_a_module_gets_the_state_of_nvshmem_once(
         launch(STREAM, (1 << 41, 1 << 42))
         launch(STREAM, (1 << 41, 1 << 42))
     assert joined == [0xBEEF]
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_tiles(x, y, count):
+    for tile in range(count):
+        y.store([tile, 0], x.load([tile, 0]))
+
+
+class Tensor(NamedTuple):
+    """A tensor at an address."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def tile_launch(compiled: Compiled, padding_bytes: int | None = None) -> Launch:
+    add_tiles.device_caches.clear()
+    compiled.metadata.tensordesc_meta = [{"swizzle": 3, "block_size": [8, 16]}, {"swizzle": 2, "block_size": [8, 32]}]
+    given = {
+        "x": descriptor(torch.bfloat16, (100, 48), (56, 1), (8, 32)),
+        "y": descriptor(torch.float16, (100, 40), (40, 1), (8, 32)),
+        "count": 3,
+    }
+    return Launch(add_tiles, 7, given, ("y", "x"), {"num_warps": 4}, padding_bytes)
+
+
+def test_tensors_are_described_to_the_copy_engine(compiled: Compiled, library: Library) -> None:
+    """Check the order of the kernel's arguments, and the driver's, who counts from the innermost dimension."""
+    launch = tile_launch(compiled)
+    for number in (1, 2):
+        launch(STREAM, (Tensor(number << 41, torch.float16), Tensor(number << 40, torch.bfloat16)))
+    assert sorted(library.encoded) == [
+        (6, 2, [40, 100], [80], [32, 8], [1, 1], 0, 2, 2, 0),
+        (9, 2, [48, 100], [112], [16, 8], [1, 1], 0, 3, 2, 0),
+    ]
+    assert [launch.values for launch in library.launches] == [
+        (number << 40, 100, 48, 56, 1, number << 41, 100, 40, 40, 1, 3) for number in (1, 2)
+    ]
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+    launch(STREAM, (Tensor(1 << 41, torch.float16), Tensor(1 << 40, torch.bfloat16)))
+    (hooked,) = compiled.runs
+    assert [one.base.data_ptr() for one in hooked[9:11]] == [1 << 40, 1 << 41]
+    assert [(one.shape, one.strides) for one in hooked[9:11]] == [([100, 48], [56, 1]), ([100, 40], [40, 1])]
+
+
+def test_a_tensor_that_the_copy_engine_cannot_take_is_told(compiled: Compiled, library: Library) -> None:
+    launch = tile_launch(compiled)
+    launch.load()
+    library.error = 1
+    with pytest.raises(RuntimeError, match=r"describing a tensor of shape \(100, 40\) and strides \(40, 1\) failed"):
+        launch(STREAM, (Tensor(1 << 41, torch.float16), Tensor(1 << 40, torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("padding", "shared", "most", "carveout"),
+    [(None, 1024, 49152, -1), (0, 1024, 49152, 100), (48128, 49152, 49152, 100), (100_000, 101_024, 101_024, 100)],
+)
+def test_padding_is_asked_for(
+    padding: int | None, shared: int, most: int, carveout: int, compiled: Compiled, library: Library
+) -> None:
+    launch = tile_launch(compiled, padding)
+    launch(STREAM, (Tensor(1 << 41, torch.float16), Tensor(1 << 40, torch.bfloat16)))
+    assert library.launches[0].shared == shared
+    assert (library.attributes[8], library.attributes[9]) == (most, carveout)
+    assert launch.resources() == KernelResources(155, 128, shared + 96)
+    assert launch.blocks_per_sm() == 128_000_000 + shared

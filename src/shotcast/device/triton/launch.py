@@ -9,11 +9,14 @@ addresses there and calls the driver. This is the only file that uses Triton's l
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.memory import driver, nvshmem_library
@@ -29,6 +32,14 @@ _TYPES: dict[str, Any] = {
 _SCRATCH = 2
 """The number of arguments that Triton adds to every kernel, for scratch memory that these kernels do not use."""
 _PROGRAMMATIC_STREAM_SERIALIZATION, _COOPERATIVE = 6, 2
+_STATIC_SHARED_BYTES, _REGISTERS, _MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 1, 4, 8, 9
+"""Attributes of functions, by the driver's numbers."""
+_ALL_SHARED_MEMORY = 100
+"""The percentage of an SM's cache and shared memory that is to be shared memory."""
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+"""Size and alignment of the driver's CUtensorMap."""
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _FILL_WITH_ZEROS = 0, 2, 0
 
 
 _JOINED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -59,6 +70,89 @@ class _Config(ctypes.Structure):
     )
 
 
+class KernelResources(NamedTuple):
+    """The needs of one block of a kernel on an SM.
+
+    ``registers`` are those of a thread. ``shared_bytes`` are static and dynamic shared memory, without what the driver
+    reserves for itself.
+    """
+
+    registers: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _NoTensor:
+    """A stand-in for the tensor of a descriptor whose address each call gives."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def descriptor(
+    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int]
+) -> TensorDescriptor:
+    """Describe tensors to the copy engine of SMs (TMA), which copies ``block_shape`` at a time.
+
+    The descriptor is an argument of :class:`Launch`, whose calls give the tensors. They are at multiples of 16 bytes;
+    the last stride is 1, and the others are multiples of 16 bytes.
+    """
+    return TensorDescriptor(_NoTensor(dtype), list(shape), list(strides), list(block_shape))
+
+
+class _TensorMap:
+    """A descriptor in the driver's form; ``value`` sets the tensor that it describes."""
+
+    def __init__(self, descriptor: TensorDescriptor, swizzle: int, box: Sequence[int]):
+        self._memory = (ctypes.c_ubyte * (_MAP_BYTES + _MAP_ALIGNMENT))()
+        offset = -ctypes.addressof(self._memory) % _MAP_ALIGNMENT
+        self._map = (ctypes.c_ubyte * _MAP_BYTES).from_buffer(self._memory, offset)
+        self._descriptor, self._swizzle, self._box = descriptor, swizzle, list(box)
+        self._is_encoded = False
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._map)
+
+    def _encode(self, address: int) -> None:
+        shape, strides = self._descriptor.shape, self._descriptor.strides
+        rank, itemsize = len(shape), self._descriptor.base.dtype.itemsize
+        # the driver counts dimensions from the innermost one, whose stride it knows
+        error = driver.library().cuTensorMapEncodeTiled(
+            ctypes.byref(self._map),
+            _MAP_TYPES[self._descriptor.base.dtype],
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * rank)(*(stride * itemsize for stride in reversed(strides[:-1]))),
+            (ctypes.c_uint32 * rank)(*reversed(self._box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            _NO_INTERLEAVE,
+            self._swizzle,
+            _PROMOTE_TO_128_BYTES,
+            _FILL_WITH_ZEROS,
+        )
+        driver.check(error, f"describing a tensor of shape {tuple(shape)} and strides {tuple(strides)}")
+        self._is_encoded = True
+
+    @property
+    def value(self) -> None:
+        """The tensor; it can only be set."""
+        return None
+
+    @value.setter
+    def value(self, tensor: torch.Tensor) -> None:
+        if not self._is_encoded:
+            self._encode(tensor.data_ptr())
+        elif error := driver.library().cuTensorMapReplaceAddress(
+            ctypes.byref(self._map), ctypes.c_void_p(tensor.data_ptr())
+        ):
+            driver.check(error, "moving the description of a tensor")
+
+
 class _Prepared(NamedTuple):
     """The arguments of the driver's launch function; ``open_cells`` hold the values that differ from call to call."""
 
@@ -76,13 +170,17 @@ class Launch:
     Args:
         kernel: a Triton kernel none of whose runtime arguments is specialised.
         programs: the number of programs of the grid.
-        arguments: every argument by name. Integers in place of addresses must be large enough to be 64-bit.
-        open_names: the arguments that each call gives, in this order.
+        arguments: every argument by name. Integers in place of addresses must be large enough to be 64-bit. Those that
+            :func:`descriptor` makes are for tensors.
+        open_names: the arguments that each call gives, in this order; all that are descriptors are among them.
         options: compiler options, such as ``num_warps``. With NVSHMEM's device functions among ``extern_libs``, this
             process is one of NVSHMEM's PEs.
+        padding_bytes: shared memory of a block beyond what the kernel uses, so that fewer blocks fit on an SM. With a
+            number, also 0, an SM that runs the kernel has as much shared memory as it can have, and as little cache, so
+            that blocks of other kernels find the rest of it.
     """
 
-    __slots__ = ("_arguments", "_kernel", "_open_names", "_options", "_prepared", "_programs")
+    __slots__ = ("_arguments", "_kernel", "_open_names", "_options", "_padding_bytes", "_prepared", "_programs")
 
     def __init__(
         self,
@@ -91,9 +189,11 @@ class Launch:
         arguments: dict[str, Any],
         open_names: Sequence[str],
         options: dict[str, Any],
+        padding_bytes: int | None = None,
     ):
         self._kernel, self._programs, self._arguments, self._options = kernel, programs, arguments, options
         self._open_names = tuple(open_names)
+        self._padding_bytes = padding_bytes
         self._prepared: _Prepared | None = None
 
     def load(self) -> None:
@@ -110,26 +210,59 @@ class Launch:
             raise RuntimeError(
                 f"{compiled.name} needs scratch memory or clusters, which this launcher does not provide"
             )
-        values = {
-            name: _TYPES[kind](self._arguments[name])
-            for name, kind in compiled.src.signature.items()
-            if kind != "constexpr"
-        }
-        cells = [*values.values(), *(ctypes.c_void_p(None) for _ in range(_SCRATCH))]
+        maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
+        values: dict[str, Any] = {}
+        cells: list[Any] = []
+        for name, kind in compiled.src.signature.items():
+            given = self._arguments[name]
+            if isinstance(given, TensorDescriptor):
+                form = next(maps)
+                values[name] = _TensorMap(given, form["swizzle"], form["block_size"])
+                cells += [values[name], *map(ctypes.c_int32, given.shape), *map(ctypes.c_int64, given.strides)]
+            elif kind != "constexpr":
+                values[name] = _TYPES[kind](given)
+                cells.append(values[name])
+        cells += [ctypes.c_void_p(None) for _ in range(_SCRATCH)]
+        shared_bytes = metadata.shared + (self._padding_bytes or 0)
+        if self._padding_bytes is not None:
+            _allow_shared_memory(compiled.function, shared_bytes)
         attributes = [_PROGRAMMATIC_STREAM_SERIALIZATION] if metadata.launch_pdl else []
         attributes += [_COOPERATIVE] if metadata.launch_cooperative_grid else []
         config = _Config(
             (self._programs, 1, 1),
             (32 * metadata.num_warps, 1, 1),
-            metadata.shared,
+            shared_bytes,
             None,
             (_Attribute * max(1, len(attributes)))(*(_Attribute(kind, 0, 1) for kind in attributes)),
             len(attributes),
         )
-        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        pointers = (ctypes.c_void_p * len(cells))(
+            *(cell.address if isinstance(cell, _TensorMap) else ctypes.addressof(cell) for cell in cells)
+        )
         arguments = (ctypes.byref(config), ctypes.c_void_p(compiled.function), pointers, None)
         open_cells = tuple(values[name] for name in self._open_names)
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
+
+    def resources(self) -> KernelResources | None:
+        """Return what a block takes of an SM, on the current device; None in the interpreter."""
+        self.load()
+        if self._prepared is None:
+            return None
+        config, function = self._prepared.config, self._prepared.arguments[1]
+        static = _attribute(function, _STATIC_SHARED_BYTES)
+        return KernelResources(_attribute(function, _REGISTERS), config.block[0], static + config.shared_bytes)
+
+    def blocks_per_sm(self) -> int | None:
+        """Return how many blocks an SM holds at once, as the driver says; None in the interpreter."""
+        self.load()
+        if self._prepared is None:
+            return None
+        config, function, blocks = self._prepared.config, self._prepared.arguments[1], ctypes.c_int(0)
+        error = driver.library().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(blocks), function, ctypes.c_int(config.block[0]), ctypes.c_size_t(config.shared_bytes)
+        )
+        driver.check(error, "asking how many blocks fit")
+        return blocks.value
 
     @property
     def _calls_nvshmem(self) -> bool:
@@ -140,7 +273,11 @@ class Launch:
         if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
             if self._calls_nvshmem:
                 self.load()
-            arguments = self._arguments | dict(zip(self._open_names, call_values, strict=True))
+            given = dict(zip(self._open_names, call_values, strict=True))
+            for name, value in given.items():
+                if isinstance(descriptor := self._arguments[name], TensorDescriptor):
+                    given[name] = dataclasses.replace(descriptor, base=value)
+            arguments = self._arguments | given
             self._kernel[(self._programs,)](**arguments, **self._options)
             return
         if self._prepared is None:
@@ -152,3 +289,19 @@ class Launch:
         config.stream = stream
         if error := enqueue(*arguments):
             driver.check(error, "launching a kernel")
+
+
+def _attribute(function: ctypes.c_void_p, attribute: int) -> int:
+    value = ctypes.c_int(0)
+    driver.check(driver.library().cuFuncGetAttribute(ctypes.byref(value), attribute, function), "asking a function")
+    return value.value
+
+
+def _allow_shared_memory(function: int, nbytes: int) -> None:
+    """Let a function have ``nbytes`` of dynamic shared memory, unless it may already have as much."""
+    handle = ctypes.c_void_p(function)
+    if _attribute(handle, _MOST_DYNAMIC_SHARED_BYTES) < nbytes:
+        error = driver.library().cuFuncSetAttribute(handle, _MOST_DYNAMIC_SHARED_BYTES, ctypes.c_int(nbytes))
+        driver.check(error, f"asking for {nbytes} bytes of shared memory")
+    error = driver.library().cuFuncSetAttribute(handle, _SHARED_MEMORY_CARVEOUT, ctypes.c_int(_ALL_SHARED_MEMORY))
+    driver.check(error, "asking for shared memory in place of cache")
