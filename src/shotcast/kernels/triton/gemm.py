@@ -1,0 +1,379 @@
+"""Products of two large matrices (GEMM), whose blocks take of an SM what a configuration says.
+
+    out[m, n] = a[m, k] @ b[k, n], summed in float32 and rounded once
+
+A program computes tiles of the output, one after another, and there may be fewer programs than tiles: so a product can
+stay on a chosen number of SMs. Tiles, stages and warps say what a block takes of an SM; padding adds shared memory that
+nothing uses. Blocks of other kernels run in what is left (``shotcast.overlap.occupancy``).
+
+On compute capability 9 and later, the copy engine of the SM (TMA) loads and stores tiles, and tensor cores read them
+from shared memory (wgmma). It takes rows that are whole units of 16 bytes. Other matrices are loaded by threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import INTERPRETED, add_dot, kernel
+from shotcast.device.triton.launch import KernelResources, Launch, descriptor
+from shotcast.device.triton.words import round_float
+from shotcast.errors import ConfigError, UnsupportedError
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_ITEM_BYTES = 2
+UNIT = 8
+"""Elements of 16 bytes, which a thread or the copy engine takes at a time."""
+
+
+@triton.jit
+def _place(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
+    """Return the row and the column of a tile, in tiles.
+
+    GROUP rows of tiles are walked through column by column, so that tiles computed at once share rows and columns of
+    the operands in the cache.
+    """
+    group = tile // (GROUP * tile_columns)
+    first = group * GROUP
+    height = tl.minimum(tile_rows - first, GROUP)
+    inside = tile - group * (GROUP * tile_columns)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _cells(row, column, rows, columns, stride, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the offsets of the elements of a tile, and which of them exist."""
+    i = row + tl.arange(0, ROWS)
+    j = column + tl.arange(0, COLUMNS)
+    offsets = i.to(tl.int64)[:, None] * (stride // UNIT * UNIT) + j[None, :]
+    return offsets, (i < rows)[:, None] & (j < columns // UNIT * UNIT)[None, :]
+
+
+@triton.jit
+def _load(
+    matrix,
+    row,
+    column,
+    rows,
+    columns,
+    stride,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Load a tile of a matrix as it is in memory; elements beyond its ends are zeros."""
+    if TMA:
+        tile = matrix.load([row, column])
+    else:
+        offsets, inside = _cells(row, column, rows, columns, stride, UNIT, ROWS, COLUMNS)
+        tile = tl.load(matrix + offsets, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(matrix, tile, row, column, rows, columns, stride, TMA: tl.constexpr, UNIT: tl.constexpr):
+    """Store the part of a tile that is within a matrix."""
+    if TMA:
+        matrix.store([row, column], tile)
+    else:
+        offsets, inside = _cells(row, column, rows, columns, stride, UNIT, tile.shape[0], tile.shape[1])
+        tl.store(matrix + offsets, tile, mask=inside)
+
+
+@kernel
+def gemm_kernel(
+    a,
+    b,
+    out,
+    m,
+    n,
+    k,
+    a_stride,
+    b_stride,
+    out_stride,
+    DTYPE: tl.constexpr,
+    A_ROWS_ARE_K: tl.constexpr,
+    B_ROWS_ARE_N: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """Program p: compute tiles p, p + programs, p + 2 programs, ...
+
+    With TMA, ``a``, ``b`` and ``out`` are descriptors, and the two halves of a tile's columns are stored one after the
+    other, through half the shared memory. Without it, they are addresses of rows ``stride`` elements apart.
+    A_ROWS_ARE_K: ``a`` is in memory as [k, m]. B_ROWS_ARE_N: ``b`` is in memory as [n, k]. UNIT: rows begin, and end,
+    at multiples of so many elements. PERSISTENT: a program has several tiles, and loads the first steps of one before
+    it stores the one before.
+    """
+    if not TMA:
+        a = tl.multiple_of(a.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
+        b = tl.multiple_of(b.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
+        out = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
+    tile_rows = tl.cdiv(m, TILE_M)
+    tile_columns = tl.cdiv(n, TILE_N)
+    steps = tl.cdiv(k, TILE_K)
+    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=PERSISTENT):
+        tile_row, tile_column = _place(tile, tile_rows, tile_columns, GROUP)
+        row = tile_row * TILE_M
+        column = tile_column * TILE_N
+        sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for step in tl.range(steps, num_stages=STAGES):
+            depth = step * TILE_K
+            if A_ROWS_ARE_K:
+                left = tl.trans(_load(a, depth, row, k, m, a_stride, TMA, UNIT, TILE_K, TILE_M))
+            else:
+                left = _load(a, row, depth, m, k, a_stride, TMA, UNIT, TILE_M, TILE_K)
+            if B_ROWS_ARE_N:
+                right = tl.trans(_load(b, column, depth, n, k, b_stride, TMA, UNIT, TILE_N, TILE_K))
+            else:
+                right = _load(b, depth, column, k, n, b_stride, TMA, UNIT, TILE_K, TILE_N)
+            sums = add_dot(sums, left, right)
+        if TMA:
+            first, second = tl.split(tl.permute(tl.reshape(sums, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+            _store(out, round_float(first, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
+            _store(out, round_float(second, DTYPE), row, column + TILE_N // 2, m, n, out_stride, TMA, UNIT)
+        else:
+            _store(out, round_float(sums, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """The shape of a product's blocks.
+
+    Attributes:
+        tile_m: rows of the output that a program computes at a time.
+        tile_n: columns, likewise.
+        tile_k: the depth of a step.
+        stages: the number of steps in shared memory.
+        warps: warps of a block.
+        padding_bytes: shared memory that a block takes beyond what it uses.
+        group: rows of tiles that are walked through together.
+        persistent: one program an SM, which computes tile after tile; without it, a program a tile.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    stages: int = 3
+    warps: int = 8
+    padding_bytes: int = 0
+    group: int = 8
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n", "tile_k"):
+            size = getattr(self, name)
+            if size < 16 or size > 256 or size & (size - 1):
+                raise ConfigError(f"{name} is {size}; it takes a power of two from 16 to 256")
+        if self.warps not in (4, 8):
+            raise ConfigError(f"warps is {self.warps}; it takes 4 or 8, whole groups that share a tensor core product")
+        for name, least in (("stages", 2), ("padding_bytes", 0), ("group", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it takes a number from {least} up")
+
+    def __str__(self) -> str:
+        padding = f", {self.padding_bytes} bytes of padding" if self.padding_bytes else ""
+        programs = ", persistent" if self.persistent else ""
+        return f"{self.tile_m}x{self.tile_n}x{self.tile_k}, {self.stages} stages, {self.warps} warps{programs}{padding}"
+
+
+@dataclass(frozen=True, slots=True)
+class GemmForm:
+    """The properties that products share if they are launched alike: shapes, layouts, dtype, alignment and device.
+
+    Attributes:
+        strides: elements from one row in memory to the next, of ``a``, ``b`` and ``out``.
+        a_rows_are_k: ``a`` is in memory as [k, m].
+        b_rows_are_n: ``b`` is in memory as [n, k].
+        unit: the largest power of two up to UNIT of which rows in memory begin and end at a multiple.
+        rows_are_units: rows begin at multiples of 16 bytes, wherever they end.
+    """
+
+    m: int
+    n: int
+    k: int
+    strides: tuple[int, int, int]
+    a_rows_are_k: bool
+    b_rows_are_n: bool
+    dtype: torch.dtype
+    unit: int
+    rows_are_units: bool
+    device: torch.device
+
+    @property
+    def uses_tma(self) -> bool:
+        """True if the copy engine of SMs loads and stores tiles."""
+        return self.rows_are_units and min(self.m, self.n, self.k) > 0 and _has_tma(self.device)
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def form_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GemmForm:
+    """Return the form of ``out = a @ b``.
+
+    Raises:
+        UnsupportedError: the dtype is not bfloat16 or float16, or neither rows nor columns are contiguous.
+        ConfigError: the shapes, dtypes or devices do not fit.
+    """
+    if a.dtype not in DTYPES or a.device.type != ("cpu" if INTERPRETED else "cuda"):
+        raise UnsupportedError(f"products take bfloat16 or float16 on a GPU, not {a.dtype} on {a.device}")
+    tensors = {"a": a, "b": b, "out": out}
+    if any(tensor.dim() != 2 for tensor in tensors.values()):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ConfigError(f"products take matrices of two dimensions, not {shapes}")
+    (m, k), n = a.shape, b.shape[1]
+    if b.shape[0] != k or out.shape != (m, n):
+        raise ConfigError(f"{list(a.shape)} @ {list(b.shape)} does not fit into {list(out.shape)}")
+    if any(tensor.dtype != a.dtype or tensor.device != a.device for tensor in (b, out)):
+        raise ConfigError(f"a has {a.dtype} on {a.device}, but b and out have other dtypes or devices")
+    by_columns = [_is_by_columns(name, tensor) for name, tensor in tensors.items()]
+    if by_columns[2]:
+        raise UnsupportedError(f"rows of out must be contiguous; its strides are {out.stride()}")
+    stored = [tensor.t() if swap else tensor for tensor, swap in zip(tensors.values(), by_columns, strict=True)]
+    begins = [start for tensor in stored for start in (tensor.data_ptr() // a.itemsize, tensor.stride(0))]
+    unit = math.gcd(UNIT, *begins, *(tensor.shape[1] for tensor in stored))
+    strides = (stored[0].stride(0), stored[1].stride(0), stored[2].stride(0))
+    rows_are_units = math.gcd(UNIT, *begins) == UNIT
+    return GemmForm(m, n, k, strides, by_columns[0], by_columns[1], a.dtype, unit, rows_are_units, a.device)
+
+
+def _is_by_columns(name: str, matrix: torch.Tensor) -> bool:
+    """Return whether columns rather than rows of a matrix are contiguous."""
+    rows, columns = matrix.shape
+    if matrix.stride(1) == 1 or columns == 1:
+        return False
+    if matrix.stride(0) == 1 or rows == 1:
+        return True
+    raise UnsupportedError(f"rows or columns of {name} must be contiguous; its strides are {matrix.stride()}")
+
+
+def shared_bytes(config: GemmConfig) -> int:
+    """Return the least shared memory of a block with TMA: the stages, half the output on its way, and padding."""
+    stage = (config.tile_m + config.tile_n) * config.tile_k * _ITEM_BYTES
+    half_of_output = config.tile_m * config.tile_n * _ITEM_BYTES // 2
+    return config.stages * stage + half_of_output + config.padding_bytes
+
+
+FAST = GemmConfig()
+"""The fastest of the configurations that were measured on H200 (benchmarks/data/h200/shaped_products.json)."""
+FAST_ON_FEW = (GemmConfig(128, 256, 64, 4, 8, persistent=True), GemmConfig(128, 128, 64, 6, 4, persistent=True))
+"""The fastest on a chosen number of SMs: where programs have equally many tiles, and where that takes smaller tiles."""
+_SMALL_TILE_RATE = 0.97
+"""The speed of the smaller tiles, relative to the larger ones, where both divide evenly among the SMs (ibid.)."""
+WITHOUT_TMA = GemmConfig(128, 128, 32, 3, 8)
+"""The configuration for matrices that threads load: larger tiles would take more registers than a thread has."""
+
+
+def choose_config(form: GemmForm, sms: int | None = None) -> GemmConfig:
+    """Return a configuration that is known to be fast on all SMs, or on ``sms`` of them."""
+    if not form.uses_tma:
+        return WITHOUT_TMA if sms is None else dataclasses.replace(WITHOUT_TMA, persistent=True)
+    if sms is None:
+        return FAST
+    large, small = FAST_ON_FEW
+    return small if _SMALL_TILE_RATE * _evenness(form, small, sms) > _evenness(form, large, sms) else large
+
+
+def _tiles(form: GemmForm, config: GemmConfig) -> int:
+    return triton.cdiv(form.m, config.tile_m) * triton.cdiv(form.n, config.tile_n)
+
+
+def _evenness(form: GemmForm, config: GemmConfig, sms: int) -> float:
+    """Return the mean number of tiles of ``sms`` programs over the largest, counting parts of tiles as such."""
+    most = triton.cdiv(_tiles(form, config), sms)
+    return form.m * form.n / (config.tile_m * config.tile_n) / (sms * most)
+
+
+class Gemm:
+    """Products of one form in blocks of one shape, on a chosen number of SMs.
+
+    Args:
+        form: from :func:`form_of`.
+        config: the shape of blocks.
+        sms: the number of SMs that a persistent product uses: it has as many programs, and a GPU that is idle starts
+            them on an SM each.
+    """
+
+    def __init__(self, form: GemmForm, config: GemmConfig, sms: int):
+        self.form, self.config = form, config
+        self.tiles = _tiles(form, config)
+        self.programs = min(self.tiles, sms) if config.persistent else self.tiles
+        self._run = self._launch(max(1, self.programs))
+        self._lock = threading.Lock()
+
+    def _launch(self, programs: int) -> Launch:
+        form, config = self.form, self.config
+        sizes = {"m": form.m, "n": form.n, "k": form.k}
+        strides = dict(zip(("a_stride", "b_stride", "out_stride"), form.strides, strict=True))
+        operands: dict[str, Any] = dict.fromkeys(("a", "b", "out"), 1 << 40)
+        if form.uses_tma:
+            a_shape, a_tile = (form.m, form.k), (config.tile_m, config.tile_k)
+            b_shape, b_tile = (form.k, form.n), (config.tile_k, config.tile_n)
+            if form.a_rows_are_k:
+                a_shape, a_tile = a_shape[::-1], a_tile[::-1]
+            if form.b_rows_are_n:
+                b_shape, b_tile = b_shape[::-1], b_tile[::-1]
+            shapes = {
+                "a": (a_shape, a_tile),
+                "b": (b_shape, b_tile),
+                "out": ((form.m, form.n), (config.tile_m, config.tile_n // 2)),
+            }
+            for (name, (shape, tile)), stride in zip(shapes.items(), form.strides, strict=True):
+                operands[name] = descriptor(form.dtype, shape, (stride, 1), tile)
+        constants = {
+            "DTYPE": DTYPES[form.dtype],
+            "A_ROWS_ARE_K": form.a_rows_are_k,
+            "B_ROWS_ARE_N": form.b_rows_are_n,
+            "TMA": form.uses_tma,
+            "UNIT": UNIT if form.uses_tma else form.unit,
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "TILE_K": config.tile_k,
+            "GROUP": config.group,
+            "STAGES": config.stages,
+            "PERSISTENT": config.persistent,
+        }
+        arguments = operands | sizes | strides | constants
+        options = {"num_warps": config.warps}
+        return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, config.padding_bytes)
+
+    def resources(self) -> KernelResources | None:
+        """Return what a block takes of an SM; None in the interpreter."""
+        with self._lock, self._on_device():
+            return self._run.resources()
+
+    def blocks_per_sm(self) -> int | None:
+        """Return how many blocks an SM holds at once, as the driver says; None in the interpreter."""
+        with self._lock, self._on_device():
+            return self._run.blocks_per_sm()
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute ``out = a @ b`` on the current stream, for tensors of this form."""
+        if not self.tiles:
+            return
+        operands = (a, b, out) if self.form.uses_tma else (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        with self._lock, self._on_device():  # a launch holds the operands of one call at a time
+            stream = 0 if INTERPRETED else torch.cuda.current_stream(self.form.device).cuda_stream
+            self._run(stream, operands)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if INTERPRETED else torch.cuda.device(self.form.device)
