@@ -1,4 +1,4 @@
-"""What ranks do in the tests of overlap."""
+"""The programs of ranks in the tests of overlap."""
 
 from __future__ import annotations
 

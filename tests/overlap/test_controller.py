@@ -35,7 +35,7 @@ class Rank:
 
 
 class Data:
-    """What steps compute: each takes the values of the steps that it needs, and has one of its own.
+    """The values of steps: each takes the values of the steps that it needs, and has one of its own.
 
     A step that begins too early finds nothing there, and so its value is wrong, as is that of all who need it.
     """

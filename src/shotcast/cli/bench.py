@@ -338,6 +338,89 @@ def _engine_command(
         screen.print(f"wrote {plot_file}")
 
 
+@app.command("overlap")
+def _overlap_command(
+    op: Annotated[
+        str, typer.Option("--op", help="all-reduce, reduce-scatter, all-gather or all-to-all.")
+    ] = "all-reduce",
+    size: Annotated[
+        str,
+        typer.Option("--size", help="Bytes of a message; several, such as 4K,64K. Default on CUDA: as the product."),
+    ] = "",
+    gemm: Annotated[str, typer.Option("--gemm", help="Sides of a product, such as 8192x8192x8192.")] = "",
+    repeat: Annotated[
+        int | None,
+        typer.Option("--repeat", min=0, help="Products of a step; 0 (default on CPUs): as long as a message."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Products and messages.")] = 8,
+    lanes: Annotated[int, typer.Option("--lanes", min=1, help="CPU: messages under way at once.")] = 1,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU: threads of a rank.")] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measurements of each way.")] = 5,
+    seconds: Seconds = 0.2,
+    world_size: WorldSize = "",
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    hosts: Hosts = 0,
+    ranks_per_host: RanksPerHost = 1,
+    delay_us: DelayUs = 0.0,
+    bandwidth_gbps: BandwidthGbps = 0.0,
+    timeout: Timeout = 600.0,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Time products and messages one after the other and at once, beside the library's; draw their timelines."""
+    from shotcast.bench import kernels, overlap, overlap_report
+    from shotcast.bench.plot import check_format
+    from shotcast.hardware.detect import detect
+
+    simulated = _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps)
+    name = device_name(Device.CPU if hosts and device is Device.AUTO else device)
+    try:
+        sides = tuple(int(side) for side in gemm.split("x")) if gemm else overlap.GEMMS[name]
+        rows, columns, depth = sides
+    except ValueError:
+        raise ConfigError(f"--gemm takes three sides such as 8192x8192x8192, not {gemm!r}") from None
+    if repeat is None:
+        repeat = 1 if name == "cuda" else 0
+    sizes = [parse_size(one) for one in names_in(size)] or [0 if name == "cuda" else 64 << 10]
+    numbers = [simulated.world_size] if simulated else world_sizes_of(world_size, name, None)
+    if plot_file is not None:
+        check_format(plot_file)
+    ready_to_write(json_file, plot_file)
+    screen = new_console()
+    environment, command = detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])
+    measured = []
+    for number in numbers:
+        for nbytes in sizes:
+            config = overlap.OverlapConfig(
+                op=op.replace("-", "_"),
+                device=name,
+                dtype=dtype or ("float32" if name == "cpu" else "bfloat16"),
+                world_size=number,
+                nbytes=nbytes,
+                gemm=(rows, columns, depth),
+                repeat=repeat,
+                steps=steps,
+                lanes=lanes,
+                rounds=rounds,
+                seconds=seconds,
+                threads=threads,
+                hosts=simulated,
+                timeout_s=timeout,
+            )
+            measured.append(overlap.run(config))
+            screen.print(overlap_report.table(measured[-1]))
+            screen.print(f"auto: {measured[-1].decision}")
+            if json_file is not None:  # after each: it may take minutes, and the next may fail
+                behind = kernels.of_collectives(name)
+                json_file.write_text(overlap.document(measured, environment, command, behind))
+    if json_file is not None:
+        screen.print(f"wrote {json_file}")
+    if plot_file is not None:
+        overlap_report.plot(measured, plot_file)
+        screen.print(f"wrote {plot_file}")
+
+
 Raw = Annotated[list[Path], typer.Option("--json", help="A file of stored results; repeat it for several files.")]
 OnlyWorldSize = Annotated[str, typer.Option("--world-size", help="Only rows of these world sizes.")]
 OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these sizes, such as 8K,64K,1M.")]

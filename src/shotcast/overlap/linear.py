@@ -32,7 +32,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Divided(nn.Module):
-    """What the layers share: their part of the weights, and how they choose a way."""
+    """The common part of the layers: their part of the weights, and how they choose a way."""
 
     bias: torch.Tensor | None
 

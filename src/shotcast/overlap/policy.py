@@ -23,7 +23,7 @@ from shotcast.overlap.lanes import one_hardware_queue
 ROUNDS = 5
 """The rounds of a measurement, in each of which every way runs once; their median counts."""
 WORTH = 1.01
-"""How much faster overlap has to be than the sequential way to be taken: timing noise is below it."""
+"""The ratio of times from which overlap is taken: noise is below it."""
 MOST_MEASURED = 4
 """The ways that are measured besides the sequential one and plain overlap."""
 
@@ -47,7 +47,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen, and on what grounds. It is the same on all ranks.
+    """The way that was chosen, and the grounds. It is the same on all ranks.
 
     Attributes:
         way: the name of the chosen way.

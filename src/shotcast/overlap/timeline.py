@@ -20,7 +20,7 @@ class Span:
 
     @property
     def us(self) -> float:
-        """How long the step took."""
+        """The time of the step."""
         return self.end_us - self.begin_us
 
 

@@ -1,0 +1,91 @@
+"""The results of the benchmark of overlap as a table and as a picture of timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from shotcast.bench.overlap import COMMUNICATION, COMPUTE, LIBRARY, Measured, OverlapRow
+from shotcast.bench.plot import check_format
+from shotcast.errors import ConfigError
+from shotcast.overlap.policy import SEQUENTIAL
+from shotcast.overlap.schedule import COMPUTE_LANE
+from shotcast.units import format_size
+
+_COLORS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73")
+"""Computation and the lanes of communication, from Okabe and Ito's palette."""
+_NOTHING_AT_ONCE = (COMPUTE, COMMUNICATION, SEQUENTIAL, LIBRARY)
+
+
+def title(row: OverlapRow) -> str:
+    """Return what was measured, in words."""
+    products = f"{row.repeat} x " if row.repeat > 1 else ""
+    hosts = f", {row.hosts} hosts at {row.delay_us / 1e3:g} ms one way" if row.hosts > 1 else ""
+    lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
+    return (
+        f"{row.steps} steps of {products}{'x'.join(map(str, row.gemm))} and {row.op} of {format_size(row.nbytes)} "
+        f"({row.dtype}), {row.world_size} {row.device} ranks{hosts}{lanes}"
+    )
+
+
+def table(measured: Measured) -> Table:
+    """Return the table of one configuration."""
+    found = Table("way", "ms", "/ sequential", "/ plain", "/ ideal", "hidden", title=title(measured.rows[0]))
+    for row in measured.rows:
+        ratios = (row.time_us / base for base in (row.sequential_us, row.plain_us, row.ideal_us))
+        hidden = f"{row.hidden:.0%}" if row.way not in _NOTHING_AT_ONCE else ""
+        found.add_row(row.way, f"{row.time_us / 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), hidden)
+    return found
+
+
+def plot(measured: Sequence[Measured], path: Path) -> None:
+    """Draw the timelines of the ways of each configuration: computation and communication, from the times of steps.
+
+    Raises:
+        ConfigError: there is no timeline, or matplotlib does not write this suffix.
+    """
+    import matplotlib.figure
+
+    check_format(path)
+    panels = [(one, [row for row in one.rows if row.spans]) for one in measured]
+    if not any(rows for _, rows in panels):
+        raise ConfigError("none of the results has a timeline")
+    count = sum(len(rows) for _, rows in panels)
+    figure = matplotlib.figure.Figure(
+        figsize=(9, 0.5 + 0.6 * len(measured) + 0.9 * count), layout="constrained", facecolor="white"
+    )
+    axes = figure.subplots(count, squeeze=False)[:, 0]
+    at = 0
+    for one, rows in panels:
+        longest = max((span["end_us"] for row in rows for span in row.spans), default=1.0)
+        for row in rows:
+            _timeline(axes[at], row, longest / 1e3)
+            if row is rows[0]:
+                axes[at].set_title(title(one.rows[0]), fontsize=9, loc="left", pad=18)
+            at += 1
+        axes[at - 1].set_xlabel("ms")
+    figure.savefig(path, dpi=150)
+
+
+def _timeline(axes: Any, row: OverlapRow, longest_ms: float) -> None:
+    lanes = sorted({span["lane"] for span in row.spans})
+    for lane in lanes:
+        bars = [
+            (span["begin_us"] / 1e3, max(span["end_us"] - span["begin_us"], 1.0) / 1e3)
+            for span in row.spans
+            if span["lane"] == lane
+        ]
+        color = _COLORS[lane % len(_COLORS)]
+        edge = "white" if lane == COMPUTE_LANE else color  # a short message is still seen
+        axes.broken_barh(bars, (-lane - 0.4, 0.8), facecolor=color, edgecolor=edge, linewidth=0.5)
+    names = ["computation", *(["communication"] if len(lanes) < 3 else [f"lane {lane}" for lane in lanes[1:]])]
+    axes.set_yticks([-lane for lane in lanes], names[: len(lanes)], fontsize=8)
+    axes.set_xlim(0, 1.02 * longest_ms)
+    hidden = f", {row.hidden:.0%} of the communication hidden" if row.way != SEQUENTIAL else ""
+    axes.text(1.0, 1.02, f"{row.way}: median {row.time_us / 1e3:.1f} ms{hidden}", transform=axes.transAxes,
+              ha="right", va="bottom", fontsize=8)  # fmt: skip
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

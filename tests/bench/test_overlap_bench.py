@@ -1,0 +1,110 @@
+"""The benchmark of overlap: its figures, its table and picture, and real runs on CPU ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hosts import needs_hosts
+from shotcast.bench import overlap, overlap_report
+from shotcast.bench.hosts.measure import HostsConfig
+from shotcast.bench.overlap import Measured, OverlapConfig, OverlapRow
+from shotcast.cli import app
+from shotcast.errors import ConfigError
+
+SPANS = (
+    {"name": "compute 0", "lane": 0, "begin_us": 0.0, "end_us": 10.0},
+    {"name": "communicate 0", "lane": 1, "begin_us": 10.0, "end_us": 14.0},
+)
+ROW = OverlapRow(
+    *("plain", "all_reduce", "cpu", "float32"),
+    *(2, 4096, (8, 8, 8), 3, 4, 1, 2, 5000.0),
+    *(110.0, 90.0, 80.0, 170.0, 110.0),
+    spans=SPANS,
+)
+MEASURED = Measured(
+    tuple(dataclasses.replace(ROW, way=way, time_us=time_us, spans=SPANS if way in ("sequential", "plain") else ())
+          for way, time_us in (("compute", 90.0), ("communication", 80.0), ("sequential", 170.0), ("plain", 110.0))),
+    "plain: why",
+)  # fmt: skip
+CONFIG = OverlapConfig("all_reduce", "cpu", "float32", 2, 4096, (64, 64, 64), 2, steps=3, rounds=1, seconds=0.0)
+
+
+def test_the_part_that_is_hidden() -> None:
+    assert ROW.ideal_us == 90
+    assert ROW.hidden == (170 - 110) / (170 - 90)
+
+
+def test_table_picture_and_file(tmp_path: Path) -> None:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(overlap_report.table(MEASURED))
+    text = " ".join(console.export_text().split())
+    assert "4 steps of 3 x 8x8x8 and all_reduce of 4 KiB (float32), 2 cpu ranks, 2 hosts at 5 ms one way" in text
+    assert "75%" in text
+    assert text.count("%") == 1
+    overlap_report.plot([MEASURED], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    file = tmp_path / "file.json"
+    file.write_text(overlap.document([MEASURED], {}, "command", {}))
+    assert overlap.read(file) == (MEASURED,)
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="is not a result of shotcast bench overlap"):
+        overlap.read(file)
+    bare = Measured((dataclasses.replace(ROW, spans=()),), "")
+    with pytest.raises(ConfigError, match="none of the results has a timeline"):
+        overlap_report.plot([bare], tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"op": "broadcast"}, "overlap is measured with all_reduce"),
+        ({"nbytes": 0, "repeat": 0}, "one fits the other"),
+        ({"steps": 0}, "1 or more"),
+        ({"device": "cuda", "lanes": 2}, "one lane of communication"),
+    ],
+)
+def test_wrong_configurations_are_refused(change: dict[str, object], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        dataclasses.replace(CONFIG, **change)  # type: ignore[arg-type]
+
+
+def test_the_command_measures(tmp_path: Path) -> None:
+    options = "--size 4K --gemm 64x64x64 --repeat 2 --steps 2 --rounds 1 --seconds 0 --device cpu --world-size 2"
+    files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]
+    result = CliRunner().invoke(app, ["bench", "overlap", *options.split(), *files])
+    assert result.exit_code == 0, result.output
+    (measured,) = overlap.read(tmp_path / "a.json")
+    names = [row.way for row in measured.rows]
+    assert names == ["compute", "communication", "sequential", "plain", "library", "library plain"]
+    assert all(row.time_us > 0 and row.nbytes == 4096 for row in measured.rows)
+    lanes = {span["lane"] for row in measured.rows if row.way == "plain" for span in row.spans}
+    assert lanes == {0, 1}
+    assert json.loads((tmp_path / "a.json").read_text())["kernels"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
+def test_every_operation_is_measured(op: str) -> None:
+    measured = overlap.run(dataclasses.replace(CONFIG, op=op))
+    assert {"sequential", "plain"} <= {row.way for row in measured.rows}
+
+
+@needs_hosts
+@pytest.mark.full
+@pytest.mark.timing
+@pytest.mark.parametrize(("lanes", "repeat"), [(1, 0), (3, 8)])
+def test_the_delay_of_a_network_is_hidden(lanes: int, repeat: int) -> None:
+    """At least 60% is hidden: by products of that time in one lane, and by shorter ones in several."""
+    hosts = HostsConfig(2, 1, 5000.0)
+    sides = (256, 256, 256)
+    config = OverlapConfig(
+        "all_reduce", "cpu", "float32", 2, 4096, sides, repeat, seconds=0.1, lanes=lanes, hosts=hosts
+    )
+    hidden = [row.hidden for _ in range(3) for row in overlap.run(config).rows if row.way == "plain"]
+    assert max(hidden) >= 0.6, hidden
