@@ -22,6 +22,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SUM = r"rank \d has \[0\.0, 1111\.0, 2222\.0, 3333\.0\]"
 EXPLANATION = r" (?:1 KiB of float32|64 KiB of float32|4 MiB of float32|2 KiB of int64): "
 STAR = r"star: \[111\.0, 111\.0, 111\.0, 111\.0, 111\.0\]"
+TRAINED = r"rank \d: loss [2-4]\.\d\d -> 0\.\d\d, the same parameters on all ranks: True"
 SAME = r"rank \d: the same results: True, the same gradients: True"
 
 EXPECTED = {
@@ -36,6 +37,7 @@ EXPECTED = {
     ),
     "05_compile.py": rf"({SAME}\n){{2}}",
     "06_own_algorithm.py": rf"({STAR}\n){{3}}all_reduce of 20 bytes, float32: .*star [\d.]+.*legal: .*star.*\n",
+    "07_train.py": rf"({TRAINED}\n){{2}}",
 }
 
 UNDER_TORCHRUN = {
@@ -45,6 +47,7 @@ UNDER_TORCHRUN = {
     "04_killed_rank.py": (4, r"rank [013]: missed \(2,\); now rank [012] of 3, and the sum is 3", 3),
     "05_compile.py": (2, SAME, 2),
     "06_own_algorithm.py": (3, STAR, 3),
+    "07_train.py": (2, TRAINED, 2),
 }
 """Number of ranks, and what all of them together print, how often. Lines of processes may mix."""
 

@@ -13,7 +13,7 @@ import typer
 from pages import ROOT
 
 import shotcast
-from shotcast import errors, functional
+from shotcast import errors, functional, overlap
 from shotcast.cli import app
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.config import EngineConfig
@@ -105,6 +105,14 @@ def test_algorithms() -> None:
 
 def test_functional() -> None:
     assert set(listed("functional")) == {shown(name, getattr(functional, name)) for name in functional.__all__}
+
+
+def test_overlap() -> None:
+    found = {name: getattr(overlap, name) for name in overlap.__all__}
+    unshown = ("Chain", "Decision", "Lanes")
+    calls = {name if name in unshown else shown(name, value) for name, value in found.items() if name != "Chain"}
+    assert {re.sub(r"=<function (\w+).*?>", r"=\1", call) for call in calls} == set(listed("overlap"))
+    assert set(listed("Chain")) == members(overlap.Chain) | {"decision"}
 
 
 def test_errors() -> None:
