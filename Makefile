@@ -50,8 +50,10 @@ root:
 	@[ "$$(id -u)" = 0 ] || { echo "network namespaces need root: sudo make bench-hosts" >&2; exit 1; }
 
 # Tests that say how soon something happens run one after the other; all others beside them, in workers that give way.
+# Host code is compiled before, by one process: parts that collectives share are then compiled once.
 WORKERS ?= 2
 define run_tests
+	$(BIN)/python tests/compile_host_code.py
 	@nice -n 19 $(BIN)/mypy > .types.log 2>&1 & types=$$!; \
 	nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '$(1) and not timing' > .tests.log 2>&1 & tests=$$!; \
