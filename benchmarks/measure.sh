@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap overlap_x2 overlap_hosts"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -163,6 +163,21 @@ for part in "$@"; do
         ;;
     nvrar_x2) # two nodes of one GPU each, beside the published form, one node and NCCL
         script 590 nvrar_x2 benchmarks/nvrar_nodes.py --json "$out/nvrar_x2.json"
+        ;;
+    tests_overlap) # races on one GPU, bits on two
+        tests 400 overlap tests/overlap/test_overlap_cuda.py
+        ;;
+    overlap_x2) # balanced chains of each operation, one that computes three times as long, and a skinny product
+        for op in all-reduce reduce-scatter all-gather all-to-all; do
+            bench 250 "overlap_$op" overlap --device cuda --world-size 2 --op "$op" --plot "$out/overlap_$op.png"
+        done
+        bench 250 overlap_compute_bound overlap --device cuda --world-size 2 --repeat 3 --size 448M
+        bench 250 overlap_memory_bound overlap --device cuda --world-size 2 --gemm 16x57344x8192 --steps 32
+        ;;
+    overlap_hosts) # chains of CPU ranks on two simulated hosts, 5 ms apart, and on one; as root
+        bench 300 overlap_hosts overlap --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png"
+        bench 300 overlap_hosts_lanes overlap --hosts 2 --delay-us 5000 --size 4K --repeat 8 --lanes 3
+        bench 300 overlap_one_host overlap --device cpu --world-size 2 --size 4K,64K,1M
         ;;
     *)
         echo "no part $part; parts: $parts" >&2

@@ -11,31 +11,48 @@ import torch
 
 import shotcast
 from shotcast.collectives import reference
-from shotcast.overlap import chain
+from shotcast.overlap import Chain, chain
 
 SIZES = (1000, 1, 40_000, 333)
 
 
-def all_ways() -> dict[str, Any]:
+def all_ways(device: str = "cpu") -> dict[str, Any]:
     """Run a chain in each way; return the results, and what ``auto`` decided."""
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device="cpu") as comm, comm.split(0) as second:
-        computations = [_computation(comm.rank, number) for number in range(len(SIZES))]
-        for way in ("sequential", "plain", "auto"):
-            one = chain((comm, second), computations, way=way)
-            found[way] = [x.clone() for x in one()]
-            found[f"{way} again"] = [x.clone() for x in one()]
+    with shotcast.Communicator(device=device) as comm, comm.split(0) as second:
+        communicators = comm if device == "cuda" else (comm, second)
+        computations = [_computation(comm, number) for number in range(len(SIZES))]
+        for way in ("sequential", "plain", "auto", *(["priority"] if device == "cuda" else [])):
+            one = chain(communicators, computations, way=way)
+            found[way] = [x.cpu() for x in one()]
+            found[f"{way} again"] = [x.cpu() for x in one()]
+            if device == "cuda":
+                found[f"{way} captured"] = _captured(one)
             if way == "auto":
                 found["decision"] = one.decision
             one.close()
         gathered = chain(comm, computations, lambda comm, x: comm.all_gather(x), way="plain")
-        found["gathered"] = gathered()
+        found["gathered"] = [x.cpu() for x in gathered()]
         gathered.close()
     return found
 
 
-def _computation(rank: int, number: int) -> Callable[[], torch.Tensor]:
-    return lambda: inputs(rank, number)
+def _captured(one: Chain) -> list[torch.Tensor]:
+    """Return the results of the second replay of a chain that is captured in a graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = one()
+    for x in results:
+        x.zero_()
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return [x.cpu() for x in results]
+
+
+def _computation(comm: shotcast.Communicator, number: int) -> Callable[[], torch.Tensor]:
+    own = inputs(comm.rank, number).to(comm.device)
+    return lambda: own * 1
 
 
 def inputs(rank: int, number: int) -> torch.Tensor:
@@ -86,14 +103,15 @@ def failing(step: str) -> str:
         return "nothing"
 
 
-def trained(lanes: int) -> dict[str, Any]:
+def trained(lanes: int, device: str = "cpu") -> dict[str, Any]:
     """Run a backward with the hook, twice; return the gradients, and those of this rank alone."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
-    with shotcast.Communicator(device="cpu") as comm:
+    with shotcast.Communicator(device=device) as comm:
+        model = model.to(comm.device)
         alone = copy.deepcopy(model)
         communicators = [comm, *(comm.split(0) for _ in range(lanes - 1))]
         state = shotcast.overlap.GradientBuckets(communicators)
@@ -101,12 +119,12 @@ def trained(lanes: int) -> dict[str, Any]:
         ddp.register_comm_hook(state, shotcast.overlap.average_gradients)
         found: dict[str, Any] = {"own": [], "averaged": []}
         for number in range(3):
-            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * comm.rank + number))
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * comm.rank + number)).to(comm.device)
             for one in (alone, ddp):
                 one.zero_grad()
                 one(x).square().sum().backward()
-            found["own"].append([parameter.grad.clone() for parameter in alone.parameters()])
-            found["averaged"].append([parameter.grad.clone() for parameter in ddp.parameters()])
+            found["own"].append([parameter.grad.to("cpu", copy=True) for parameter in alone.parameters()])
+            found["averaged"].append([parameter.grad.to("cpu", copy=True) for parameter in ddp.parameters()])
         found["buckets"] = state._turn
         state.close()
         for one in communicators[1:]:
@@ -137,7 +155,7 @@ def failing_bucket() -> list[str]:
         return errors
 
 
-def block(ways: Sequence[tuple[str, str]]) -> list[dict[str, torch.Tensor]]:
+def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str, torch.Tensor]]:
     """Run a block of a column-parallel and a row-parallel layer, forward and backward, by each pair of ways."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -145,7 +163,8 @@ def block(ways: Sequence[tuple[str, str]]) -> list[dict[str, torch.Tensor]]:
     x = torch.randn(4, 40, 24)
     dy = torch.randn(4, 40, 24)
     found = []
-    with shotcast.Communicator(device="cpu") as comm:
+    with shotcast.Communicator(device=device) as comm:
+        x, dy = x.to(comm.device), dy.to(comm.device)
         lanes = shotcast.overlap.lanes_of(comm)
         for column_way, row_way in ways:
             column = shotcast.overlap.ColumnParallelLinear(lanes, up, column_way)
@@ -159,6 +178,7 @@ def block(ways: Sequence[tuple[str, str]]) -> list[dict[str, torch.Tensor]]:
             grads = {"up": column.weight.grad, "up bias": column.bias.grad}
             grads |= {"down": row.weight.grad, "down bias": row.bias.grad}
             assert len(column.adaptive.decisions) == len(row.adaptive.decisions) == (column_way == "auto")
-            found.append({"y": y.detach(), "dx": one.grad, **{name: x for name, x in grads.items() if x is not None}})
+            grads |= {"y": y.detach(), "dx": one.grad}
+            found.append({name: value.cpu() for name, value in grads.items() if value is not None})
         lanes.close()
     return found
