@@ -17,6 +17,9 @@ from shotcast.units import align_up, format_size
 MAX_WORLD_SIZE = 8
 """The most ranks that own kernels serve on one node: the GPUs that NVLink joins."""
 
+MAX_SMS = 256
+"""The most SMs that a call may be given to keep to."""
+
 MAX_NODES = 64
 """The most nodes that own kernels serve."""
 

@@ -84,7 +84,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveProblem:
-    """One call to be served; all fields but ``reduction`` are those of :class:`shotcast.wire.CallPlan`."""
+    """One call to be served; all fields but ``reduction`` and ``sms`` are those of :class:`shotcast.wire.CallPlan`.
+
+    ``sms`` is the most SMs that own kernels may occupy on a GPU; 0 for any number.
+    """
 
     op: Op
     nbytes: int
@@ -94,6 +97,7 @@ class CollectiveProblem:
     sizes: tuple[int, ...] = ()
     reduction: str = "sum"
     norm: Norm | None = None
+    sms: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -161,6 +165,8 @@ class Form:
         divides: a message beyond the workspace passes in pieces.
         uneven: it takes parts of different sizes (all_gather).
         any_dtype: it copies every dtype, not only those that kernels add up.
+        keeps_to_sms: it serves calls that may occupy a number of SMs, and no others. Its words carry no flags, so those
+            of any dtype take as much of the workspace.
     """
 
     work: Callable[[int, NodeShape, int], Work]
@@ -177,6 +183,7 @@ class Form:
     divides: bool = False
     uneven: bool = True
     any_dtype: bool = True
+    keeps_to_sms: bool = False
 
 
 def in_rank_order(shape: NodeShape) -> bool:

@@ -7,7 +7,7 @@ from torch.compiler import is_compiling
 
 from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.wire import Op
+from shotcast.wire import MAX_SMS, Op
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 """Reductions, each at the place of its code in headers."""
@@ -90,6 +90,15 @@ def rank_in(rank: int, world_size: int, name: str) -> int:
     if not isinstance(rank, int) or not 0 <= rank < world_size:
         raise ConfigError(f"{name} is a rank in 0..{world_size - 1}, not {rank!r}")
     return rank
+
+
+def sm_budget(sms: int | None) -> int:
+    """Return the number of SMs that a call may occupy, 0 for None. Raises ConfigError if it is not usable."""
+    if sms is None:
+        return 0
+    if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= MAX_SMS:
+        raise ConfigError(f"sms is a whole number in 1..{MAX_SMS}, or None for any number of SMs; not {sms!r}")
+    return sms
 
 
 def operation(op: str) -> Op:

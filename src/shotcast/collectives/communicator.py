@@ -82,7 +82,7 @@ class Communicator:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one.
-        max_bytes: the largest message for own kernels on CUDA. The workspace begins with 66 MiB of each GPU and grows
+        max_bytes: the largest message for own kernels on CUDA. The workspace begins with 82 MiB of each GPU and grows
             with the messages, to about 9 times ``max_bytes`` (more where captured graphs use several sizes of it).
             Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the CPU
             it is the size of the workspace itself, through which messages of any size pass.
@@ -241,7 +241,12 @@ class Communicator:
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", reduction: str = "sum"
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        reduction: str = "sum",
+        sms: int | None = None,
     ) -> torch.Tensor:
         """Compute ``out = x_0 + x_1 + ... + x_{N-1}``, on every rank.
 
@@ -254,51 +259,59 @@ class Communicator:
                 ``nvrar_halving`` and ``nvrar_16bit`` (by name only, loses precision), of which
                 ``docs/reference/algorithms.md`` tells.
             reduction: ``sum``; or ``max``, ``min``, ``prod``, which the vendor library computes.
+            sms: the most SMs that own kernels may occupy on a GPU, so that other work goes on beside the call; None for
+                as many as are fastest. The same on all ranks. CPU ranks ignore it, and the vendor library, which
+                serves where no own kernel can (:meth:`explain`), takes what it takes.
 
         Returns:
             ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that reach
             it, as by ``torch.amax``. That of ``max``, ``min`` and ``prod`` gathers ``x`` of all ranks.
         """
-        fast_path = None if out is None else self._fast_path
+        fast_path = None if out is None or sms is not None else self._fast_path
         if fast_path is not None and out is not None and fast_path.make(x, out, algorithm, reduction):
             return out
         valid(x, "x", self.device)
         if is_compiling():
-            return operators.all_reduce(self, x, out, algorithm, reduction)
+            return operators.all_reduce(self, x, out, algorithm, reduction, sms)
         if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllReduce.apply(x, self, algorithm, reduction)
+            return autograd.AllReduce.apply(x, self, algorithm, reduction, sms)
         out = output(x, out, x.shape)
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.AllReduce, x, out, self, algorithm, reduction)
-        call = self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction)
+            return autograd.written(autograd.AllReduce, x, out, self, algorithm, reduction, sms)
+        call = self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction, sms=sms)
         if fast_path is not None:
             fast_path.keep(call, x, out)
         return out
 
     def reduce_scatter(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", reduction: str = "sum"
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        reduction: str = "sum",
+        sms: int | None = None,
     ) -> torch.Tensor:
         """Compute ``out_i = x_0[i] + ... + x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
         Args:
             x: contiguous [N * k, ...].
             out: [k, ...]; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``.
-            reduction: as in :meth:`all_reduce`.
+            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms``.
+            reduction, sms: as in :meth:`all_reduce`.
 
         Returns:
             ``out``. Differentiable as :meth:`all_reduce` is.
         """
         valid(x, "x", self.device)
         if is_compiling():
-            return operators.reduce_scatter(self, x, out, algorithm, reduction)
+            return operators.reduce_scatter(self, x, out, algorithm, reduction, sms)
         rows = rows_per_rank(x, self.world_size, "reduce_scatter")
         if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.ReduceScatter.apply(x, self, algorithm, reduction)
+            return autograd.ReduceScatter.apply(x, self, algorithm, reduction, sms)
         out = output(x, out, (rows, *x.shape[1:]))
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.ReduceScatter, x, out, self, algorithm, reduction)
-        self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction)
+            return autograd.written(autograd.ReduceScatter, x, out, self, algorithm, reduction, sms)
+        self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction, sms=sms)
         return out
 
     def all_gather(
@@ -307,6 +320,7 @@ class Communicator:
         out: torch.Tensor | None = None,
         sizes: Sequence[int] | None = None,
         algorithm: str = "auto",
+        sms: int | None = None,
     ) -> torch.Tensor:
         """Compute ``out = x_0, x_1, ..., x_{N-1}``, joined along the first dimension, on every rank.
 
@@ -314,7 +328,8 @@ class Communicator:
             x: contiguous [k, ...]; with ``sizes``, [sizes[rank], ...].
             out: [N * k, ...]; with ``sizes``, [sum(sizes), ...]; None for a new tensor.
             sizes: the first dimension of each rank's part, the same list on all ranks.
-            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``.
+            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms``.
+            sms: as in :meth:`all_reduce`.
 
         Returns:
             ``out``. Differentiable.
@@ -336,17 +351,19 @@ class Communicator:
             width = math.prod(x.shape[1:])
             elements = tuple(size * width for size in sizes)
         if is_compiling():
-            return operators.all_gather(self, x, out, sizes, algorithm)
+            return operators.all_gather(self, x, out, sizes, algorithm, sms)
         if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm)
+            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm, sms)
         out = output(x, out, (rows, *x.shape[1:]))
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
             parts = None if sizes is None else tuple(sizes)
-            return autograd.written(autograd.AllGather, x, out, self, parts, algorithm)
-        self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements)
+            return autograd.written(autograd.AllGather, x, out, self, parts, algorithm, sms)
+        self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements, sms=sms)
         return out
 
-    def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto") -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", sms: int | None = None
+    ) -> torch.Tensor:
         """Compute ``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N equal parts.
 
         ``x`` and ``out`` are contiguous [N * k, ...] and do not overlap. Returns ``out``, like :meth:`all_gather`.
@@ -354,15 +371,15 @@ class Communicator:
         valid(x, "x", self.device)
         rows_per_rank(x, self.world_size, "all_to_all")
         if is_compiling():
-            return operators.all_to_all(self, x, out, algorithm)
+            return operators.all_to_all(self, x, out, algorithm, sms)
         if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllToAll.apply(x, self, algorithm)
+            return autograd.AllToAll.apply(x, self, algorithm, sms)
         out = output(x, out, x.shape)
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.AllToAll, x, out, self, algorithm)
-        self._run(Op.ALL_TO_ALL, x, out, algorithm=algorithm)
+            return autograd.written(autograd.AllToAll, x, out, self, algorithm, sms)
+        self._run(Op.ALL_TO_ALL, x, out, algorithm=algorithm, sms=sms)
         return out
 
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
@@ -612,6 +629,7 @@ class Communicator:
         norm: Norm | None = None,
         tensors: NormTensors | None = None,
         launch: LaunchShape | None = None,
+        sms: int | None = None,
     ) -> Call:
         """Make a call. With ``launch`` it is launched as said, past the choice, for measuring."""
         if not self._lock.acquire(False):
@@ -623,11 +641,11 @@ class Communicator:
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
             key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up
-            if op is not Op.ALL_REDUCE or capturing or launch is not None:
-                key = (*key, op, root, sizes, norm, capturing, launch)
+            if op is not Op.ALL_REDUCE or capturing or launch is not None or sms is not None:
+                key = (*key, op, root, sizes, norm, capturing, launch, sms)
             call = self._calls.get(key)
             if call is None:
-                problem = self._resolver.problem(op, whole, reduction, root, sizes, norm)
+                problem = self._resolver.problem(op, whole, reduction, root, sizes, norm, sms)
                 call = self._resolver.resolve(problem, algorithm, capturing, launch)
                 if len(self._calls) >= _KEPT_CALLS:
                     self._calls.clear()
@@ -725,23 +743,24 @@ class Communicator:
         algorithm: str = "auto",
         reduction: str = "sum",
         mode: str | None = None,
+        sms: int | None = None,
     ) -> Explanation:
         """Return which algorithm and launch a call would take, who decided, and why. Communicates nothing.
 
         Args:
             x: the tensor that defines the size of the call: the input, or for an all_gather the output.
             op: the name of the operation.
-            algorithm, reduction: as in the call.
+            algorithm, reduction, sms: as in the call.
             mode: ``graph`` for a call captured in a CUDA graph, or ``eager``; tables may treat them differently. None
                 for what a call made now would be.
         """
         if mode is None:
             mode = "graph" if self._chain is not None and self._chain.capturing() else "eager"
-        return self._resolver.explain(x, op, algorithm, reduction, mode)
+        return self._resolver.explain(x, op, algorithm, reduction, mode, sms)
 
-    def candidates(self, x: torch.Tensor, op: str = "all_reduce") -> list[str]:
+    def candidates(self, x: torch.Tensor, op: str = "all_reduce", sms: int | None = None) -> list[str]:
         """Return the names of the algorithms that may serve such a call."""
-        return list(self.explain(x, op).candidates)
+        return list(self.explain(x, op, sms=sms).candidates)
 
     @property
     def topology(self) -> Topology:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shotcast.collectives.algorithm import Algorithms, Form
-from shotcast.collectives.choice.table import Key, Table
+from shotcast.collectives.choice.table import Key, Table, operation_and_sms
 from shotcast.device import fingerprint
 from shotcast.wire import Op
 
@@ -81,7 +81,7 @@ def of_table(table: Table, key: Key, algorithms: Algorithms, kernels: str) -> st
     words = f"; {table.earlier_kernels}" if table.earlier_kernels else ""
     if not recorded:
         return f"the fingerprints of the kernels that made it were not recorded{words}"
-    other = changed(recorded, of_operation(algorithms, Op[key[1].upper()], kernels))
+    other = changed(recorded, of_operation(algorithms, Op[operation_and_sms(key[1])[0].upper()], kernels))
     return f"made by earlier kernels ({', '.join(other)}){words}" if other else ""
 
 

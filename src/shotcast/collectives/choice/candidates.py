@@ -24,6 +24,10 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         return f"there is no {name} {op.label}; there is {', '.join(own)}"
     if not topology.kernels:
         return topology.obstacle
+    if problem.sms and not form.keeps_to_sms:
+        return "it does not keep to a number of SMs"
+    if form.keeps_to_sms and not problem.sms:
+        return "it serves calls that are given a number of SMs (sms)"
     if op in REDUCING:
         if problem.reduction != "sum":
             return f"own kernels only sum, and this is {problem.reduction}"
@@ -69,7 +73,7 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Fo
     """
     if form.divides:
         return ""  # a longer message passes in pieces
-    cells = problem.dtype not in wire.REDUCIBLE
+    cells = problem.dtype not in wire.REDUCIBLE and not form.keeps_to_sms
     if cells and not form.any_dtype:
         return f"the {algorithm.label} moves {', '.join(wire.REDUCIBLE)} only, and this is {problem.dtype}"
     needed, room = form.workspace(problem)
@@ -147,6 +151,8 @@ _WARPS = 4096
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
 _MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
+_MAX_SENT_WORDS = 16384
+"""The same for kernels that keep to a number of SMs, which poll no words of a tile."""
 _MAX_INTERPRETED_WORDS = 8192
 """The interpreter has a whole row of a fused call in one tile."""
 
@@ -163,6 +169,8 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
     if algorithm.library or kernels == "compiled":
         return "" if shape.chunk_bytes >= 0 else f"chunk_bytes starts at 0, and is {shape.chunk_bytes}"
     most = _MAX_BLOCK_WORDS if kernels == "triton" else _MAX_INTERPRETED_WORDS
+    if any(form.keeps_to_sms for form in algorithm.forms.values()):
+        most = _MAX_SENT_WORDS
     if not 1 <= shape.programs <= _MAX_PROGRAMS:
         return f"programs are 1 to {_MAX_PROGRAMS}, not {shape.programs}"
     if not 16 <= shape.block_words <= most or shape.block_words & (shape.block_words - 1):
@@ -209,6 +217,8 @@ def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchS
     if problem.topology.kernels == "compiled":
         return shape
     form = problem.topology.algorithms[name].forms[problem.op]
+    if form.keeps_to_sms:
+        return dataclasses.replace(shape, programs=min(shape.programs, problem.sms))
     share = max(problem.sizes) * wire.DTYPES[problem.dtype] if problem.sizes else form.share(problem)
     tiles = -(-max(share // 4, 1) // shape.block_words)
     return dataclasses.replace(shape, programs=min(shape.programs, tiles))

@@ -43,6 +43,7 @@ class Explanation:
         by_library: the vendor library makes the call, without a launch of ours.
         held_bytes: memory for communication that the communicator holds now on each rank.
         more_bytes: memory that the first such call adds, on each rank.
+        sms: the most SMs that own kernels may occupy; 0 for any number.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Explanation:
     by_library: bool = False
     held_bytes: int = 0
     more_bytes: int = 0
+    sms: int = 0
 
     def __str__(self) -> str:
         shape = self.launch
@@ -70,6 +72,7 @@ class Explanation:
             )
         )
         dtype = f"{self.dtype}, captured" if self.mode == "graph" else self.dtype
+        dtype += f", on at most {self.sms} SMs" if self.sms else ""
         return (
             f"{self.op} of {self.nbytes} bytes, {dtype}: {self.algorithm}{how}, by {self.source}: {self.reason}; "
             f"legal: {', '.join(self.candidates)}{self._memory}"

@@ -10,7 +10,7 @@ import torch
 from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
-from shotcast.collectives.arguments import REDUCTIONS, operation
+from shotcast.collectives.arguments import REDUCTIONS, operation, sm_budget
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
@@ -83,8 +83,16 @@ class Resolver:
     graphs: bool
 
     def problem(
-        self, op: Op, tensor: torch.Tensor | None, reduction: str, root: int, sizes: tuple[int, ...], norm: Norm | None
+        self,
+        op: Op,
+        tensor: torch.Tensor | None,
+        reduction: str,
+        root: int,
+        sizes: tuple[int, ...],
+        norm: Norm | None,
+        sms: int | None,
     ) -> CollectiveProblem:
+        budget = sm_budget(sms)
         if reduction not in REDUCTIONS:
             raise ConfigError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
         if tensor is None:
@@ -93,7 +101,10 @@ class Resolver:
         if dtype is None:
             raise UnsupportedError(f"{op.label}: dtype {tensor.dtype} is not served; {', '.join(wire.DTYPES)} are")
         nbytes = tensor.numel() * tensor.element_size()
-        return CollectiveProblem(op, nbytes, dtype, self.topology, root, sizes, reduction, norm)
+        on_sms = self.topology.device == "cuda" or self.topology.kernels == "interpreter"
+        return CollectiveProblem(
+            op, nbytes, dtype, self.topology, root, sizes, reduction, norm, budget if on_sms else 0
+        )
 
     def resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
@@ -142,13 +153,15 @@ class Resolver:
             needed = max(needed, captured.room)
         return Call(plan, problem.reduction, by_library, bound, tuple(needs.values()), needed, label)
 
-    def explain(self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str) -> Explanation:
+    def explain(
+        self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str, sms: int | None = None
+    ) -> Explanation:
         """Return the explanation that :meth:`Communicator.explain` describes."""
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
         norm = Norm(x.shape[-1] if x.dim() else 1) if asked in FUSED else None
-        problem = self.problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm)
+        problem = self.problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm, sms)
         if mode not in (MODES if self.graphs else ("eager",)):
             known = " or ".join(MODES) if self.graphs else "eager, as CPU ranks have no graphs"
             raise ConfigError(f"mode is {known}, not {mode!r}")
@@ -166,4 +179,6 @@ class Resolver:
         by_library = self.topology.algorithms[candidate.algorithm].library
         executor = self.executor
         memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
-        return Explanation(asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory)
+        return Explanation(
+            asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory, problem.sms
+        )

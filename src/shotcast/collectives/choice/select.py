@@ -8,7 +8,7 @@ from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import candidates, fitted, keeps_bits, obstacle
 from shotcast.collectives.choice.choice import Candidate, Choice
-from shotcast.collectives.choice.table import Table
+from shotcast.collectives.choice.table import Table, with_sms
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, time_us
 from shotcast.errors import ConfigError
 from shotcast.units import format_size
@@ -60,7 +60,7 @@ def choose(
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
     for number, (source, table) in enumerate(tables):
         op = problem.op
-        row = table.lookup(op.label, problem.dtype, problem.nbytes, mode)
+        row = table.lookup(op.label, problem.dtype, problem.nbytes, mode, problem.sms)
         tuned = row.launch if row else None
         if row is None and problem.op in FUSED:
             # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
@@ -80,7 +80,7 @@ def choose(
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"
         other_mode = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
         reason = "; ".join((f"{table.name}: {row.algorithm} for {limit}{other_mode}", *passed))
-        return Choice(candidate, source, reason, (number, (row.mode, op.label, problem.dtype)))
+        return Choice(candidate, source, reason, (number, (row.mode, with_sms(op.label, row.sms), problem.dtype)))
     choice = _by_model(problem, legal)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 
@@ -107,11 +107,11 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     return Choice(legal[library], "legality", reason)
 
 
-def predicted_us(topology: Topology, op: Op, dtype: str, nbytes: int, name: str) -> float:
-    """Return the time of an algorithm by the cost model, in microseconds."""
+def predicted_us(topology: Topology, op: Op, dtype: str, nbytes: int, name: str, sms: int = 0) -> float:
+    """Return the time of an algorithm by the cost model, in microseconds; ``sms`` SMs may be occupied, 0 for any."""
     link = NVLINK4 if topology.device == "cuda" else SHARED_MEMORY
     work = topology.algorithms[name].forms[op].work(nbytes, topology.shape, wire.DTYPES.get(dtype, 1))
-    return time_us(work, link, topology.network_cost)
+    return time_us(work, link, topology.network_cost, sms)
 
 
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
@@ -122,7 +122,8 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
     allowed = [name for name in own if not _not_taken(topology, name)]
     if not allowed:
         return _the_library(problem, legal)
-    times = {name: predicted_us(topology, problem.op, problem.dtype, problem.nbytes, name) for name in own}
+    call = problem.op, problem.dtype, problem.nbytes
+    times = {name: predicted_us(topology, *call, name, problem.sms) for name in own}
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
     if topology.network:

@@ -12,6 +12,9 @@ Each row serves messages up to its first number of bytes (null: any size); rows 
 the algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; where one of them has
 no rows for an operation and dtype, the other's serve. Provenance and measurements are for people.
 
+An operation of calls that may occupy up to 16 SMs (``sms``) is written ``all_reduce@16``. A call takes the rows of the
+smallest such number that is not below its own; rows without one are for calls that may occupy all.
+
 A table for ranks on several nodes also has ``"nodes"``, their number, which divides the ranks equally.
 
 ``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the kernels that were measured for each entry.
@@ -57,12 +60,16 @@ _LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: messages up to ``nbytes`` (infinity for any) take ``algorithm``, launched as ``launch`` or by default."""
+    """A row: messages up to ``nbytes`` (infinity for any) take ``algorithm``, launched as ``launch`` or by default.
+
+    ``mode`` is that of its entry; ``sms`` is the number of SMs of the calls that it is for, 0 for all.
+    """
 
     nbytes: float
     algorithm: str
     launch: LaunchShape | None
     mode: str
+    sms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +98,28 @@ class Table:
         """The ranks that the table is for, in words."""
         return ranks_of(self.part, self.shape)
 
-    def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager") -> Row | None:
-        """Return the row that serves a call; None if the table has none."""
+    def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager", sms: int = 0) -> Row | None:
+        """Return the row that serves a call, which may occupy ``sms`` SMs (0 for all); None if the table has none."""
         rows: tuple[Row, ...] = ()
         for asked in (mode, *MODES):
-            if rows := self.rows.get((asked, op, dtype), ()):
+            listed = [key[1] for key in self.rows if key[::2] == (asked, dtype)]
+            numbers = [number for name, number in map(operation_and_sms, listed) if name == op and number >= sms]
+            enough = min(numbers, default=0) if sms else 0
+            if enough >= sms and (rows := self.rows.get((asked, with_sms(op, enough), dtype), ())):
                 break
         index = bisect_left([row.nbytes for row in rows], nbytes)
         return rows[index] if index < len(rows) else None
+
+
+def with_sms(op: str, sms: int) -> str:
+    """Return how a table writes an operation of calls that may occupy ``sms`` SMs, 0 for all."""
+    return f"{op}@{sms}" if sms else op
+
+
+def operation_and_sms(written: str) -> tuple[str, int]:
+    """Invert :func:`with_sms`; what does not follow it is an operation of that name."""
+    op, _, sms = written.partition("@")
+    return (op, int(sms)) if re.fullmatch("[1-9][0-9]{0,2}", sms) else (written, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +162,15 @@ def parse(text: str, name: str, algorithms: Algorithms) -> Table:
             raise ConfigError(f"table {name} has entries for {mode!r}; calls are {' or '.join(MODES)}")
         if mode == "graph" and data["part"] == ANY_CPU:
             raise ConfigError(f"table {name} has entries for graph, and CPU ranks have eager calls only")
-        for op, by_dtype in _items(by_op, f"table {name}, {mode}"):
-            for dtype, listed in _items(by_dtype, f"table {name}, {mode}/{op}"):
-                where = f"table {name}, {mode}/{op}/{dtype}"
-                if op not in _OPS or dtype not in wire.DTYPES:
-                    raise ConfigError(f"table {name} speaks of {op}/{dtype}, which is no operation and dtype")
+        for written, by_dtype in _items(by_op, f"table {name}, {mode}"):
+            op, sms = operation_and_sms(written)
+            for dtype, listed in _items(by_dtype, f"table {name}, {mode}/{written}"):
+                where = f"table {name}, {mode}/{written}/{dtype}"
+                if op not in _OPS or dtype not in wire.DTYPES or sms > wire.MAX_SMS:
+                    raise ConfigError(f"table {name} speaks of {written}/{dtype}, which is no operation and dtype")
                 if not isinstance(listed, list):
                     raise ConfigError(f"{where}: a list of rows is meant, not {listed!r}")
-                rows[mode, op, dtype] = parsed = tuple(_row(row, mode, where, algorithms) for row in listed)
+                rows[mode, written, dtype] = parsed = tuple(_row(row, mode, sms, where, algorithms) for row in listed)
                 if wire.Op[op.upper()] in FUSED and any(row.launch is not None for row in parsed):
                     raise ConfigError(f"{where}: the launch of fused calls follows from their rows; null is meant")
                 limits = [row.nbytes for row in parsed]
@@ -180,7 +202,7 @@ def _items(value: Any, where: str) -> Iterable[tuple[str, Any]]:
     return value.items()
 
 
-def _row(row: Any, mode: str, where: str, algorithms: Algorithms) -> Row:
+def _row(row: Any, mode: str, sms: int, where: str, algorithms: Algorithms) -> Row:
     if not isinstance(row, list) or len(row) != 3:
         raise ConfigError(f"{where}: a row is [bytes or null, algorithm, launch or null], not {row!r}")
     nbytes, algorithm, launch = row
@@ -195,7 +217,7 @@ def _row(row: Any, mode: str, where: str, algorithms: Algorithms) -> Row:
             raise ConfigError(f"{where}: {wrong[0]} is a whole number from 0 up, not {launch[wrong[0]]!r}")
     # beyond what any message counts is any size
     limit = float("inf") if nbytes is None or nbytes > 1 << 60 else nbytes
-    return Row(limit, algorithm, None if launch is None else LaunchShape(**launch), mode)
+    return Row(limit, algorithm, None if launch is None else LaunchShape(**launch), mode, sms)
 
 
 def _whole(value: Any) -> bool:

@@ -36,51 +36,58 @@ class AllReduce(torch.autograd.Function):
     """y_i = sum_r x_r, so dx_i = sum_r dy_r. For other reductions see :func:`all_reduce_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, reduction: str) -> torch.Tensor:
-        AllReduce.keep(ctx, (x, comm, algorithm, reduction), x)
-        return comm.all_reduce(x.detach(), algorithm=algorithm, reduction=reduction)
+    def forward(
+        ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, reduction: str, sms: int | None
+    ) -> torch.Tensor:
+        AllReduce.keep(ctx, (x, comm, algorithm, reduction, sms), x)
+        return comm.all_reduce(x.detach(), algorithm=algorithm, reduction=reduction, sms=sms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         grad = plain(grads[0])
         if ctx.reduction == "sum":
-            return ctx.comm.all_reduce(grad, algorithm=ctx.algorithm), None, None, None
+            total = ctx.comm.all_reduce(grad, algorithm=ctx.algorithm, sms=ctx.sms)
+            return total, None, None, None, None
         (x,) = ctx.saved_tensors
-        return all_reduce_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None
+        return all_reduce_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, ctx.comm, ctx.algorithm, ctx.reduction = inputs
+        x, ctx.comm, ctx.algorithm, ctx.reduction, ctx.sms = inputs
         if ctx.reduction != "sum":
             ctx.save_for_backward(x)
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
         if ctx.reduction == "sum":
-            return torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, ctx.algorithm, "sum"), None, None, None
+            total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, ctx.algorithm, "sum", ctx.sms)
+            return total, None, None, None, None
         (x,) = ctx.saved_tensors
-        return torch.ops.shotcast.all_reduce_gradient(x, plain(grad), ctx.comm, ctx.reduction), None, None, None
+        slopes = torch.ops.shotcast.all_reduce_gradient(x, plain(grad), ctx.comm, ctx.reduction)
+        return slopes, None, None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
     """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1}). For others see :func:`reduce_scatter_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, reduction: str) -> torch.Tensor:
-        ReduceScatter.keep(ctx, (x, comm, comm.world_size, algorithm, reduction, True), x)
-        return comm.reduce_scatter(x.detach(), algorithm=algorithm, reduction=reduction)
+    def forward(
+        ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, reduction: str, sms: int | None
+    ) -> torch.Tensor:
+        ReduceScatter.keep(ctx, (x, comm, comm.world_size, algorithm, reduction, True, sms), x)
+        return comm.reduce_scatter(x.detach(), algorithm=algorithm, reduction=reduction, sms=sms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         grad = plain(grads[0])
         if ctx.reduction == "sum":
-            return ctx.comm.all_gather(grad, algorithm=ctx.algorithm), None, None, None
+            return ctx.comm.all_gather(grad, algorithm=ctx.algorithm, sms=ctx.sms), None, None, None, None
         (x,) = ctx.saved_tensors
-        return reduce_scatter_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None
+        return reduce_scatter_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, ctx.comm, ctx.world_size, ctx.algorithm, ctx.reduction, _ = inputs
+        x, ctx.comm, ctx.world_size, ctx.algorithm, ctx.reduction, _, ctx.sms = inputs
         if ctx.reduction != "sum":
             ctx.save_for_backward(x)
 
@@ -88,11 +95,11 @@ class ReduceScatter(torch.autograd.Function):
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
         grad = plain(grad)
         if ctx.reduction == "sum":
-            whole = torch.ops.shotcast.all_gather(grad, ctx.comm, ctx.world_size, ctx.algorithm)
+            whole = torch.ops.shotcast.all_gather(grad, ctx.comm, ctx.world_size, ctx.algorithm, ctx.sms)
         else:
             (x,) = ctx.saved_tensors
             whole = torch.ops.shotcast.reduce_scatter_gradient(x, grad, ctx.comm, ctx.reduction)
-        return whole, None, None, None, None, None
+        return whole, None, None, None, None, None, None
 
 
 class AllGather(torch.autograd.Function):
@@ -103,57 +110,58 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, comm: Collectives, sizes: tuple[int, ...] | None, algorithm: str
+        ctx: Any, x: torch.Tensor, comm: Collectives, sizes: tuple[int, ...] | None, algorithm: str, sms: int | None
     ) -> torch.Tensor:
-        ctx.comm, ctx.algorithm, ctx.sizes = comm, algorithm, sizes
-        return comm.all_gather(x.detach(), sizes=sizes, algorithm=algorithm)
+        ctx.comm, ctx.algorithm, ctx.sizes, ctx.sms = comm, algorithm, sizes, sms
+        return comm.all_gather(x.detach(), sizes=sizes, algorithm=algorithm, sms=sms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         grad = plain(grads[0])
         if ctx.sizes is None:
-            algorithm = where_legal(ctx.comm, grad, ctx.algorithm)
-            return ctx.comm.reduce_scatter(grad, algorithm=algorithm), None, None, None
-        return _own_part(ctx.comm.all_reduce(grad), ctx.sizes, ctx.comm.rank), None, None, None
+            algorithm = where_legal(ctx.comm, grad, ctx.algorithm, ctx.sms)
+            return ctx.comm.reduce_scatter(grad, algorithm=algorithm, sms=ctx.sms), None, None, None, None
+        total = ctx.comm.all_reduce(grad, sms=ctx.sms)
+        return _own_part(total, ctx.sizes, ctx.comm.rank), None, None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.comm, ctx.world_size, ctx.algorithm = inputs
+        _, ctx.comm, ctx.world_size, ctx.algorithm, ctx.sms = inputs
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        part = torch.ops.shotcast.reduce_scatter(plain(grad), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False)
-        return part, None, None, None
+        operands = plain(grad), ctx.comm, ctx.world_size, ctx.algorithm, "sum", False, ctx.sms
+        return torch.ops.shotcast.reduce_scatter(*operands), None, None, None, None
 
     @staticmethod
     def keep_uneven(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.comm, ctx.sizes, ctx.rank, _ = inputs
+        _, ctx.comm, ctx.sizes, ctx.rank, _, ctx.sms = inputs
 
     @staticmethod
     def traced_uneven(ctx: Any, grad: torch.Tensor) -> Gradients:
-        total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, "auto", "sum")
-        return _own_part(total, ctx.sizes, ctx.rank), None, None, None, None
+        total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, "auto", "sum", ctx.sms)
+        return _own_part(total, ctx.sizes, ctx.rank), None, None, None, None, None
 
 
 class AllToAll(torch.autograd.Function):
     """y_i = (x_0[i], ..., x_{N-1}[i]), so dx_i = (dy_0[i], ..., dy_{N-1}[i])."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str) -> torch.Tensor:
-        ctx.comm, ctx.algorithm = comm, algorithm
-        return comm.all_to_all(x.detach(), algorithm=algorithm)
+    def forward(ctx: Any, x: torch.Tensor, comm: Collectives, algorithm: str, sms: int | None) -> torch.Tensor:
+        ctx.comm, ctx.algorithm, ctx.sms = comm, algorithm, sms
+        return comm.all_to_all(x.detach(), algorithm=algorithm, sms=sms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        return ctx.comm.all_to_all(plain(grads[0]), algorithm=ctx.algorithm), None, None
+        return ctx.comm.all_to_all(plain(grads[0]), algorithm=ctx.algorithm, sms=ctx.sms), None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.comm, ctx.algorithm = inputs
+        _, ctx.comm, ctx.algorithm, ctx.sms = inputs
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return torch.ops.shotcast.all_to_all(plain(grad), ctx.comm, ctx.algorithm), None, None
+        return torch.ops.shotcast.all_to_all(plain(grad), ctx.comm, ctx.algorithm, ctx.sms), None, None, None
 
 
 class Broadcast(torch.autograd.Function):
@@ -260,12 +268,12 @@ def _own_part(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.T
     return total[start : start + sizes[rank]].clone()
 
 
-def where_legal(comm: Collectives, x: torch.Tensor, algorithm: str) -> str:
+def where_legal(comm: Collectives, x: torch.Tensor, algorithm: str, sms: int | None = None) -> str:
     """Return ``algorithm`` if it can serve this reduce_scatter, else ``auto``.
 
     An algorithm that gathers a dtype need not be able to add it.
     """
-    return algorithm if algorithm in comm.candidates(x, "reduce_scatter") else "auto"
+    return algorithm if algorithm in comm.candidates(x, "reduce_scatter", sms) else "auto"
 
 
 OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {

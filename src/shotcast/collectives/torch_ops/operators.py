@@ -117,40 +117,52 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-@_operator("all_reduce(Tensor x, str comm, str algorithm, str reduction) -> Tensor", _like)
-def _all_reduce(x: torch.Tensor, comm: str, algorithm: str, reduction: str) -> torch.Tensor:
-    return named(comm).all_reduce(x.contiguous(), algorithm=algorithm, reduction=reduction)
+@_operator("all_reduce(Tensor x, str comm, str algorithm, str reduction, int? sms=None) -> Tensor", _like)
+def _all_reduce(x: torch.Tensor, comm: str, algorithm: str, reduction: str, sms: int | None = None) -> torch.Tensor:
+    return named(comm).all_reduce(x.contiguous(), algorithm=algorithm, reduction=reduction, sms=sms)
 
 
 @_operator(
-    "reduce_scatter(Tensor x, str comm, int world_size, str algorithm, str reduction, bool strict=True) -> Tensor",
+    "reduce_scatter(Tensor x, str comm, int world_size, str algorithm, str reduction, bool strict=True, "
+    "int? sms=None) -> Tensor",
     _part,
 )
 def _reduce_scatter(
-    x: torch.Tensor, comm: str, world_size: int, algorithm: str, reduction: str, strict: bool = True
+    x: torch.Tensor,
+    comm: str,
+    world_size: int,
+    algorithm: str,
+    reduction: str,
+    strict: bool = True,
+    sms: int | None = None,
 ) -> torch.Tensor:
     """Run a reduce_scatter; unless ``strict``, take another algorithm if this one cannot serve."""
     x, by = x.contiguous(), named(comm)
-    algorithm = algorithm if strict else autograd.where_legal(by, x, algorithm)
-    return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction)
+    algorithm = algorithm if strict else autograd.where_legal(by, x, algorithm, sms)
+    return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction, sms=sms)
 
 
-@_operator("all_gather(Tensor x, str comm, int world_size, str algorithm) -> Tensor", _joined)
-def _all_gather(x: torch.Tensor, comm: str, world_size: int, algorithm: str) -> torch.Tensor:
-    return named(comm).all_gather(x.contiguous(), algorithm=algorithm)
+@_operator("all_gather(Tensor x, str comm, int world_size, str algorithm, int? sms=None) -> Tensor", _joined)
+def _all_gather(x: torch.Tensor, comm: str, world_size: int, algorithm: str, sms: int | None = None) -> torch.Tensor:
+    return named(comm).all_gather(x.contiguous(), algorithm=algorithm, sms=sms)
 
 
-@_operator("all_gather_uneven(Tensor x, str comm, SymInt[] sizes, int rank, str algorithm) -> Tensor", _joined_uneven)
-def _all_gather_uneven(x: torch.Tensor, comm: str, sizes: Sequence[int], rank: int, algorithm: str) -> torch.Tensor:
+@_operator(
+    "all_gather_uneven(Tensor x, str comm, SymInt[] sizes, int rank, str algorithm, int? sms=None) -> Tensor",
+    _joined_uneven,
+)
+def _all_gather_uneven(
+    x: torch.Tensor, comm: str, sizes: Sequence[int], rank: int, algorithm: str, sms: int | None = None
+) -> torch.Tensor:
     by = named(comm)
     if rank != by.rank:
         raise ConfigError(f"all_gather_uneven was compiled on rank {rank} and runs on rank {by.rank}")
-    return by.all_gather(x.contiguous(), sizes=sizes, algorithm=algorithm)
+    return by.all_gather(x.contiguous(), sizes=sizes, algorithm=algorithm, sms=sms)
 
 
-@_operator("all_to_all(Tensor x, str comm, str algorithm) -> Tensor", _like)
-def _all_to_all(x: torch.Tensor, comm: str, algorithm: str) -> torch.Tensor:
-    return named(comm).all_to_all(x.contiguous(), algorithm=algorithm)
+@_operator("all_to_all(Tensor x, str comm, str algorithm, int? sms=None) -> Tensor", _like)
+def _all_to_all(x: torch.Tensor, comm: str, algorithm: str, sms: int | None = None) -> torch.Tensor:
+    return named(comm).all_to_all(x.contiguous(), algorithm=algorithm, sms=sms)
 
 
 @_operator("broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor", _like)
@@ -281,46 +293,53 @@ def _kept(x: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def all_reduce(
-    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
+    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str, sms: int | None
 ) -> torch.Tensor:
     """Run :meth:`Communicator.all_reduce` as an operator."""
     if out is not None:
         output(x, out, x.shape)
         x = _kept(x, reduction)
-    result = torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction)
+    result = torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction, sms)
     return result if out is None else _written(out, result)
 
 
 def reduce_scatter(
-    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str
+    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, reduction: str, sms: int | None
 ) -> torch.Tensor:
     """Run :meth:`Communicator.reduce_scatter` as an operator."""
     rows = rows_per_rank(x, comm.world_size, "reduce_scatter")
     if out is not None:
         output(x, out, (rows, *x.shape[1:]))
         x = _kept(x, reduction)
-    result = torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction)
+    result = torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction, True, sms)
     return result if out is None else _written(out, result)
 
 
 def all_gather(
-    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, sizes: Sequence[int] | None, algorithm: str
+    comm: Collectives,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    sizes: Sequence[int] | None,
+    algorithm: str,
+    sms: int | None,
 ) -> torch.Tensor:
     """Run :meth:`Communicator.all_gather` as operators; ``x`` has a dimension, and ``sizes`` have been checked."""
     if out is not None:
         output(x, out, (x.shape[0] * comm.world_size if sizes is None else sum(sizes), *x.shape[1:]))
     if sizes is None:
-        result = torch.ops.shotcast.all_gather(x, comm.name, comm.world_size, algorithm)
+        result = torch.ops.shotcast.all_gather(x, comm.name, comm.world_size, algorithm, sms)
     else:
-        result = torch.ops.shotcast.all_gather_uneven(x, comm.name, sizes, comm.rank, algorithm)
+        result = torch.ops.shotcast.all_gather_uneven(x, comm.name, sizes, comm.rank, algorithm, sms)
     return result if out is None else _written(out, result)
 
 
-def all_to_all(comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str) -> torch.Tensor:
+def all_to_all(
+    comm: Collectives, x: torch.Tensor, out: torch.Tensor | None, algorithm: str, sms: int | None
+) -> torch.Tensor:
     """Run :meth:`Communicator.all_to_all` as an operator."""
     if out is not None:
         output(x, out, x.shape)
-    result = torch.ops.shotcast.all_to_all(x, comm.name, algorithm)
+    result = torch.ops.shotcast.all_to_all(x, comm.name, algorithm, sms)
     return result if out is None else _written(out, result)
 
 

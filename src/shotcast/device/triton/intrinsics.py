@@ -87,6 +87,10 @@ if INTERPRETED:
         """Store after everything that the program has stored, in the order in which any rank sees it."""
         tl.store(pointers, values, mask=mask)
 
+    def load_acquire(pointers: Any, mask: Any) -> Any:
+        """Load 64-bit words; what preceded the store-release that a thread has read is visible to it afterwards."""
+        return tl.load(pointers, mask=mask, other=0, volatile=True)
+
     def fence_acquire() -> None:
         """Let this thread's later loads, by any address, see what preceded the stores that it has read."""
 
@@ -160,6 +164,22 @@ else:
             "=r,l,l,r",
             [pointers.to(tl.int64), values, mask.to(tl.int32)],
             dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def load_acquire(pointers, mask):
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.b32 p, $2, 0;
+            mov.b64 $0, 0;
+            @p ld.acquire.sys.global.b64 $0, [$1];
+            }""",
+            "=&l,l,r",
+            [pointers.to(tl.int64), mask.to(tl.int32)],
+            dtype=tl.int64,
             is_pure=False,
             pack=1,
         )

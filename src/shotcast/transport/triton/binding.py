@@ -108,11 +108,11 @@ class KernelContext:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
         Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``puts``, ``slots_at``, ``slots_quads``,
-        ``cells_at``, ``cells_quads``, ``network_at``, ``network_quads``, ``flags_at``, ``mailboxes_at``. Numbers:
-        ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of the plan. Compile-time: ``DTYPE`` (int32
-        for a dtype that is only moved), ``UNIT`` (16 where every address and size is a multiple of 16 bytes, else the
-        item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a tile), ``WARPS``, ``PDL``,
-        ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+        ``cells_at``, ``cells_quads``, ``network_at``, ``network_quads``, ``window_at``, ``progress_at``, ``flags_at``,
+        ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of the plan.
+        Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and size is a
+        multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a tile),
+        ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
         Args:
             programs: of the grid; by default the plan's and one for the headers.
@@ -144,6 +144,8 @@ class KernelContext:
             "slots_quads": self.layout.slots_quads,
             "network_at": self.layout.network_at,
             "network_quads": self.layout.network_quads,
+            "window_at": self.layout.window_at,
+            "progress_at": self.layout.progress_at,
             "DTYPE": DTYPES.get(plan.dtype, tl.int32),
             "UNIT": self.unit(plan),
             "WORLD": self.world_size,

@@ -1,8 +1,9 @@
 """The layout of a rank's region of symmetric memory: plain numbers for the host and the kernels.
 
-A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, two
-generations of flag cells, three generations of sentinel slots and, where ranks are on several nodes, two generations of
-the cells that pass between nodes. Offsets never depend on a call, so calls of different sizes cannot overlap.
+A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
+progress, two generations of flag cells, three generations of sentinel slots, where ranks are on several nodes two
+generations of the cells that pass between nodes, and the window. Offsets never depend on a call, so calls of different
+sizes cannot overlap; only the window is divided anew by each call that passes through it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from shotcast.hardware.nodes import folded
 from shotcast.units import align_up
-from shotcast.wire import DTYPES, FP8_BLOCK, MAX_WORLD_SIZE, Norm, slice_bytes
+from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, Norm, slice_bytes
 
 # Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN, which
 # have cache lines of their own.
@@ -56,6 +57,15 @@ FLAG_ROWS = 1024
 """Programs of a grid that can raise flags; each has a row of one 64-bit word for each rank."""
 FLAG_ROW_QUADS = MAX_WORLD_SIZE // 2
 
+PROGRESS_ROWS = MAX_SMS
+"""Programs of a grid that can publish their progress; each has a row of one 64-bit word for each rank."""
+PROGRESS_STEP_BITS = 20
+"""Bits of such a word that count the steps of a call; the epoch is above them."""
+WINDOW_BYTES = 16 << 20
+"""The most bytes of a window. They stay in the cache of a GPU while a message of any size passes through."""
+PLACES_IN_WINDOW = 5
+"""Places in the window for chunks of a program from each rank: three of what is sent, and two of sums."""
+
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
 
@@ -74,10 +84,11 @@ GRACE = 32
 
 _MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
+_PROGRESS_BYTES = PROGRESS_ROWS * FLAG_ROW_QUADS * QUAD
 
 
 FIRST_ROOM = 8 << 20
-"""The longest message of a communicator's first region, which takes some 66 MiB."""
+"""The longest message of a communicator's first region, which takes some 82 MiB."""
 _GROWTH = 4
 
 
@@ -100,12 +111,15 @@ class Layout:
     max_bytes: int
     mailboxes_at: int
     flags_at: int
+    progress_at: int
     cells_at: int
     cells_quads: int
     slots_at: int
     slots_quads: int
     network_at: int
     network_quads: int
+    window_at: int
+    window_quads: int
     piece_bytes: int
     nbytes: int
 
@@ -123,33 +137,44 @@ class Layout:
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
         bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
         slice of a message between nodes, of which a word of two 16-bit floats takes two cells of eight bytes. If cells
-        are ``staged`` to be put, they have as much room again.
+        are ``staged`` to be put, they have as much room again, and there is no window, whose ranks are all mapped.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slots = align_up(2 * (max_bytes + slack), 4096)
         cells = align_up(max_bytes + 2 * slack, 4096)
         mailboxes_at = CONTROL_WORDS * 8
         flags_at = mailboxes_at + (_MAILBOX_BYTES if mailboxes else 0)
-        cells_at = flags_at + _FLAG_BYTES
+        progress_at = flags_at + _FLAG_BYTES
+        cells_at = progress_at + _PROGRESS_BYTES
         slots_at = cells_at + 2 * cells
         network_at = slots_at + 3 * slots
         slot_bytes = 16 * network_slots(nodes)
         longest = slot_bytes * (slice_bytes(max_bytes, ranks_per_node) // 4 + _NETWORK_SLACK)
         network = align_up(min(longest, NETWORK_BYTES), 4096) if nodes > 1 else 0
         piece = (network // slot_bytes - _NETWORK_SLACK) * 4 * ranks_per_node if nodes > 1 else max_bytes
+        window_at = network_at + (4 if staged else 2) * network
+        window = 0 if staged else window_bytes(max_bytes)
         return cls(
             max_bytes=max_bytes,
             mailboxes_at=mailboxes_at // QUAD,
             flags_at=flags_at // QUAD,
+            progress_at=progress_at // QUAD,
             cells_at=cells_at // QUAD,
             cells_quads=cells // QUAD,
             slots_at=slots_at // QUAD,
             slots_quads=slots // QUAD,
             network_at=network_at // QUAD,
             network_quads=network // QUAD,
+            window_at=window_at // QUAD,
+            window_quads=window // QUAD,
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
-            nbytes=network_at + (4 if staged else 2) * network,
+            nbytes=window_at + window,
         )
+
+
+def window_bytes(max_bytes: int) -> int:
+    """Return the bytes of the window in a region for messages up to ``max_bytes``, or in a larger one at least."""
+    return min(align_up(2 * max_bytes, 4096), WINDOW_BYTES)
 
 
 def network_slots(nodes: int) -> int:

@@ -41,6 +41,7 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import (
     await_prior_kernel,
     fence_acquire,
+    load_acquire,
     now_ns,
     release_next_kernel,
     store_release,
@@ -64,6 +65,7 @@ HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
 OP_AT = tl.constexpr(wire.OP_AT)
 WIDE_HEADERS = tl.constexpr(layout.WIDE_HEADERS)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
+PROGRESS_STEP_BITS = tl.constexpr(layout.PROGRESS_STEP_BITS)
 MOST_RANKS = tl.constexpr(layout.MOST_RANKS)
 FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
 FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
@@ -582,6 +584,54 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
             started, live = check_deadline(call, started, late_ranks, True, WORLD)
             waiting = waiting & live
     fence_acquire()
+    tl.debug_barrier()
+    return with_status(call, live, started)
+
+
+@triton.jit
+def raise_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Tell all ranks that this program has done ``steps`` steps of the call (a release).
+
+    Whoever sees it may read what the program has stored there in these steps, and store over what the program has read
+    in them. The word of rank r is at ``quads`` quads past the start of each region, plus r words. It holds the epoch
+    above the steps, so it only ever grows, from call to call too. Each program of the grid needs words of its own.
+
+    One warp waits for the stores of the program to arrive, while the others go on.
+    """
+    tl.debug_barrier()
+    threads = thread_ids(WARPS)
+    bases = tl.load(call.peers + threads % MAX_WORLD, mask=threads < WORLD, other=0)
+    words = bases.to(tl.pointer_type(tl.int64)) + quads * 2 + call.rank
+    store_release(words, (call.epoch << PROGRESS_STEP_BITS) + steps + threads * 0, (threads < WORLD) & (call.live != 0))
+
+
+@triton.jit
+def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Wait until this program's namesake on every rank has done ``steps`` steps of this call (an acquire).
+
+    A rank that has begun a later call has done all of them. If the call is stopped, it returns with ``live`` 0. A
+    thread has seen the word of one rank; the barrier joins what they know. No fence is needed, which would wait for the
+    program's own stores.
+    """
+    threads = thread_ids(WARPS)
+    ranks = threads < WORLD
+    wanted = (call.epoch << PROGRESS_STEP_BITS) + steps
+    found = load_acquire(call.own + quads * 2 + threads % MAX_WORLD, ranks)
+    late = ranks & (found - wanted < 0)  # the difference, as the epoch passes the highest bit some day
+    waiting = tl.max(late.to(tl.int32), axis=0) & call.live
+    started = call.started
+    live = call.live
+    polls = 0
+    while waiting != 0:
+        yield_core()
+        found = load_acquire(call.own + quads * 2 + threads % MAX_WORLD, ranks)
+        late = ranks & (found - wanted < 0)
+        waiting = tl.max(late.to(tl.int32), axis=0)
+        polls += 1
+        if polls % POLLS_PER_CHECK == 0:
+            late_ranks = tl.sum(late.to(tl.int32) << (threads % MAX_WORLD), axis=0)
+            started, live = check_deadline(call, started, late_ranks, True, WORLD)
+            waiting = waiting & live
     tl.debug_barrier()
     return with_status(call, live, started)
 

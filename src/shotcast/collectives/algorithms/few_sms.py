@@ -1,0 +1,79 @@
+r"""Few SMs: as many programs as the call may occupy SMs, which pass a large message through a window.
+
+.. math:: T = f + s\,a + \max(S / b + M / m,\; S / (K\,c))
+
+for K SMs, each of which moves c bytes in a unit of time; s and S are the steps and the bytes sent of two-shot (an
+all-reduce) or of one-shot (the others), and the other terms those of two-shot. The other SMs are left to a product that
+runs meanwhile. The equation is not calibrated: c is what one block of NCCL's moved on 2 H200.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shotcast import wire
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
+from shotcast.cost.collective import Work
+from shotcast.transport.triton.layout import PLACES_IN_WINDOW, QUAD, window_bytes
+from shotcast.units import align_up
+from shotcast.wire import LaunchShape, NodeShape, Op
+
+_CHUNKS = 8
+"""The chunks of a program that a message should at least have, so that sending and taking overlap."""
+_LEAST_CHUNK, _MOST_CHUNK = 4 << 10, 128 << 10
+_TILE_BYTES = 64 << 10
+"""Bytes of the tiles of all ranks that a program has on their way at once."""
+
+
+def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    """Return the work of sending a slice to each peer twice."""
+    return Work(2, 2 * (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
+
+
+def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    """Return the work of sending a part of the message to each peer."""
+    return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
+
+
+def launch(problem: CollectiveProblem) -> LaunchShape:
+    """Return a program for each SM, with chunks that together fill the window unless the message is smaller."""
+    world_size, interpreted = problem.topology.world_size, problem.topology.kernels == "interpreter"
+    part = slice_of_message(problem)
+    if problem.sizes:
+        part = max(problem.sizes) * wire.DTYPES.get(problem.dtype, 1)
+    room = window_bytes(problem.topology.max_bytes) // (PLACES_IN_WINDOW * world_size)
+    least = QUAD if interpreted else _LEAST_CHUNK
+    programs = max(1, min(problem.sms, -(-part // least), room // QUAD))
+    if interpreted:  # its programs run one after the other
+        programs = min(programs, 2)
+        chunk = min(room // programs // QUAD * QUAD, align_up(-(-part // (3 * programs)), QUAD), 4096)
+        return LaunchShape(programs, 256, 1, max(chunk, QUAD))
+    warps = 16 if world_size <= 4 else 8  # the tiles of more ranks need more registers
+    chunk = min(max(-(-part // (programs * _CHUNKS)), least), room // programs, _MOST_CHUNK)
+    block = 1 << (_TILE_BYTES // 4 // world_size).bit_length() - 1
+    while 4 * block > chunk and block > 128 * warps:
+        block //= 2
+    return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)
+
+
+def _window_alone(problem: CollectiveProblem) -> Workspace:
+    return Workspace(0, problem.topology.max_bytes)
+
+
+def _form(**fields: Any) -> Form:
+    bind = "shotcast.transport.triton.few_sms:bind"
+    return Form(triton=bind, launch=launch, workspace=_window_alone, keeps_to_sms=True, **fields)
+
+
+ALGORITHM = Algorithm(
+    name="few_sms",
+    label="few SMs",
+    summary="as two-shot and one-shot, by a program for each SM that the call may occupy (`sms=`)",
+    color="#4c78a8",
+    forms={
+        Op.ALL_REDUCE: _form(work=all_reduce_work, reference="shotcast.collectives.reference:ordered_all_reduce"),
+        Op.REDUCE_SCATTER: _form(work=part_work, reference="shotcast.collectives.reference:ordered_reduce_scatter"),
+        Op.ALL_GATHER: _form(work=part_work),
+        Op.ALL_TO_ALL: _form(work=part_work),
+    },
+)

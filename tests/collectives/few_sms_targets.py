@@ -1,0 +1,245 @@
+"""Functions that the ranks of the tests of few SMs run, in the interpreter and on GPUs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from workers import FLOATS, bits, check, failing_call, inputs, settle, shifted, straggle
+
+import shotcast
+from shotcast.collectives import reference
+from shotcast.errors import ConfigError
+from shotcast.wire import MAX_SMS, LaunchShape, Op
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "uneven", "all_to_all")
+OTHERS = (torch.uint8, torch.int16, torch.int64, torch.complex128)
+"""Dtypes that are moved and not added up."""
+
+
+def rank_tensors(count: int, dtype: torch.dtype, world_size: int, seed: int, device: torch.device) -> Any:
+    """Return every rank's tensor, the same on all ranks; those that are not floats hold random bytes."""
+    if dtype in FLOATS.values():
+        return inputs(count, dtype, world_size, seed, device)
+    nbytes = count * dtype.itemsize
+    generators = [torch.Generator().manual_seed(seed * 1000 + rank) for rank in range(world_size)]
+    return [torch.randint(256, (nbytes,), dtype=torch.uint8, generator=g).view(dtype).to(device) for g in generators]
+
+
+def exact(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
+    """Compare copies to the bit, the payloads of NaN included."""
+    assert got.shape == wanted.shape, what
+    assert torch.equal(bits(got), bits(wanted)), what
+
+
+def one_case(
+    comm: shotcast.Communicator, kind: str, dtype: torch.dtype, count: int, shift: int, sms: int, seed: int
+) -> None:
+    """Compare a call, and the same in place where that is possible, with the reference."""
+    rank, size = comm.rank, comm.world_size
+    what = kind, dtype, count, shift, sms
+    xs = rank_tensors(count, dtype, size, seed, comm.device)
+    x = shifted(xs[rank], shift)
+    if kind == "all_reduce":
+        wanted = reference.ordered_sum(xs)
+        check(comm.all_reduce(x, sms=sms), wanted, what)
+        check(comm.all_reduce(x, out=x, sms=sms), wanted, (*what, "in place"))
+    elif kind == "all_gather":
+        exact(comm.all_gather(x, sms=sms), torch.cat(xs), what)
+        whole = shifted(torch.zeros_like(torch.cat(xs)), shift)
+        mine = whole[rank * count : (rank + 1) * count]
+        mine.copy_(xs[rank])
+        exact(comm.all_gather(mine, out=whole, sms=sms), torch.cat(xs), (*what, "in place"))
+    elif kind == "uneven":
+        lengths = [count * r // max(size - 1, 1) for r in range(size)]
+        got = comm.all_gather(shifted(xs[rank][: lengths[rank]], shift), sizes=lengths, sms=sms)
+        exact(got, torch.cat([one[:length] for one, length in zip(xs, lengths, strict=True)]), what)
+    else:
+        wide = [torch.cat([torch.roll(one, r) for r in range(size)]) for one in xs]
+        if kind == "all_to_all":
+            got = comm.all_to_all(shifted(wide[rank], shift), sms=sms)
+            exact(got, torch.cat([torch.roll(one, rank) for one in xs]), what)
+        else:
+            wanted = reference.ordered_sum([torch.roll(one, rank) for one in xs])
+            mine = shifted(wide[rank], shift)
+            check(comm.reduce_scatter(mine, sms=sms), wanted, what)
+            place = mine[rank * count : (rank + 1) * count]
+            check(comm.reduce_scatter(mine, out=place, sms=sms), wanted, (*what, "in place"))
+
+
+def cases(
+    device: str, counts: list[int], budgets: list[int], max_bytes: int, dtypes: list[torch.dtype], seed: int = 0
+) -> int:
+    """Compare calls of every kind, with random stragglers and other calls between. Return how many were made."""
+    done = 0
+    with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
+        own = random.Random(comm.rank)
+        for number, count in enumerate(counts):
+            for place, dtype in enumerate(dtypes):
+                for kind in KINDS:
+                    if dtype not in FLOATS.values() and kind in ("all_reduce", "reduce_scatter"):
+                        continue
+                    straggle(comm, own)
+                    turn = number + place + done
+                    one_case(comm, kind, dtype, count, turn % 2, budgets[turn % len(budgets)], seed + number)
+                    done += 1
+            ones = torch.ones(5, device=comm.device)
+            check(comm.all_reduce(ones, algorithm="one_shot"), ones * comm.world_size, "between")
+        legal = comm.candidates(torch.ones(64, device=comm.device), sms=3)
+        assert legal == ["few_sms", "vendor"], legal
+        assert "few_sms" not in comm.candidates(torch.ones(64, device=comm.device))
+        settle(comm)
+    return done
+
+
+def many_chunks(device: str, count: int, launch: tuple[int, int, int, int], calls: int) -> int:
+    """Make calls of many small chunks, which use each place of the window again and again."""
+    with shotcast.Communicator(device=device, max_bytes=1 << 16, timeout_s=60) as comm:
+        own = random.Random(comm.rank)
+        for number in range(calls):
+            xs = inputs(count, torch.bfloat16, comm.world_size, number, comm.device)
+            straggle(comm, own)
+            out = torch.zeros_like(xs[0])
+            shape = LaunchShape(*launch)
+            comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="few_sms", launch=shape, sms=launch[0])
+            check(out, reference.ordered_sum(xs), number)
+        settle(comm)
+    return calls
+
+
+def across_epochs(device: str) -> int:
+    """Make calls on both sides of epochs at which a word of progress changes its sign. Return the last epoch."""
+    with shotcast.Communicator(device=device, max_bytes=1 << 16, timeout_s=60) as comm:
+        xs = inputs(700, torch.float32, comm.world_size, 5, comm.device)
+        executor = comm._executor
+        for epoch in ((1 << 32) - 3, 1 << 42, (1 << 43) - 3, 3 << 42, (1 << 44) - 3):  # none jumps half of the numbers
+            executor.drain()
+            comm._host.barrier()
+            executor.set_epoch(epoch)
+            executor.drain()
+            comm._host.barrier()
+            for _ in range(5):
+                check(comm.all_reduce(xs[comm.rank], sms=2), reference.ordered_sum(xs), epoch)
+        settle(comm)
+        return executor.epoch
+
+
+def arguments() -> None:
+    """Give calls of compiled CPU ranks numbers of SMs that are none, and one that they ignore."""
+    with shotcast.Communicator(device="cpu") as comm:
+        x = torch.arange(4.0)
+        for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.explain):
+            for sms in (0, -1, MAX_SMS + 1, 2.0, "8", True):
+                with pytest.raises(ConfigError, match=rf"sms is a whole number in 1\.\.{MAX_SMS}, .*; not {sms!r}"):
+                    call(x, sms=sms)
+        assert torch.equal(comm.all_reduce(x, sms=8), 2 * x)
+        assert comm.explain(x, sms=8) == comm.explain(x)
+        x.requires_grad_()
+        for one, wanted in ((comm.all_reduce(x, sms=3), 2.0), (comm.all_gather(x, sms=3), 2.0)):
+            (slope,) = torch.autograd.grad(one.sum(), x)
+            assert slope.tolist() == [wanted] * 4
+
+
+def mismatched(device: str) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    """Give the last rank another number of SMs. Return the kind of the error, who differs and in what."""
+    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=30) as comm:
+        x = torch.ones(8192, device=comm.device)
+        comm.all_reduce(x, sms=2)
+        settle(comm)
+        error: Any = None
+        try:
+            comm.all_reduce(x, sms=1 if comm.rank == comm.world_size - 1 else 2)
+            settle(comm)
+        except shotcast.ShotcastError as caught:
+            error = caught
+        comm.reset()
+        check(comm.all_reduce(x, sms=2), x * comm.world_size, "after reset")
+        settle(comm)
+        return type(error).__name__, error.differing, error.fields
+
+
+def absent(device: str, victim: int, timeout_s: float, killed: bool) -> dict[str, Any]:
+    """Have rank ``victim`` make no call, or end. Return what the others saw."""
+    comm = shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=timeout_s)
+    x = torch.ones(4096, device=comm.device)
+    comm.all_reduce(x, sms=2)
+    settle(comm)
+    comm._host.barrier()
+    if comm.rank == victim:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(timeout_s + 1)
+        comm.close()
+        return {}
+    out = torch.zeros_like(x)
+    started, error = time.monotonic(), None
+    try:
+        comm.all_reduce(x, out=out, sms=2)
+        settle(comm)
+    except shotcast.ShotcastError as caught:
+        error = caught
+    took = time.monotonic() - started
+    again, _, _ = failing_call(comm, "two_shot")
+    comm.close()
+    return {"error": error, "took": took, "nan": bool(out.isnan().all()), "again": again}
+
+
+def stops_between_chunks(victim: int, step: int, timeout_s: float) -> Any:
+    """Have rank ``victim`` stop before it says that it has done ``step`` steps. Return the error of this rank."""
+    from shotcast.transport.triton import few_sms
+
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=timeout_s) as comm:
+        x = torch.ones(20_000)
+        comm.all_reduce(x, sms=1)
+        comm._host.barrier()
+        original = few_sms.raise_progress
+
+        def stall(call: Any, quads: Any, steps: Any, *rest: Any) -> None:
+            if steps == step:
+                time.sleep(timeout_s + 2)
+            original(call, quads, steps, *rest)
+
+        if comm.rank == victim:
+            few_sms.raise_progress = stall
+        error = None
+        try:
+            comm.all_reduce(x, sms=1)
+        except shotcast.ShotcastError as caught:
+            error = caught
+        few_sms.raise_progress = original
+        comm._host.barrier()
+        return error
+
+
+def graphs(count: int, sms: int) -> int:
+    """Replay a graph of calls of every kind on changed inputs, with eager calls between. Return the replays."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        x = torch.zeros(count * size, dtype=torch.bfloat16, device=comm.device)
+
+        def calls() -> list[torch.Tensor]:
+            gathered = comm.all_gather(comm.reduce_scatter(x, sms=sms), sms=sms)
+            return [comm.all_reduce(x, sms=sms), gathered, comm.all_to_all(x, sms=2 * sms)]
+
+        calls()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = calls()
+        for number in range(20):
+            xs = inputs(count * size, torch.bfloat16, size, number, comm.device)
+            x.copy_(xs[rank])
+            graph.replay()
+            total = reference.ordered_sum(xs)
+            check(results[0], total, number)
+            check(results[1], total, (number, "in two halves"))
+            exact(results[2], torch.cat([one.chunk(size)[rank] for one in xs]), number)
+            if number % 3 == 0:
+                check(comm.all_reduce(xs[rank], sms=sms), total, "between")
+        settle(comm)
+    return 20

@@ -1,0 +1,206 @@
+"""Calls that keep to a number of SMs: in Triton's interpreter on CPU ranks, and how they are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from few_sms_targets import (
+    OTHERS,
+    absent,
+    across_epochs,
+    arguments,
+    cases,
+    many_chunks,
+    mismatched,
+    stops_between_chunks,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from test_select import make_topology, table
+
+import shared_ranks
+import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.collectives.algorithm import CollectiveProblem, Topology
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle, launch_shape, obstacle, room
+from shotcast.collectives.choice.select import choose, predicted_us
+from shotcast.errors import ConfigError
+from shotcast.transport.triton import layout
+from shotcast.wire import MAX_SMS, REDUCIBLE, Op
+
+FLOATS = [torch.float32, torch.bfloat16]
+OPS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+
+
+def interpreted(fn: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
+    return interpret(fn, world_size, *args, env=GPU_COLLECTIVES, **options)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world_size", "counts"),
+    [(2, [0, 1, 333, 5000]), (3, [7, 1030]), pytest.param(6, [1, 600], marks=pytest.mark.full)],
+)
+def test_calls_have_the_bits_of_the_contract(world_size: int, counts: list[int]) -> None:
+    """Odd sizes and addresses, in place and not, with other calls between and random stragglers."""
+    dtypes = [*FLOATS, *OTHERS[: 2 if world_size == 2 else 1]]
+    done = interpreted(cases, world_size, "cpu", counts, [1, 2, 40], 1 << 16, dtypes)
+    assert done == [len(counts) * (5 * 2 + 3 * (len(dtypes) - 2))] * world_size
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_all_calls_have_the_bits_of_the_contract(world_size: int) -> None:
+    dtypes = [*FLOATS, torch.float16, *OTHERS]
+    interpreted(cases, world_size, "cpu", [0, 1, 5, 64, 333, 4099], [1, 2, 16], 1 << 18, dtypes, timeout_s=900)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_places_of_the_window_are_used_again(world_size: int) -> None:
+    """A program sends over ten chunks a call, of 16 to 64 bytes, where it has three places."""
+    assert interpreted(many_chunks, world_size, "cpu", 400, (2, 64, 1, 32), 4) == [4] * world_size
+
+
+@pytest.mark.long
+def test_progress_goes_on_where_its_numbers_change_sign() -> None:
+    assert min(interpreted(across_epochs, 2, "cpu")) > 1 << 44
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timing
+def test_ranks_that_give_other_numbers_of_sms_differ() -> None:
+    assert interpreted(mismatched, 2, "cpu") == [("CollectiveMismatch", (1,), ("launch",))] * 2
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("killed", [False, True])
+def test_absent_rank_is_named(killed: bool) -> None:
+    timeout_s = 600.0 if killed else 2.0
+    results = interpreted(absent, 3, "cpu", 2, timeout_s, killed, fresh=True, timeout_s=60, return_exceptions=True)
+    for outcome in results[:2]:
+        assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome
+        assert (outcome["error"].missing, outcome["error"].op) == ((2,), "all_reduce")
+        assert outcome["error"].reason == ("dead" if killed else "late")
+        assert outcome["nan"]
+        assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
+        assert outcome["took"] < (20 if killed else 5)
+
+
+@pytest.mark.timing
+def test_rank_that_stops_between_chunks_is_named() -> None:
+    """The others, which wait for it, have done as many steps as each other."""
+    for rank, error in enumerate(interpreted(stops_between_chunks, 3, 1, 2, 2.0)):
+        if rank != 1:
+            assert isinstance(error, shotcast.CollectiveTimeout), error
+            assert error.missing == (1,)
+
+
+def test_numbers_that_are_no_sms_are_refused_and_cpu_ranks_ignore_others() -> None:
+    shared_ranks.run(arguments, 2, timeout_s=60)
+
+
+# -- choice -----------------------------------------------------------------------------------------------------------
+
+
+def problem(op: Op = Op.ALL_REDUCE, nbytes: int = 1 << 26, sms: int = 16, **fields: Any) -> CollectiveProblem:
+    topology = fields.pop("topology", None) or make_topology("triton", 4, 64 << 20)
+    return CollectiveProblem(op, nbytes, fields.pop("dtype", "bfloat16"), topology, sms=sms, **fields)
+
+
+def legal(case: CollectiveProblem) -> list[str]:
+    return [candidate.algorithm for candidate in candidates(case)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_few_sms_serve_where_a_number_is_given(op: Op) -> None:
+    assert legal(problem(op)) == ["few_sms", "vendor"]
+    assert "few_sms" not in legal(problem(op, sms=0))
+    assert "sms" in obstacle(problem(op, sms=0), "few_sms")
+    assert "does not keep to a number of SMs" in obstacle(problem(op), "one_shot")
+    choice = choose(problem(op), "auto", "auto", ())
+    assert (choice.candidate.algorithm, choice.source) == ("few_sms", "cost model")
+    assert choice.candidate.launch.programs == 16
+
+
+def test_the_library_serves_what_few_sms_cannot() -> None:
+    choice = choose(problem(dtype="float64"), "auto", "auto", ())
+    assert choice.candidate.algorithm == "vendor"
+    assert "own kernels add up" in choice.reason
+    assert legal(problem(Op.ALL_TO_ALL, dtype="float64")) == ["few_sms", "vendor"]
+    assert legal(problem(Op.BROADCAST)) == ["vendor"]
+    with pytest.raises(ConfigError, match=r"two_shot cannot serve .*: it does not keep to a number of SMs"):
+        choose(problem(), "two_shot", "auto", ())
+
+
+def test_a_table_has_rows_for_numbers_of_sms() -> None:
+    """A call takes the rows of the next larger number; rows without one are not for it."""
+    rows = table(
+        [None, "few_sms", {"programs": 8, "block_words": 2048, "num_warps": 16, "chunk_bytes": 8192}], op="all_reduce@8"
+    )
+    others = table([None, "vendor", None], op="all_reduce@32")
+    plain = table([None, "two_shot", None])
+    tables = (("user table", plain), ("user table", rows), ("user table", others))
+    case = problem(dtype="float32")
+    for sms, programs in ((4, 4), (8, 8)):
+        choice = choose(dataclasses.replace(case, sms=sms), "auto", "auto", tables)
+        assert (choice.candidate.algorithm, choice.candidate.launch.programs) == ("few_sms", programs)
+        assert choice.entry == (1, ("eager", "all_reduce@8", "float32"))
+    assert choose(dataclasses.replace(case, sms=20), "auto", "auto", tables).candidate.algorithm == "vendor"
+    assert choose(dataclasses.replace(case, sms=33), "auto", "auto", tables).source == "cost model"
+    assert choose(dataclasses.replace(case, sms=0), "auto", "auto", tables).candidate.algorithm == "two_shot"
+    for wrong in ("all_reduce@0", "all_reduce@x", f"all_reduce@{MAX_SMS + 1}", "all_reduce@"):
+        with pytest.raises(ConfigError, match="no operation"):
+            table([None, "vendor", None], op=wrong)
+
+
+def test_fewer_sms_take_longer_by_the_model() -> None:
+    topology = make_topology("triton", 2, 64 << 20)
+    times = [predicted_us(topology, Op.ALL_REDUCE, "bfloat16", 448 << 20, "few_sms", sms) for sms in (4, 8, 16, 64)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == pytest.approx(2 * times[1], rel=0.01), "the SMs are the limit"
+    assert times[-1] == predicted_us(topology, Op.ALL_REDUCE, "bfloat16", 448 << 20, "few_sms"), "the link is"
+
+
+topologies = st.builds(
+    make_topology,
+    kernels=st.sampled_from(["triton", "interpreter"]),
+    world_size=st.integers(2, 8),
+    max_bytes=st.integers(1, 512 << 20),
+)
+
+
+@given(
+    topology=topologies,
+    op=st.sampled_from(OPS),
+    nbytes=st.integers(0, 1 << 33),
+    sms=st.integers(1, MAX_SMS),
+    dtype=st.sampled_from([*REDUCIBLE, "int64"]),
+    uneven=st.booleans(),
+)
+def test_launches_fit_into_the_window(
+    topology: Topology, op: Op, nbytes: int, sms: int, dtype: str, uneven: bool
+) -> None:
+    world_size = topology.world_size
+    sizes = (nbytes // 8, *(0,) * (world_size - 1)) if uneven and op is Op.ALL_GATHER else ()
+    case = CollectiveProblem(op, nbytes, dtype, topology, sizes=sizes, sms=sms)
+    shape = launch_shape(case, "few_sms")
+    assert 1 <= shape.programs <= sms
+    assert not launch_obstacle(topology.kernels, topology.algorithms["few_sms"], shape)
+    where = layout.Layout.for_messages(room(case, "few_sms"))
+    assert shape.chunk_bytes >= 16
+    assert shape.chunk_bytes % 16 == 0
+    used = shape.programs * layout.PLACES_IN_WINDOW * world_size * shape.chunk_bytes
+    assert used <= where.window_quads * layout.QUAD
+    if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.kernels == "triton" and not sizes:
+        assert shape.programs == sms, "a large message has work for all"
+        assert used >= where.window_quads * layout.QUAD / 4 or shape.chunk_bytes == 128 << 10
