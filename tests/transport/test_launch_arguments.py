@@ -63,7 +63,7 @@ def test_programs_have_a_row_of_flags_each() -> None:
     where = Layout.for_messages(MAX_BYTES)
     assert launch._programs == 1 + layout.FLAG_ROWS
     assert launch._arguments["flags_at"] == where.flags_at
-    assert where.cells_at - where.flags_at == layout.FLAG_ROWS * layout.FLAG_ROW_QUADS
+    assert where.progress_at - where.flags_at == layout.FLAG_ROWS * layout.FLAG_ROW_QUADS
     assert layout.FLAG_ROW_QUADS * layout.QUAD >= 8 * 8
 
 

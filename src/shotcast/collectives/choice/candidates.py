@@ -20,7 +20,8 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         return ""
     form = algorithm.forms.get(op)
     if form is None:
-        own = [one.name for one in topology.algorithms.serving(op) if not one.library]
+        serving = [one for one in topology.algorithms.serving(op) if not one.library]
+        own = [one.name for one in serving if one.forms[op].keeps_to_sms == bool(problem.sms)]
         return f"there is no {name} {op.label}; there is {', '.join(own)}"
     if not topology.kernels:
         return topology.obstacle

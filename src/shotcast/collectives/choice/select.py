@@ -98,9 +98,11 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     algorithms = problem.topology.algorithms
     one_node = problem.topology.shape.nodes == 1
     serving = [one for one in algorithms.serving(problem.op) if not one.library]
-    own = [one.name for one in serving if not (one_node and one.forms[problem.op].between_nodes)]
+    forms = {one.name: one.forms[problem.op] for one in serving}
+    own = [name for name, form in forms.items() if not (one_node and form.between_nodes)]
+    own = [name for name in own if forms[name].keeps_to_sms == bool(problem.sms)]
     why = dict.fromkeys(obstacle(problem, name) or _OTHER_ORDER.format(name=name) for name in own)
-    reason = "; ".join(why) or "no own algorithm"
+    reason = "; ".join(why) or ("no own algorithm keeps to a number of SMs" if problem.sms else "no own algorithm")
     if problem.op in FUSED:
         reason += "; so the sum is a call of its own, and the norm follows it"
     library = next(name for name in legal if algorithms[name].library)
