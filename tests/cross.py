@@ -22,6 +22,7 @@ from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
+from shotcast.transport.triton.few_sms import few_sms
 from shotcast.transport.triton.fused_nvrar import nvrar_rms_norm
 from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_rms_norm
@@ -173,6 +174,27 @@ def compiled_nodes(
     signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
     options = {"extern_libs": nvshmem_library.extern_libs()} if puts else None
     return build(kernel, signature, constants, warps, capability, options=options)
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_few_sms(
+    kind: int, dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int = 90
+) -> Any:
+    """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's."""
+    values = {
+        "KIND": kind,
+        "DTYPE": DTYPES[dtype],
+        "UNIT": unit,
+        "WORLD": world_size,
+        "BLOCK": block,
+        "WARPS": warps,
+        "PDL": capability >= 90,
+    }
+    # as Triton has it where a kernel is launched: sizes are declared as 64 bits wide
+    declared = {name: "i64" for name, kind in few_sms.fn.__annotations__.items() if kind == "tl.int64"}
+    kinds = dict.fromkeys(ADDRESSES, "i64") | declared | dict.fromkeys(values, "constexpr")
+    signature = {key: kinds.get(key, "i32") for key in few_sms.arg_names}
+    return build(few_sms, signature, values, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,107 @@
+"""The kernel of few SMs, compiled for GPUs that are not here: what its PTX and machine code must contain."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+import cross
+from shotcast.collectives.algorithms.few_sms import launch
+from shotcast.transport.triton.few_sms import _KINDS, few_sms
+from shotcast.wire import Op
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = (
+    _KINDS[op].value for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+)
+FORMS = [
+    (ALL_REDUCE, "bfloat16", 16, 2),
+    (ALL_REDUCE, "float32", 16, 8),
+    (ALL_REDUCE, "float16", 2, 4),
+    (REDUCE_SCATTER, "bfloat16", 16, 8),
+    (REDUCE_SCATTER, "float32", 4, 2),
+    (ALL_GATHER, "int32", 16, 2),
+    (ALL_GATHER, "int32", 1, 8),
+    (ALL_TO_ALL, "bfloat16", 16, 8),
+    (ALL_TO_ALL, "int32", 16, 2),
+]
+"""Operation, dtype, unit and ranks."""
+WINDOW_PARTS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1}
+
+
+def kernel(kind: int, dtype: str, unit: int, world_size: int, capability: int = 90) -> tuple[Any, int, int]:
+    """Return the compiled kernel, as a large message launches it, with the words of its tiles and its warps."""
+    topology: Any = SimpleNamespace(world_size=world_size, kernels="triton", max_bytes=64 << 20)
+    problem: Any = SimpleNamespace(topology=topology, nbytes=256 << 20, sizes=(), sms=16)
+    shape = launch(problem)
+    block = shape.block_words if unit == 16 else min(shape.block_words, 64 * shape.num_warps)
+    made = cross.compiled_few_sms(kind, dtype, unit, world_size, block, shape.num_warps, capability)
+    return made, block, shape.num_warps
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in FORMS[::6] else [pytest.mark.full]) for form in FORMS], ids=str
+)
+def test_code(form: tuple[int, str, int, int], tmp_path: Path) -> None:
+    kind, _, unit, world_size = form
+    made, block, warps = kernel(*form)
+    ptx, counts = made.asm["ptx"], cross.instructions(made.asm["ptx"])
+    # nothing but the addresses of peers is read before the kernel before has ended, and the next one is not let in
+    assert counts["griddepcontrol.wait"] == 1
+    assert counts["griddepcontrol.launch_dependents"] == 0
+    assert set(cross.read_before_waiting(made)) == {("ld.global.b64", "peers")}
+    # one release for each step, after all warps have stored, and an acquire, before any warp loads; no fence
+    release, acquire = "st.release.sys.global.b64", "ld.acquire.sys.global.b64"
+    assert counts[release] == 2
+    assert counts[acquire] == 4
+    assert not [key for key in counts if key.startswith(("fence", "membar"))]
+    last, stored = ptx.rindex(release), ptx.rindex(f"st.global.{width(unit)}", 0, ptx.rindex(release))
+    assert "bar.sync" in ptx[stored:last]
+    seen = ptx.rindex(acquire)
+    loaded = ptx.index("ld.global.cg", seen)
+    assert "bar.sync" in ptx[seen:loaded]
+    # the window is read past the first cache, by 16 bytes
+    accesses = max(1, block // (128 * warps))
+    wide = {key: n for key, n in counts.items() if key.startswith("ld.global.cg")}
+    if unit == 16:
+        assert wide == {"ld.global.cg.v4.b32": WINDOW_PARTS[kind] * world_size * accesses}
+    machine = cross.machine_instructions(cross.sass(made, tmp_path))
+    assert machine["MEMBAR.ALL.SYS"] == 2
+    assert not [key for key in machine if key.startswith("FFMA")]
+    used = cross.resources(made, tmp_path)
+    assert used["LOCAL"] == 0
+    assert used["REG"] * 32 * warps <= 65536
+    assert used["STACK"] <= 24
+
+
+def width(unit: int) -> str:
+    return {16: "v4.b32", 4: "b32", 2: "b16", 1: "b8"}[unit]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 100, 120])
+def test_other_gpus(capability: int, tmp_path: Path) -> None:
+    for kind in (ALL_REDUCE, ALL_TO_ALL):
+        made, _, warps = kernel(kind, "bfloat16", 16, 4, capability)
+        used = cross.resources(made, tmp_path)
+        assert (used["LOCAL"], used["REG"] * 32 * warps <= 65536) == (0, True)
+
+
+def test_sizes_have_one_type_on_all_ranks() -> None:
+    """A message beyond 2 GiB does not need a kernel of its own, which would be compiled within the deadline."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binder = create_function_from_signature(few_sms.signature, few_sms.params, backend)
+    sizes = [f"start{i}" for i in range(9)] + ["part_nbytes"]
+    for value in (16, 1 << 40):
+        values = dict.fromkeys(few_sms.arg_names, 1 << 40) | dict.fromkeys(sizes, value)
+        _, specialization, _ = binder(**values)[:3]
+        kinds = dict(zip(few_sms.arg_names, (kind for kind, _ in specialization), strict=False))
+        assert {kinds[name] for name in sizes} == {"i64"}, triton.__version__
+    assert re.fullmatch(r"[\d.]+.*", triton.__version__)
