@@ -90,7 +90,7 @@ class Resolver:
         root: int,
         sizes: tuple[int, ...],
         norm: Norm | None,
-        sms: int | None,
+        sms: int | None = None,
     ) -> CollectiveProblem:
         budget = sm_budget(sms)
         if reduction not in REDUCTIONS:
