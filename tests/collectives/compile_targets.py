@@ -383,15 +383,15 @@ def graph_arguments() -> None:
             return graph
 
         def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return comm.all_gather(x), comm.all_gather(x, sizes=[2] * n), comm.reduce_scatter(comm.all_gather(x))
+            return comm.all_gather(x, sizes=[2] * n, sms=5), comm.reduce_scatter(comm.all_gather(x, sms=7))
 
         torch.compile(call, fullgraph=True, backend=keep)(torch.ones(2, 2))
         arguments = {node.target: node.args[1:] for node in graphs[0].graph.nodes if "shotcast" in str(node.target)}
         ops = torch.ops.shotcast
         assert arguments == {
-            ops.all_gather: (comm.name, n, "auto"),
-            ops.all_gather_uneven: (comm.name, [2] * n, rank, "auto"),
-            ops.reduce_scatter: (comm.name, n, "auto", "sum"),
+            ops.all_gather: (comm.name, n, "auto", 7),
+            ops.all_gather_uneven: (comm.name, [2] * n, rank, "auto", 5),
+            ops.reduce_scatter: (comm.name, n, "auto", "sum", True, None),
         }
         with pytest.raises(shotcast.ConfigError, match="compiled on rank 7"):
             ops.all_gather_uneven(torch.ones(2), comm.name, [2] * n, 7, "auto")
