@@ -81,12 +81,9 @@ class _State:
         sm = self.sm
         warp_registers = _round_up(kernel.registers * WARP_THREADS, sm.register_unit)
         shared_bytes = _round_up(kernel.shared_bytes + sm.reserved_shared_bytes, sm.shared_unit)
-        # a launch is refused as if each sub-partition had equally many of the block's warps
-        launched = warp_registers * _round_up(kernel.warps, sm.sub_partitions)
         if (
             kernel.threads > sm.max_block_threads
             or kernel.registers > sm.max_thread_registers
-            or launched > sm.registers
             or self.blocks < 1
             or self.barriers < kernel.barriers
             or self.shared_bytes < shared_bytes
