@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap overlap_x2 overlap_hosts"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap overlap_x2 overlap_hosts products_x1 tests_products"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -179,6 +179,10 @@ for part in "$@"; do
         bench 300 overlap_hosts_lanes overlap --hosts 2 --delay-us 5000 --size 4K --repeat 8 --lanes 3
         bench 300 overlap_one_host overlap --device cpu --world-size 2 --size 4K,64K,1M
         ;;
+    products_x1) # large products that leave room, beside the library's, on one GPU
+        script 300 shaped_products benchmarks/shaped_products.py --set tune --json "$out/shaped_products.json"
+        ;;
+    tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py ;;
     *)
         echo "no part $part; parts: $parts" >&2
         exit 2

@@ -24,14 +24,24 @@ GPU = torch.device("cuda", 0)
 H200 = multiprocessor((9, 0))
 
 
+PREFERRED = ["cublas"]
+"""The library that PyTorch prefers; builds without CUDA have only one."""
+
+
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefer(library: str | None = None) -> str:
+        PREFERRED[:] = [library or PREFERRED[0]]
+        return PREFERRED[0]
+
     monkeypatch.setattr(module, "sms_of", lambda device: 132)
     monkeypatch.setattr(module, "multiprocessor_of", lambda device: H200)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
 
 
-def carveout() -> int | None:
-    return torch._C._get_sm_carveout_experimental()
+def asked() -> tuple[int | None, str]:
+    """Return the carve-out, and the library that products go to."""
+    return torch._C._get_sm_carveout_experimental(), PREFERRED[0]
 
 
 def test_ours_and_the_librarys_agree() -> None:
@@ -41,23 +51,35 @@ def test_ours_and_the_librarys_agree() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_a_carve_out_ends_with_its_scope() -> None:
-    assert carveout() is None
+    assert asked() == (None, "cublas")
     with LibraryProduct(24).scope(GPU):
-        assert carveout() == 24
+        assert asked() == (24, "cublaslt")
         with LibraryProduct(8).scope(GPU):
-            assert carveout() == 8
-        assert carveout() == 24
+            assert asked() == (8, "cublaslt")
+        assert asked() == (24, "cublaslt")
         with LibraryProduct().scope(GPU):
-            assert carveout() == 24
-    assert carveout() is None
+            assert asked() == (24, "cublaslt")
+    assert asked() == (None, "cublas")
 
 
 @pytest.mark.usefixtures("h200")
 def test_a_carve_out_ends_with_an_exception() -> None:
     with contextlib.suppress(KeyError), LibraryProduct(24).scope(GPU), LibraryProduct(8).scope(GPU):
-        assert carveout() == 8
+        assert asked() == (8, "cublaslt")
         raise KeyError
-    assert carveout() is None
+    assert asked() == (None, "cublas")
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_scope_that_cannot_begin_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sms: int | None) -> None:
+        if sms is not None:
+            raise RuntimeError("no carve-outs")
+
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", refuse)
+    with pytest.raises(RuntimeError, match="no carve-outs"), LibraryProduct(24).scope(GPU):
+        pass
+    assert asked() == (None, "cublas")
 
 
 class GreenContexts:

@@ -136,13 +136,14 @@ def test_values_and_room(product: ShapedProduct | LibraryProduct) -> None:
 
 @pytest.mark.parametrize("mode", ["carve_out", "green_context"])
 def test_scopes_end_with_an_exception(mode: str) -> None:
-    stream = torch.cuda.Stream()
+    stream, library = torch.cuda.Stream(), torch.backends.cuda.preferred_blas_library()
     with torch.cuda.stream(stream):
         with contextlib.suppress(KeyError), LibraryProduct(24, mode).scope(torch.device("cuda", 0)):
             assert (torch._C._get_sm_carveout_experimental() == 24) == (mode == "carve_out")
             assert (torch.cuda.current_stream() != stream) == (mode == "green_context")
             raise KeyError
         assert torch._C._get_sm_carveout_experimental() is None
+        assert torch.backends.cuda.preferred_blas_library() == library
         assert torch.cuda.current_stream() == stream
 
 
@@ -168,6 +169,13 @@ def test_a_green_context_in_a_graph_is_refused() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(UnsupportedError, match="captured"), torch.cuda.graph(graph):
         LibraryProduct(24, "green_context")(a, b)
+
+
+@pytest.mark.parametrize("left", [8, 24, 64])
+def test_the_library_heeds_a_carve_out(left: int) -> None:
+    a, b = operands(8192, 8192, 8192)
+    assert LibraryProduct().room(a, b).free_sms == 0
+    assert LibraryProduct(left).room(a, b).free_sms >= left
 
 
 def test_a_carved_product_in_a_graph_leaves_sms() -> None:

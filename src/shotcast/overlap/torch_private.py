@@ -15,15 +15,17 @@ from shotcast.errors import UnsupportedError
 def sm_carveout(sms: int) -> Iterator[None]:
     """Let products of the vendor's library leave ``sms`` SMs alone, until the scope ends.
 
-    It counts for the whole process, and for kernels launched or captured meanwhile. Scopes may be nested: the inner one
-    counts.
+    PyTorch passes the carve-out on to cuBLASLt and not to cuBLAS, so products go there meanwhile. Both count for the
+    whole process, and for kernels launched or captured meanwhile. Scopes may be nested: the inner one counts.
     """
-    before = torch._C._get_sm_carveout_experimental()
-    torch._C._set_sm_carveout_experimental(sms)
+    carveout, library = torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()
     try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch._C._set_sm_carveout_experimental(sms)
         yield
     finally:
-        torch._C._set_sm_carveout_experimental(before)
+        torch._C._set_sm_carveout_experimental(carveout)
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 def green_contexts_are_supported() -> bool:
