@@ -23,6 +23,15 @@ def _until(path: str) -> None:
         time.sleep(0.01)
 
 
+def _dtype(algorithm: str) -> torch.dtype:
+    """Return a dtype that the algorithm adds up."""
+    return torch.bfloat16 if algorithm.endswith("_16bit") else torch.float32
+
+
+def _message(comm: Communicator, algorithm: str, count: int) -> torch.Tensor:
+    return torch.full([count], float(comm.rank + 1), dtype=_dtype(algorithm))
+
+
 def _failing(comm: Communicator, x: torch.Tensor, algorithm: str) -> dict[str, Any]:
     """Make calls until one fails; return its error and when it began and ended, on the clock of this machine."""
     while True:
@@ -52,7 +61,7 @@ def _threads_left(within_s: float = 1.0) -> list[str]:
 
 def calls_until_a_fault(folder: str, algorithm: str, count: int, timeout_s: float) -> dict[str, Any]:
     comm = Communicator(device="cpu", timeout_s=timeout_s)
-    x = torch.full([count], float(comm.rank + 1))
+    x = _message(comm, algorithm, count)
     assert comm.all_reduce(x, algorithm=algorithm)[0] == sum(range(comm.world_size + 1))
     arrive(folder)
     found = _failing(comm, x, algorithm)
@@ -69,7 +78,7 @@ def calls_until_a_fault(folder: str, algorithm: str, count: int, timeout_s: floa
 def goes_on_after_a_reset(folder: str, restored: str, algorithm: str, count: int, timeout_s: float) -> dict[str, Any]:
     """Make calls until one fails; reset the communicator when ``restored`` is there, and make another call."""
     comm = Communicator(device="cpu", timeout_s=timeout_s)
-    x = torch.full([count], float(comm.rank + 1))
+    x = _message(comm, algorithm, count)
     comm.all_reduce(x, algorithm=algorithm)
     arrive(folder)
     found = _failing(comm, x, algorithm)
@@ -84,14 +93,15 @@ def goes_on_after_a_reset(folder: str, restored: str, algorithm: str, count: int
 def survives_a_pause(folder: str, stop: str, algorithm: str, count: int, timeout_s: float) -> float:
     """Make calls until all ranks know of a file; return the longest time of a call."""
     comm = Communicator(device="cpu", timeout_s=timeout_s)
-    x = torch.full([count], float(comm.rank + 1))
+    x = _message(comm, algorithm, count)
     comm.all_reduce(x, algorithm=algorithm)
     arrive(folder)
     longest, stopped = 0.0, torch.zeros(1)
     while stopped.item() == 0:
         start = time.monotonic()
         assert comm.all_reduce(x, algorithm=algorithm)[-1] == sum(range(comm.world_size + 1))
-        stopped = comm.all_reduce(torch.full([1], float(os.path.exists(stop))), algorithm=algorithm)
+        stopped = torch.full([1], float(os.path.exists(stop)), dtype=x.dtype)
+        stopped = comm.all_reduce(stopped, algorithm=algorithm)
         longest = max(longest, time.monotonic() - start)
     comm.close()
     return longest
@@ -100,7 +110,7 @@ def survives_a_pause(folder: str, stop: str, algorithm: str, count: int, timeout
 def calls_something_else(fault: str, culprits: list[int], algorithm: str, timeout_s: float) -> dict[str, Any]:
     """Make a call that the culprits do not make, or make otherwise."""
     comm = Communicator(device="cpu", timeout_s=timeout_s)
-    x = torch.ones(1000)
+    x = torch.ones(1000, dtype=_dtype(algorithm))
     comm.all_reduce(x, algorithm=algorithm)
     comm.barrier()
     guilty = comm.rank in culprits
@@ -110,7 +120,7 @@ def calls_something_else(fault: str, culprits: list[int], algorithm: str, timeou
     began = time.monotonic()
     try:
         if guilty and fault == "other size":
-            comm.all_reduce(torch.ones(2000), algorithm=algorithm)
+            comm.all_reduce(torch.ones(2000, dtype=x.dtype), algorithm=algorithm)
         elif guilty and fault == "other operation":
             comm.broadcast(x, 0)
         else:

@@ -19,7 +19,7 @@ GRACE_S = 1.0
 """The time beyond the deadline in which the error must come."""
 DELAY_US = 500.0
 LARGE = 1 << 20
-ALGORITHMS = ("nvrar", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot")
+ALGORITHMS = ("nvrar", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot", "nvrar_16bit")
 
 full = pytest.mark.full
 SHAPES = [
@@ -29,6 +29,7 @@ SHAPES = [
     pytest.param(3, 2, "nvrar_pairs", LARGE, marks=full),
     pytest.param(3, 1, "nvrar_two_shot", 1000, marks=full),
     pytest.param(4, 1, "nvrar", LARGE, marks=full),
+    pytest.param(3, 1, "nvrar_16bit", LARGE, marks=full),
     pytest.param(2, 2, "vendor", 1000, marks=full),
 ]
 """Hosts, ranks of each, algorithm, and elements of the message."""
@@ -155,7 +156,7 @@ def test_a_network_that_comes_back_in_time(tmp_path: Path, algorithm: str, inter
             for fault in ("other size", "other operation", "absent")
             for hosts, ranks_per_host, algorithm in [
                 (3, 1, "nvrar"), (2, 2, "nvrar_pairs"), (3, 2, "nvrar_halving"), (4, 1, "nvrar_two_shot"),
-                (3, 1, "vendor"),
+                (3, 1, "vendor"), (3, 1, "nvrar_16bit"),
             ]
         ),
     ],
