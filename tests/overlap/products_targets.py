@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shotcast.errors import UnsupportedError
+from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.overlap.products import LibraryProduct, ShapedProduct
 
@@ -32,6 +32,12 @@ def products() -> list[str]:
                 pass
     if not torch.equal(results[1], results[2]):
         wrong.append("other bits on other numbers of SMs")
+    try:
+        ShapedProduct(GemmConfig(256, 256, 64, 4))(a, weight.T)
+        wrong.append("a block of 320 KiB")
+    except ConfigError as error:
+        if "take 327680 bytes of shared memory; a block may have 261120" not in str(error):
+            wrong.append(str(error))
     try:
         ShapedProduct().room(a, weight.T)
         wrong.append("an interpreted kernel has room")

@@ -28,13 +28,6 @@ def sm_carveout(sms: int) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(library)
 
 
-def green_contexts_are_supported() -> bool:
-    """Return whether this PyTorch was built with green contexts."""
-    from torch.cuda import green_contexts
-
-    return bool(green_contexts.SUPPORTED)
-
-
 def new_green_context(sms: int, device: torch.device) -> Any:
     """Make a green context of at least ``sms`` SMs: the driver rounds up to whole groups.
 

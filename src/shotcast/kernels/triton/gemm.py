@@ -24,13 +24,15 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import INTERPRETED, add_dot, kernel
+from shotcast.device.triton.intrinsics import INTERPRETED, add_dot, kernel, shared_memory_per_sm
 from shotcast.device.triton.launch import KernelResources, Launch, descriptor
 from shotcast.device.triton.words import round_float
 from shotcast.errors import ConfigError, UnsupportedError
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ITEM_BYTES = 2
+_RESERVED_BYTES = 1024
+"""Shared memory of each block that the driver takes for itself, on GPUs that have a copy engine."""
 UNIT = 8
 """Elements of 16 bytes, which a thread or the copy engine takes at a time."""
 
@@ -314,12 +316,19 @@ class Gemm:
         config: the shape of blocks.
         sms: the number of SMs that a persistent product uses: it has as many programs, and a GPU that is idle starts
             them on an SM each.
+
+    Raises:
+        ConfigError: a block would take more shared memory than it may have.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int):
         self.form, self.config = form, config
         self.tiles = _tiles(form, config)
         self.programs = min(self.tiles, sms) if config.persistent else self.tiles
+        if form.uses_tma and (needed := shared_bytes(config)) > (
+            most := shared_memory_per_sm(form.device) - _RESERVED_BYTES
+        ):
+            raise ConfigError(f"blocks of {config} take {needed} bytes of shared memory; a block may have {most}")
         self._run = self._launch(max(1, self.programs))
         self._lock = threading.Lock()
 
