@@ -75,13 +75,13 @@ def faults() -> list[Outcome]:
     with shotcast.Communicator(device="cpu", timeout_s=0.6) as comm:
         x = torch.ones(1000)
         last = comm.world_size - 1
-        comm.all_reduce(x)
+        comm.all_reduce(x, algorithm="nvrar")
         if comm.rank == last:
             time.sleep(1.5)
-        seen.append(outcome(lambda: comm.all_reduce(x)))
+        seen.append(outcome(lambda: comm.all_reduce(x, algorithm="nvrar")))
         comm.reset()
         other = x[:500] if comm.rank == last else x
-        seen.append(outcome(lambda: comm.all_reduce(other)))
+        seen.append(outcome(lambda: comm.all_reduce(other, algorithm="nvrar")))
         comm.reset()
         xs = inputs(300, torch.bfloat16, comm.world_size, 3, "cpu")
         expected = reference.tree_all_reduce(xs, comm.rank, comm.topology.layout)

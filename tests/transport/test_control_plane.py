@@ -1,4 +1,4 @@
-"""What ranks of different nodes tell each other beside the data of calls."""
+"""The control plane: messages between ranks of different nodes beside the data of calls."""
 
 from __future__ import annotations
 

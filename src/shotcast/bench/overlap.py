@@ -43,7 +43,7 @@ _SMALLEST = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class OverlapConfig:
-    """What to measure.
+    """The setting of a measurement.
 
     Attributes:
         op: the operation of the messages.
