@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 import shotcast
+from shotcast.engine import prefill_overlap
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
 from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.step_plan import PENDING_TOKEN
@@ -39,6 +41,7 @@ def outputs_of(
     lookahead: int,
     stages: int = 1,
     device: str = "cpu",
+    overlap: str = "off",
 ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
     """Return the step outputs of each request, and the number of steps of each kind.
 
@@ -47,7 +50,9 @@ def outputs_of(
     Args:
         static: numbers of tokens for which steps with prompts run on static memory; then all other steps do too. Empty:
             no step does.
+        overlap: as for the model runner; steps of 4 tokens or more are divided.
     """
+    prefill_overlap.LEAST_TOKENS = 4
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
         job = comm = stack.enter_context(shotcast.Communicator(device=device))
@@ -57,15 +62,22 @@ def outputs_of(
         timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
         model = CausalLM(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
         sizes = decode_capture_sizes(sequences) if static else ()
-        runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static)
+        runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static, overlap=overlap)
         assert runner.lookahead >= lookahead
         eos = checkpoint.config.eos
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
-        with counted(ModelRunner, "_eager_batch") as eager, counted(PrefillGraphs, "_compute_head") as heads:
+        halves = counted(PrefillOverlap, "run")
+        with (
+            halves as divided,
+            counted(ModelRunner, "_eager_batch") as eager,
+            counted(PrefillGraphs, "_compute_head") as heads,
+        ):
             runner.capture(stamped=False)
             heads.reset_mock()
+            measured = len(runner._overlap.decision.median_us)
             found, counts = run_requests(runner, Scheduler(config), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
+            counts |= {"divided": divided.call_count, "measured": measured}
         if device == "cuda" or stages > 1:  # everything is compiled by now
             again, _ = run_requests(runner, Scheduler(config), requests, sizes, static, job, device == "cuda")
             assert again == found, "another run gives something else"

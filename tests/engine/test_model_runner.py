@@ -29,6 +29,7 @@ from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.step_plan import PENDING_TOKEN, ScheduledSequence, StepPlan
 from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
 from shotcast.kernels.triton.step_inputs import FIELDS
+from shotcast.launcher.spawn import spawn
 from shotcast.layers.batch import Logits
 from shotcast.layers.step_timer import HostStepTimer
 
@@ -83,6 +84,71 @@ def outputs(found: dict[str, list[EngineCoreOutput]]) -> dict[str, tuple[list[in
         name: ([token for progress in all_of_it for token in progress.tokens], all_of_it[-1].finish_reason)
         for name, all_of_it in found.items()
     }
+
+
+def run_overlapped(folder: Path, overlap: str, env: dict[str, str] | None = None) -> tuple[Any, dict[str, int]]:
+    options = str(folder), requests(), 7, 64, (), 0, 1, "cpu", overlap
+    ranks = spawn(targets.outputs_of, 2, *options, timeout_s=150, env=env)
+    assert all(found == ranks[0][0] for found, _ in ranks)
+    return ranks[0]
+
+
+def test_halves_of_prompts_change_no_output(folder: Path) -> None:
+    """One half of a step communicates while the other computes."""
+    plain, none = run_overlapped(folder, "auto")
+    assert none["divided"] == none["measured"] == 0, "ranks of one node have no network"
+    halves, counts = run_overlapped(folder, "on")
+    assert counts["divided"] > 10
+    assert counts["later"] > 0
+    assert outputs(halves) == outputs(plain)
+    for name, progress in plain.items():
+        for one, other in zip(progress, halves[name], strict=True):
+            for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+                assert (mine and mine.logprob) == pytest.approx(theirs and theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.full
+def test_overlap_is_measured_where_there_is_a_network(folder: Path) -> None:
+    nodes = {"SHOTCAST_RANKS_PER_NODE": "1"}
+    plain, none = run_overlapped(folder, "off", nodes)
+    assert none["divided"] == none["measured"] == 0
+    found, counts = run_overlapped(folder, "auto", nodes)
+    assert counts["measured"] == 2
+    assert outputs(found) == outputs(plain)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepPlan:
+    """Sequences of one token first, then prompts."""
+    counts = [1] * draw(st.integers(0, 4)) + draw(st.lists(st.integers(2, 9), max_size=4))
+    if sum(counts) < 4:
+        counts.append(5)
+    sequences = []
+    for slot, count in enumerate(counts):
+        before = draw(st.integers(0, 6))
+        tokens = tuple(range(10 * slot, 10 * slot + count))
+        sequences.append(ScheduledSequence(slot, before, tokens, (), False, draw(st.booleans())))
+    return StepPlan(0, tuple(sequences))
+
+
+@given(steps())
+def test_halves_are_steps(plan: StepPlan) -> None:
+    tables = np.arange(10 * 8, dtype=np.int32).reshape(10, 8)
+    whole = build_input_batch(plan, tables, 4)
+    halves = whole.halves()
+    for name in ("tokens", "positions", "cache_slots"):
+        assert np.array_equal(np.concatenate([getattr(half, name) for half in halves]), getattr(whole, name))
+    first = halves[0]
+    sampled = np.concatenate([half.tokens[half.logits_indices] for half in halves])
+    assert np.array_equal(sampled, whole.tokens[whole.logits_indices])
+    assert abs(len(halves[1].tokens) - len(first.tokens)) <= 3
+    for half in halves:
+        assert len(half.tokens) > 0
+        assert np.array_equal(half.positions[half.query_starts], half.num_computed)
+        assert half.num_scheduled.sum() == len(half.tokens)
+        assert np.array_equal(half.query_starts, np.cumsum(half.num_scheduled) - half.num_scheduled)
+        ones = half.num_scheduled == 1
+        assert not ones[ones.sum() :].any(), "sequences of one token come first"
 
 
 class FixedModel:

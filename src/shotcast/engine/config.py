@@ -23,6 +23,9 @@ def algorithm_names() -> tuple[str, ...]:
     return ("auto", *(name for name, algorithm in known if not algorithm.lossy and not algorithm.multicast))
 
 
+OVERLAP = ("auto", "on", "off")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """A model, the ranks it is spread over, and limits.
@@ -48,6 +51,9 @@ class EngineConfig:
         memory_fraction: the part of this machine's free memory that weights and caches of its CPU ranks may use.
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
         sequence_parallel: divide the residual of a prefill between the ranks of a stage.
+        overlap: on CPU ranks, compute the halves of long prompts in turn, so that one communicates while the other
+            computes: ``auto`` where ranks are on several nodes and a measurement at the start finds that it pays;
+            ``on``; or ``off``. Products of other numbers of rows may be rounded otherwise.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
@@ -74,6 +80,7 @@ class EngineConfig:
     memory_fraction: float = 0.85
     prefix_caching: bool = True
     sequence_parallel: bool = False
+    overlap: str = "auto"
     algorithm: str = "auto"
     timeout_s: float = 60.0
     seed: int | None = None
@@ -117,6 +124,8 @@ class EngineConfig:
                 f"quantization {self.quantization} works on CUDA with bfloat16, not on {self.device}"
                 f"{f' with {self.dtype}' if self.dtype else ''}"
             )
+        if self.overlap not in OVERLAP:
+            raise ConfigError(f"overlap must be one of {', '.join(OVERLAP)}, not {self.overlap!r}")
         known = algorithm_names()
         if self.algorithm not in known:
             raise ConfigError(f"algorithm must be one of {', '.join(known)}, not {self.algorithm!r}")

@@ -57,6 +57,35 @@ class InputBatch(NamedTuple):
         """[sequences], tokens in the cache after this step."""
         return self.num_computed + self.num_scheduled
 
+    def halves(self) -> tuple[InputBatch, InputBatch]:
+        """Divide a step of 4 tokens or more into two halves, of which the first is computed first.
+
+        A sequence that is cut is in both: its second part has the first in the cache. No part of a prompt is one token,
+        unless the other half begins with it, so sequences of one token still come first.
+        """
+        at = len(self.tokens) // 2
+        ends = self.query_starts + self.num_scheduled
+        if ((self.query_starts == at - 1) & (ends > at)).any():
+            at -= 1
+        return self._tokens(0, at), self._tokens(at, len(self.tokens))
+
+    def _tokens(self, first: int, stop: int) -> InputBatch:
+        """Return the tokens from ``first`` up to ``stop``. A sequence that goes on behind them samples no token."""
+        starts, ends = self.query_starts, self.query_starts + self.num_scheduled
+        inside = (starts < stop) & (ends > first)
+        begins, stops = np.maximum(starts, first)[inside], np.minimum(ends, stop)[inside]
+        part = slice(first, stop)
+        return InputBatch(
+            self.tokens[part],
+            self.positions[part],
+            self.cache_slots[part],
+            self.rows[inside],
+            self.num_computed[inside] + begins - starts[inside],
+            stops - begins,
+            begins - first,
+            self.sample_mask[inside] & (stops == ends[inside]),
+        )
+
 
 def build_input_batch(plan: StepPlan, block_tables: Int32Array, block_size: int) -> InputBatch:
     """Build the arrays of a step. ``block_tables`` [rows, blocks] already hold the blocks that the plan hands out."""

@@ -82,7 +82,8 @@ def load(
 
     def new_runner(num_blocks: int) -> ModelRunner:
         limits = num_blocks, config.block_size, config.max_sequences, max_model_len
-        return ModelRunner(part, *limits, int(salt), decode_sizes, prefill_sizes, job.rank == config.output_rank)
+        reports = job.rank == config.output_rank
+        return ModelRunner(part, *limits, int(salt), decode_sizes, prefill_sizes, reports, config.overlap)
 
     started = time.perf_counter()
     blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)

@@ -16,6 +16,7 @@ from shotcast.engine.device_state import DeviceState
 from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
 from shotcast.engine.outputs import TokenLogprob
 from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.sampler import Sampler, SamplerOutput, token_logprobs
 from shotcast.engine.step_plan import INVALID_TOKEN, StepPlan
 from shotcast.engine.token_feedback import TokenFeedback
@@ -80,6 +81,8 @@ class ModelRunner:
             the last is ``max_sequences``. Empty: all steps allocate their memory.
         prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill_graphs.py``);
             needs ``decode_sizes``.
+        overlap: whether steps with prompts that allocate their memory are computed by halves, of which one communicates
+            while the other computes: ``auto`` (as measured), ``on`` or ``off``.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -95,6 +98,7 @@ class ModelRunner:
         decode_sizes: tuple[int, ...] = (),
         prefill_sizes: tuple[int, ...] = (),
         reports: bool = True,
+        overlap: str = "off",
     ) -> None:
         self._reports = reports
         static = bool(decode_sizes)
@@ -114,6 +118,7 @@ class ModelRunner:
             values = torch.empty(max_sequences, model.config.vocab, device=device)
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
+        self._overlap = PrefillOverlap(self._state, "off" if prefill_sizes else overlap, self._host_tables)
         self._decode_graphs = self._prefill_graphs = self._feedback = None
         if static and model.parallel.can_send_back(last_tokens):
             self._feedback = TokenFeedback(model.parallel, last_tokens)
@@ -143,11 +148,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
-        """Capture the graphs and compile the kernels of steps on static memory. Collective.
+        """Capture the graphs and compile the kernels of steps on static memory, and decide on overlap. Collective.
 
         Args:
             stamped: also capture the graphs of stamped steps.
         """
+        self._overlap.measure(lambda step: self._eager_batch(step, np.empty((0, 2), np.int32)))
         if self._decode_graphs is None:
             return
         started = time.perf_counter()
@@ -164,6 +170,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the graphs. Call this before the communicators are closed."""
+        self._overlap.close()
         if self._decode_graphs is not None:
             self._graphs.close()
 
@@ -188,7 +195,12 @@ class ModelRunner:
             logits = self._prefill_graphs.run(inputs, block_updates)
             return None if self._sampler is None else self._sample(plan, logits, True)
         with self._state.model.parallel.timer.step():
-            logits = self._state.model(self._eager_batch(inputs, block_updates), self._state.caches)
+            if self._overlap.serves(inputs):
+                first, second = inputs.halves()
+                halves = self._eager_batch(first, block_updates), self._eager_batch(second, block_updates[:0])
+                logits = self._overlap.run(halves)
+            else:
+                logits = self._state.model(self._eager_batch(inputs, block_updates), self._state.caches)
             return None if self._sampler is None else self._sample(plan, logits, False)
 
     def _select_logits(self, plan: StepPlan, logits: Logits | None) -> Logits | None:

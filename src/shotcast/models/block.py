@@ -100,9 +100,22 @@ class Block:
         Returns:
             The partial sums, and the residual to add them to.
         """
-        partial = self.output(self.attention(self.qkv(normed), cache, batch))
-        normed, residual = self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
-        return self.down(self.gate_up.gated(normed)), residual
+        normed, residual = self.mlp_input(self.attend(normed, cache, batch), residual)
+        return self.feed_forward(normed), residual
+
+    def attend(self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch) -> torch.Tensor:
+        """Compute partial sums of the attention's output."""
+        return self.output(self.attention(self.qkv(normed), cache, batch))
+
+    def mlp_input(
+        self, partial: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        """Sum the partial results of the attention; return the normed input of the MLP and the new residual."""
+        return self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
+
+    def feed_forward(self, normed: torch.Tensor | Float8Rows) -> torch.Tensor:
+        """Compute partial sums of the MLP's output."""
+        return self.down(self.gate_up.gated(normed))
 
     def normed_input(
         self, partial: torch.Tensor, residual: torch.Tensor

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial as partial_of
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -15,6 +19,8 @@ from shotcast.layers.weights import Weights
 from shotcast.models.block import Block
 from shotcast.models.config import ModelConfig
 from shotcast.models.registry import find_family
+from shotcast.overlap.controller import Controller
+from shotcast.overlap.schedule import split
 
 
 class CausalLM:
@@ -85,6 +91,65 @@ class CausalLM:
         if batch.logits_indices is None:
             return self.logits(last, batch.logits_out)
         return self.logits(last[batch.logits_indices]) if batch.logits_indices.numel() else None
+
+    def overlapped(self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller) -> Logits | None:
+        """Run one step in parts, each of which communicates under the computation of the others.
+
+        The model is one stage, and no step divides the residual. Return the logits of the ``logits_indices`` of all
+        parts, None if they are empty.
+
+        Args:
+            batches: the parts. One that has later tokens of a sequence follows that with the earlier ones.
+            caches: the caches.
+            controller: runs the schedule; its communicator is that of the ranks.
+        """
+        last = self.hidden_of_parts(batches, caches, controller)
+        wanted = [
+            rows if batch.logits_indices is None else rows[batch.logits_indices]
+            for rows, batch in zip(last, batches, strict=True)
+        ]
+        rows = torch.cat(wanted)
+        return self.logits(rows) if rows.shape[0] else None
+
+    def hidden_of_parts(
+        self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller
+    ) -> list[torch.Tensor]:
+        """Do the work of :meth:`overlapped` up to the head: return the last normed hidden states of each part."""
+        assert self.embeddings is not None
+        blocks, parts = self.blocks, range(len(batches))
+        partial: list[Any] = [None for _ in parts]
+        normed: list[Any] = [None for _ in parts]
+        residual: list[Any] = [None for _ in parts]
+        embeddings, norm = self.embeddings, self.final_norm
+        stages = 2 * len(blocks) + 1  # the embeddings, and each attention and MLP
+
+        def compute(stage: int, part: int) -> None:
+            batch = batches[part]
+            if stage == 0:
+                partial[part] = embeddings.embed(batch.tokens)
+                residual[part] = torch.zeros_like(partial[part])
+            elif stage % 2:
+                index = stage // 2
+                partial[part] = blocks[index].attend(normed[part], caches[index], batch)
+            else:
+                partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part])
+
+        def reduce(stage: int, part: int) -> None:
+            x, before = partial[part], residual[part]
+            if stage == stages - 1:
+                normed[part], residual[part] = self.parallel.reduce_norm(x, before, norm, self._eps)
+            elif stage % 2:
+                normed[part], residual[part] = blocks[stage // 2].mlp_input(x, before)
+            else:
+                normed[part], residual[part] = blocks[stage // 2].normed_input(x, before)
+
+        names = [(stage, part, f"{stage}.{part}") for stage in range(stages) for part in parts]
+        controller.run(
+            split(stages, len(batches)),
+            {f"compute {name}": partial_of(compute, stage, part) for stage, part, name in names},
+            {f"communicate {name}": lambda comm, at=(stage, part): reduce(*at) for stage, part, name in names},  # type: ignore[misc]
+        )
+        return normed
 
     def logits(self, last: torch.Tensor, out: Logits | None = None) -> Logits:
         """Compute the logits of rows of :meth:`hidden`'s result, on the last stage. On CUDA they are written to

@@ -1,0 +1,102 @@
+"""Steps with prompts in two halves, of which one communicates while the other computes.
+
+Layers of a step wait for sums over the ranks. Over a network these take longer than a core works on them, so the other
+half of the tokens is computed meanwhile. A half is a step of its own: its messages take the algorithms for their size.
+Whether that pays is measured when the engine starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from shotcast.engine.device_state import DeviceState
+from shotcast.engine.input_batch import InputBatch, Int32Array, cache_slots
+from shotcast.layers.batch import Batch, Logits
+from shotcast.overlap.controller import Controller
+from shotcast.overlap.lanes import lanes_of
+from shotcast.overlap.policy import SEQUENTIAL, Decision, Way, decide
+
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS = 64
+"""Steps of fewer tokens are not divided: products of few rows take nearly as long as those of twice as many."""
+_MEASURED_TOKENS = 512
+_HALVES = "halves"
+
+
+class PrefillOverlap:
+    """Computes steps on memory of their own by halves, where that was found to pay. Construction is not collective.
+
+    Args:
+        state: the state of this rank.
+        overlap: ``auto`` to measure, ``on`` for always, ``off`` for never.
+        tables: the block tables of the host, int32 [slots + 1, blocks].
+
+    Attributes:
+        decision: what was decided, and why.
+    """
+
+    def __init__(self, state: DeviceState, overlap: str, tables: Int32Array):
+        self._state, self._tables = state, tables
+        self._controller: Controller | None = None
+        parallel = state.model.parallel
+        obstacle = ""
+        if overlap == "off":
+            obstacle = "overlap is off"
+        elif parallel.size == 1 or parallel.stages > 1:
+            obstacle = "one stage of several ranks has sums to hide"
+        elif parallel.divides_residual(parallel.size * LEAST_TOKENS):
+            obstacle = "sequence_parallel divides the residual instead"
+        elif overlap == "auto" and state.device.type == "cpu" and not parallel.comm.topology.network:
+            obstacle = "CPU ranks of one node wait for no network"
+        self.decision = Decision(SEQUENTIAL, obstacle, {}, {}, {})
+        if not obstacle:
+            self._controller = Controller(lanes_of(parallel.comm))
+            self.decision = Decision(_HALVES, "overlap is on", {}, {}, {})
+        self._measures = not obstacle and overlap == "auto"
+
+    def measure(self, batch_of: Callable[[InputBatch], Batch]) -> None:
+        """Decide, with a step of one prompt. Collective; to be called while the cache holds nothing.
+
+        Args:
+            batch_of: makes the tensors of a step.
+        """
+        if not self._measures:
+            return
+        self._measures = False
+        state = self._state
+        tokens = min(_MEASURED_TOKENS, self._tables.shape[1] * state.block_size)
+        if tokens < LEAST_TOKENS:
+            self.decision = Decision(SEQUENTIAL, "sequences are too short to divide", {}, {}, {})
+            return
+        positions = np.arange(tokens, dtype=np.int32)
+        row = np.zeros(1, np.int32)
+        slots = cache_slots(self._tables, np.repeat(row, tokens), positions, state.block_size)
+        count = np.array([tokens], np.int32)
+        step = InputBatch(np.zeros(tokens, np.int32), positions, slots, row, row, count, row, np.array([True]))
+        whole, halves = batch_of(step), [batch_of(half) for half in step.halves()]
+        assert self._controller is not None
+        ways = [
+            Way(SEQUENTIAL, partial(state.model, whole, state.caches)),
+            Way(_HALVES, partial(state.model.overlapped, halves, state.caches, self._controller)),
+        ]
+        self.decision = decide(state.model.parallel.comm, ways)
+        logger.info("prompts: %s", self.decision)
+
+    def serves(self, step: InputBatch) -> bool:
+        """Return whether the step is computed by halves."""
+        return self.decision.way == _HALVES and len(step.tokens) >= LEAST_TOKENS
+
+    def run(self, halves: Sequence[Batch]) -> Logits | None:
+        """Compute the logits of a step from its halves."""
+        assert self._controller is not None
+        return self._state.model.overlapped(halves, self._state.caches, self._controller)
+
+    def close(self) -> None:
+        """End the thread of the communication."""
+        if self._controller is not None:
+            self._controller.lanes.close()
