@@ -112,6 +112,7 @@ def calls_something_else(fault: str, culprits: list[int], algorithm: str, timeou
     comm = Communicator(device="cpu", timeout_s=timeout_s)
     x = torch.ones(1000, dtype=_dtype(algorithm))
     comm.all_reduce(x, algorithm=algorithm)
+    comm.broadcast(x, 0)  # compiled
     comm.barrier()
     guilty = comm.rank in culprits
     if guilty and fault == "absent":

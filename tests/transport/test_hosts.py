@@ -268,8 +268,10 @@ def _fault_of(group: LocalGroup, nodes: int, local: int, who: int, what: str) ->
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "is absent":
             time.sleep(1.3)
+    if what == "is not heard":
+        executor._control.ask = lambda epoch, patience_s: {}  # type: ignore[method-assign]
     began = time.monotonic()
-    size = 999 if group.rank == who and what == "calls something else" else 1000
+    size = 999 if group.rank == who and what in ("calls something else", "is not heard") else 1000
     y = torch.ones(size)
     all_reduce(executor, "nvrar", y, y)
     took = time.monotonic() - began
@@ -338,6 +340,12 @@ def test_calls_that_differ_are_a_mismatch() -> None:
         assert (fault.kind, fault.ranks) == (wire.MISMATCH, (1,))
         assert sizes == [4000, 3996, 4000]
         assert took < 2.0
+
+
+def test_a_mismatch_with_a_node_that_does_not_answer_names_its_ranks() -> None:
+    for fault, *_ in run_ranks(2, _fault_of, 2, 1, 1, "is not heard"):
+        assert fault.kind == wire.MISMATCH
+        assert fault.ranks in ((0,), (1,))
 
 
 def _go_on_after_a_fault(group: LocalGroup) -> tuple[Fault | None, Fault | None, bool]:

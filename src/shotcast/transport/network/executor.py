@@ -312,7 +312,9 @@ class HostsExecutor(CpuExecutor):
             headers = {rank: state.header for rank, state in states.items() if state.header is not None}
             found = list(headers.values())
             usual = max(found, key=found.count)
-            return wire.MISMATCH, [rank for rank, header in headers.items() if header != usual]
+            differing = [rank for rank, header in headers.items() if header != usual]
+            unheard = [rank for rank in range(self._nodes.world_size) if rank not in headers]
+            return wire.MISMATCH, differing or unheard
         assert status == TIMED_OUT
         absent = [rank for rank, state in states.items() if state.header is None]
         silent = [rank for rank in range(self._nodes.world_size) if rank not in states]
