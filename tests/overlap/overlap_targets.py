@@ -22,8 +22,8 @@ def all_ways(device: str = "cpu") -> dict[str, Any]:
     with shotcast.Communicator(device=device) as comm, comm.split(0) as second:
         communicators = comm if device == "cuda" else (comm, second)
         computations = [_computation(comm, number) for number in range(len(SIZES))]
-        for way in ("sequential", "plain", "auto", *(["priority"] if device == "cuda" else [])):
-            one = chain(communicators, computations, way=way)
+        for way in ("sequential", "plain", "auto", *(["priority", "8 SMs"] if device == "cuda" else [])):
+            one = chain(communicators, computations, way=way, sms=(8,))
             found[way] = [x.cpu() for x in one()]
             found[f"{way} again"] = [x.cpu() for x in one()]
             if device == "cuda":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import overlap_targets as targets
 import pytest
 import torch
@@ -9,6 +12,8 @@ import torch
 import shotcast
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
+from shotcast.overlap import chains
+from shotcast.overlap.lanes import ThreadLanes
 
 
 def test_every_way_gives_the_bits_of_the_contract() -> None:
@@ -38,6 +43,41 @@ def test_any_rank_may_be_late_in_any_step() -> None:
 )
 def test_an_error_reaches_the_caller(step: str, expected: list[str]) -> None:
     assert spawn(targets.failing, 2, step, timeout_s=60) == expected
+
+
+def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are threads here, as there is no GPU."""
+    device = torch.device("cuda", 0)
+    seen: list[object] = []
+
+    class Rank:
+        def __init__(self) -> None:
+            self.device = device
+
+    class Product:
+        def __init__(self, left_sms: int):
+            self._left = left_sms
+
+        @contextlib.contextmanager
+        def scope(self, on: torch.device) -> Iterator[None]:
+            assert on == device
+            seen.append(f"leave {self._left}")
+            yield
+            seen.append("leave none")
+
+    monkeypatch.setattr(chains, "lanes_of", lambda comm, priority: ThreadLanes([comm]))
+    monkeypatch.setattr(chains, "StreamLanes", lambda comm, priority: ThreadLanes([comm]))
+    monkeypatch.setattr(chains, "LibraryProduct", Product)
+
+    def communicate(comm: object, x: int, **arguments: int) -> None:
+        seen.append((x, arguments))
+
+    for way in ("24 SMs", "plain"):
+        one = chains.chain(Rank(), [lambda: 7], communicate, way, (16, 24))  # type: ignore[arg-type]
+        assert [known.name for known in one.ways()] == ["sequential", "plain", "priority", "16 SMs", "24 SMs"]
+        one()
+        one.close()
+    assert seen == ["leave 24", "leave none", (7, {"sms": 24}), "leave 0", "leave none", (7, {})]
 
 
 def test_wrong_arguments_are_refused() -> None:

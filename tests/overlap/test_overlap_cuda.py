@@ -132,7 +132,7 @@ def test_every_way_gives_the_bits_of_the_contract() -> None:
     for found in results:
         for number in range(len(targets.SIZES)):
             expected = targets.expected_sum(2, number)
-            for way in ("sequential", "plain", "priority", "auto"):
+            for way in ("sequential", "plain", "priority", "8 SMs", "auto"):
                 for form in (way, f"{way} again", f"{way} captured"):
                     assert torch.equal(found[form][number], expected), form
 

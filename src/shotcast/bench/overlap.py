@@ -57,6 +57,7 @@ class OverlapConfig:
         rounds: measurements of each way.
         seconds: the least time of a measurement, for which a way is repeated.
         threads: threads of each CPU rank.
+        sms: on GPUs, numbers of SMs that our messages are given, and that products leave.
         hosts: simulated hosts of CPU ranks.
         timeout_s: the limit for the ranks.
     """
@@ -73,6 +74,7 @@ class OverlapConfig:
     rounds: int = ROUNDS
     seconds: float = 0.2
     threads: int = 1
+    sms: tuple[int, ...] = ()
     hosts: HostsConfig | None = None
     timeout_s: float = 600.0
 
@@ -193,8 +195,8 @@ class _Steps:
 
         return [computation(number) for number in range(self.config.steps)]
 
-    def communicate(self, comm: Communicator, number: int) -> None:
-        getattr(comm, self.config.op)(self._sent[number], out=self._received[number])
+    def communicate(self, comm: Communicator, number: int, sms: int | None = None) -> None:
+        getattr(comm, self.config.op)(self._sent[number], out=self._received[number], sms=sms)
 
     def communicate_all(self, comm: Communicator) -> None:
         for number in range(self.config.steps):
@@ -252,7 +254,7 @@ def measure_on_rank(config: OverlapConfig) -> Measured:
         communicators = [comm, *(other for other in others if other is not None)]
         nbytes, repeat = _balanced(config, comm)
         steps = _Steps(config, comm, nbytes, repeat)
-        chain = Chain(communicators, steps.computations(), steps.communicate, "auto")
+        chain = Chain(communicators, steps.computations(), steps.communicate, "auto", config.sms)
         clocks = [_clocks(config.device)]
         for way in chain.ways():
             way.run()

@@ -13,15 +13,16 @@ from shotcast.overlap import schedule
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
 from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, decide
+from shotcast.overlap.products import LibraryProduct
 from shotcast.overlap.schedule import Schedule, makespan_us
 from shotcast.overlap.timeline import Timeline
 
 AUTO, PRIORITY = "auto", "priority"
 
 
-def in_place_sum(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """Sum ``x`` over the ranks, in place."""
-    return comm.all_reduce(x, out=x)
+def in_place_sum(comm: Communicator, x: torch.Tensor, sms: int | None = None) -> torch.Tensor:
+    """Sum ``x`` over the ranks, in place, on at most ``sms`` SMs of a GPU."""
+    return comm.all_reduce(x, out=x, sms=sms)
 
 
 class Chain:
@@ -38,13 +39,17 @@ class Chain:
         self,
         communicators: Communicator | Sequence[Communicator],
         computations: Sequence[Callable[[], Any]],
-        communicate: Callable[[Communicator, Any], Any],
+        communicate: Callable[..., Any],
         way: str,
+        sms: Sequence[int],
     ):
         self._lanes: dict[str, Lanes] = {PLAIN: lanes_of(communicators, LOW)}
         self._comm = self._lanes[PLAIN].communicators[0]
+        self._sms: dict[str, int] = {}
         if self._comm.device.type == "cuda":
-            self._lanes[PRIORITY] = StreamLanes(self._comm, HIGH)
+            urgent = self._lanes[PRIORITY] = StreamLanes(self._comm, HIGH)
+            self._sms = {f"{budget} SMs": budget for budget in sms}
+            self._lanes |= dict.fromkeys(self._sms, urgent)
         names = (AUTO, SEQUENTIAL, *self._lanes)
         if way not in names:
             raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
@@ -82,20 +87,24 @@ class Chain:
     def _parts(self, way: str) -> tuple[Controller, Schedule]:
         if way == SEQUENTIAL:
             return Controller(self._lanes[PLAIN]), schedule.sequential(self._plan)
-        return Controller(self._lanes[way]), self._plan
+        return Controller(self._lanes[way]), schedule.chain(len(self._computations), self._sms.get(way))
 
     def _works(self, way: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[Communicator], Any]]]:
         found: dict[int, Any] = {}
+        budget = self._sms.get(way)
+        product = LibraryProduct(budget or 0)
+        arguments = {} if budget is None else {"sms": budget}
 
         def computation(number: int) -> Callable[[], Any]:
             def run() -> Any:
-                found[number] = self._computations[number]()
+                with product.scope(self._comm.device):
+                    found[number] = self._computations[number]()
                 return found[number]
 
             return run
 
         def communication(number: int) -> Callable[[Communicator], Any]:
-            return lambda comm: self._communicate(comm, found[number])
+            return lambda comm: self._communicate(comm, found[number], **arguments)
 
         numbers = range(len(self._computations))
         return (
@@ -128,22 +137,26 @@ class Chain:
 def chain(
     communicators: Communicator | Sequence[Communicator],
     computations: Sequence[Callable[[], Any]],
-    communicate: Callable[[Communicator, Any], Any] = in_place_sum,
+    communicate: Callable[..., Any] = in_place_sum,
     way: str = AUTO,
+    sms: Sequence[int] = (),
 ) -> Chain:
     """Return a chain: computation i+1 runs while the result of computation i is communicated.
 
     The first call of the chain decides how it runs: it calls all computations several times, in turn and
-    overlapped, and takes the faster way; ``decision`` says why. Results have the same bits in every way.
+    overlapped, and takes the faster way; ``decision`` says why. Without ``sms``, every way gives the same bits.
 
     Args:
         communicators: of the ranks; on CPU ranks several, if so many messages are to be under way at once
             (:meth:`Communicator.split`).
         computations: each returns what is communicated next. None needs what another one's communication returns.
         communicate: called with a communicator and the result of a computation; an all-reduce in place by default.
+        sms: on GPUs, numbers of SMs that communication may be given, each of which is a way to run (``24 SMs``): it is
+            called with ``sms=24``, and products of the vendor's library leave so many alone. It may round them
+            otherwise.
         way: ``auto``; or, without measuring, ``sequential``, ``plain`` or ``priority`` (a stream of it).
 
     Raises:
         ConfigError: there is no computation, or no such way.
     """
-    return Chain(communicators, computations, communicate, way)
+    return Chain(communicators, computations, communicate, way, sms)
