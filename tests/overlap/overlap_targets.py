@@ -81,6 +81,19 @@ def late_ranks(seconds: float) -> list[float]:
         return found
 
 
+def different_chains() -> str:
+    """Make a chain that is longer on rank 1; return what this rank gets."""
+    with shotcast.Communicator(device="cpu") as comm:
+        one = chain(comm, [lambda: torch.ones(4)] * (2 + comm.rank), way="plain")
+        try:
+            one()
+        except shotcast.ConfigError as error:
+            return str(error)
+        finally:
+            one.close()
+        return "nothing"
+
+
 def failing(step: str) -> str:
     """Run a chain in which rank 1 raises in a step; return what this rank gets."""
     with shotcast.Communicator(device="cpu", timeout_s=3) as comm:
@@ -178,6 +191,8 @@ def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str
             grads = {"up": column.weight.grad, "up bias": column.bias.grad}
             grads |= {"down": row.weight.grad, "down bias": row.bias.grad}
             assert len(column.adaptive.decisions) == len(row.adaptive.decisions) == (column_way == "auto")
+            for decision in row.adaptive.decisions.values():
+                assert set(decision.predicted_us) == {"sequential", "2 chunks", "4 chunks", "8 chunks"}
             grads |= {"y": y.detach(), "dx": one.grad}
             found.append({name: value.cpu() for name, value in grads.items() if value is not None})
         lanes.close()

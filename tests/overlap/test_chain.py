@@ -37,6 +37,11 @@ def test_any_rank_may_be_late_in_any_step() -> None:
     assert spawn(targets.late_ranks, 2, 0.02, timeout_s=60) == [[3.0, 30.0, 300.0, 3000.0]] * 2
 
 
+def test_ranks_with_other_schedules_are_refused() -> None:
+    for error in spawn(targets.different_chains, 2, timeout_s=60):
+        assert error == "ranks [1] overlap by another schedule than rank 0; their steps must be equal"
+
+
 @pytest.mark.parametrize(
     ("step", "expected"),
     [("compute", ["CollectiveTimeout", "ValueError"]), ("communicate", ["CollectiveMismatch", "CollectiveMismatch"])],
@@ -68,6 +73,7 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
     monkeypatch.setattr(chains, "lanes_of", lambda comm, priority: ThreadLanes([comm]))
     monkeypatch.setattr(chains, "StreamLanes", lambda comm, priority: ThreadLanes([comm]))
     monkeypatch.setattr(chains, "LibraryProduct", Product)
+    monkeypatch.setattr(chains, "agree_on", lambda comm, plan: None)
 
     def communicate(comm: object, x: int, **arguments: int) -> None:
         seen.append((x, arguments))

@@ -30,10 +30,20 @@ class Adaptive:
         self._comm, self._way = comm, way
         self.decisions: dict[Hashable, Decision] = {}
 
-    def run(self, shape: Hashable, ways: Mapping[str, Callable[[], T]]) -> T:
-        """Do the work. ``ways`` have the sequential one first, and can be repeated.
+    def run(
+        self,
+        shape: Hashable,
+        ways: Mapping[str, Callable[[], T]],
+        predict: Callable[[], Mapping[str, float]] = dict,
+    ) -> T:
+        """Do the work, by ways that can be repeated.
 
         Inside a graph capture nothing is measured: a shape that is not known is done one after the other.
+
+        Args:
+            shape: what the decision is for.
+            ways: the sequential one first.
+            predict: returns the times that models predict, in microseconds; called where a shape is first met.
         """
         if self._way != AUTO:
             return ways.get(self._way, ways[SEQUENTIAL])()
@@ -41,6 +51,7 @@ class Adaptive:
         if decision is None:
             if len(ways) == 1 or (self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 return ways[SEQUENTIAL]()
-            decision = decide(self._comm, [Way(name, run) for name, run in ways.items()])
+            times = predict()
+            decision = decide(self._comm, [Way(name, run, times.get(name)) for name, run in ways.items()])
             self.decisions[shape] = decision
         return ways[decision.way]()

@@ -12,7 +12,7 @@ from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
-from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, decide
+from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agree_on, agreed, decide
 from shotcast.overlap.products import LibraryProduct
 from shotcast.overlap.schedule import Schedule, makespan_us
 from shotcast.overlap.timeline import Timeline
@@ -55,11 +55,14 @@ class Chain:
             raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
         self._computations, self._communicate = tuple(computations), communicate
         self._plan = schedule.chain(len(self._computations))
-        self._way = way
+        self._way, self._agreed = way, False
         self.decision: Decision | None = None
 
     def __call__(self) -> list[Any]:
         """Run the chain once and return what each communication returned. The first call also decides how."""
+        if not self._agreed:
+            agree_on(self._comm, self._plan)
+            self._agreed = True
         if self._way == AUTO:
             self.decision = self._decide()
             self._way = self.decision.way
@@ -157,6 +160,6 @@ def chain(
         way: ``auto``; or, without measuring, ``sequential``, ``plain`` or ``priority`` (a stream of it).
 
     Raises:
-        ConfigError: there is no computation, or no such way.
+        ConfigError: there is no computation, or no such way; at the first call, ranks have chains of other lengths.
     """
     return Chain(communicators, computations, communicate, way, sms)

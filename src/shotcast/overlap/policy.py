@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from shotcast.collectives.arguments import operation
+from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
 from shotcast.overlap.lanes import one_hardware_queue
+from shotcast.overlap.schedule import Schedule
 
 ROUNDS = 5
 """The rounds of a measurement, in each of which every way runs once; their median counts."""
@@ -81,6 +84,28 @@ def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
     """Return the largest of all ranks for each value. Collective."""
     own = torch.tensor(values, dtype=torch.float64, device=comm.device)
     return [float(value) for value in comm.all_gather(own).view(comm.world_size, -1).amax(0)]
+
+
+def agree_on(comm: Communicator, plan: Schedule) -> None:
+    """Raise ConfigError on all ranks unless all have this schedule. Collective.
+
+    Ranks with different schedules would make their calls in different orders.
+    """
+    own = torch.tensor([int(plan.digest, 16) >> 1], dtype=torch.int64, device=comm.device)
+    digests = [int(digest) for digest in comm.all_gather(own)]
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ConfigError(
+            f"ranks {others} overlap by another schedule than rank 0; steps and their order must be equal"
+        )
+
+
+def model_us(comm: Communicator, x: torch.Tensor, op: str = "all_reduce") -> float | None:
+    """Return what the cost model says of a call, by the algorithm that would serve it; None where a library does."""
+    explained = comm.explain(x, op)
+    if explained.by_library:
+        return None
+    known = operation(op)
+    return predicted_us(comm.topology, known, explained.dtype, explained.nbytes, explained.algorithm)
 
 
 def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Decision:
