@@ -39,7 +39,7 @@ def test_any_rank_may_be_late_in_any_step() -> None:
 
 def test_ranks_with_other_schedules_are_refused() -> None:
     for error in spawn(targets.different_chains, 2, timeout_s=60):
-        assert error == "ranks [1] overlap by another schedule than rank 0; their steps must be equal"
+        assert error == "ranks [1] overlap by another schedule than rank 0; steps and their order must be equal"
 
 
 @pytest.mark.parametrize(
