@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap overlap_x2 overlap_hosts products_x1 tests_products"
+parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap overlap_x2 overlap_hosts products_x1 tests_products tests_few_sms few_sms_x2 few_sms_x4"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -173,6 +173,17 @@ for part in "$@"; do
         done
         bench 250 overlap_compute_bound overlap --device cuda --world-size 2 --repeat 3 --size 448M
         bench 250 overlap_memory_bound overlap --device cuda --world-size 2 --gemm 16x57344x8192 --steps 32
+        ;;
+    tests_few_sms) # calls that keep to a number of SMs: on one GPU too
+        share=""
+        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
+        SHOTCAST_SHARE_GPUS=$share tests 590 few_sms tests/collectives/test_cuda_few_sms.py -k "2]"
+        ;;
+    few_sms_x[24]) # 4 to 64 SMs beside all of them, copy engines and NCCL; then other launches of one operation
+        ranks=${part#few_sms_x}
+        script 590 "$part" benchmarks/few_sms.py --world-size "$ranks" --json "$out/$part.json"
+        script 590 "${part}_launches" benchmarks/few_sms.py --world-size "$ranks" --ops all_reduce --sizes 448M --launches \
+            --json "$out/${part}_launches.json"
         ;;
     overlap_hosts) # chains of CPU ranks on two simulated hosts, 5 ms apart, and on one; as root
         bench 300 overlap_hosts overlap --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png"

@@ -114,7 +114,7 @@ class TestSearch:
         assert best.algorithm != "two_shot_fp8"
 
     def test_fp8_is_never_an_implementation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        on_a_node = {name for name, algorithm in registered().items() if not algorithm.between_nodes}
+        on_a_node = {name for name, one in registered().items() if not one.between_nodes and not one.keeps_to_sms}
         everything = tuple(Candidate(name, LaunchShape()) for name in on_a_node)
         monkeypatch.setattr(tune, "candidates", lambda asked: everything)
         assert {c.algorithm for c in eligible_candidates(problem(), False)} == {"one_shot", "two_shot", "vendor"}

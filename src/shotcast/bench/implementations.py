@@ -64,9 +64,12 @@ def algorithms() -> Algorithms:
 
 
 def own_algorithms(op: str, nodes: int = 1) -> tuple[str, ...]:
-    """Return the own algorithms of an operation on one node, or between several, and :data:`AUTO`."""
-    serving = algorithms().serving(Op[op.upper()])
-    own = [one.name for one in serving if not one.library and one.between_nodes == (nodes > 1)]
+    """Return the own algorithms of an operation on one node, or between several, and :data:`AUTO`.
+
+    Those that keep to a number of SMs are measured by ``benchmarks/few_sms.py``.
+    """
+    serving = [one for one in algorithms().serving(Op[op.upper()]) if not one.library and not one.keeps_to_sms]
+    own = [one.name for one in serving if one.between_nodes == (nodes > 1)]
     return (*own, AUTO)
 
 

@@ -84,7 +84,12 @@ def _collective(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
     chosen = [
         one.name
         for one in serving.values()
-        if one.library or (one.keeps_bits(op, shape) and (shape.nodes > 1 or not one.forms[op].between_nodes))
+        if one.library
+        or (
+            one.keeps_bits(op, shape)
+            and (shape.nodes > 1 or not one.forms[op].between_nodes)
+            and not one.forms[op].keeps_to_sms
+        )
     ]
     return tuple(f"{op.label}/{one}" for one in chosen)
 

@@ -237,6 +237,11 @@ class Algorithm:
         """True if the algorithm serves ranks on several nodes only."""
         return any(form.between_nodes for form in self.forms.values())
 
+    @property
+    def keeps_to_sms(self) -> bool:
+        """True if the algorithm serves calls that are given a number of SMs, and no others."""
+        return any(form.keeps_to_sms for form in self.forms.values())
+
     def keeps_bits(self, op: Op, shape: NodeShape) -> bool:
         """Return whether results have the bits of the numerics contract. Copies are exact whoever makes them."""
         return op not in REDUCING or (self.in_contract(shape) and not self.lossy)

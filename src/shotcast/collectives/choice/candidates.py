@@ -152,8 +152,8 @@ _WARPS = 4096
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
 _MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
-_MAX_SENT_WORDS = 16384
-"""The same for kernels that keep to a number of SMs, which poll no words of a tile."""
+_MAX_SENT_WORDS, _MAX_SENT_WARPS = 16384, 32
+"""The same for kernels that keep to a number of SMs, which poll no words of a tile and have no program for headers."""
 _MAX_INTERPRETED_WORDS = 8192
 """The interpreter has a whole row of a fused call in one tile."""
 
@@ -169,15 +169,15 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
             return f"{name} is a whole number, not {value!r}"
     if algorithm.library or kernels == "compiled":
         return "" if shape.chunk_bytes >= 0 else f"chunk_bytes starts at 0, and is {shape.chunk_bytes}"
-    most = _MAX_BLOCK_WORDS if kernels == "triton" else _MAX_INTERPRETED_WORDS
-    if any(form.keeps_to_sms for form in algorithm.forms.values()):
-        most = _MAX_SENT_WORDS
+    most, most_warps = _MAX_BLOCK_WORDS if kernels == "triton" else _MAX_INTERPRETED_WORDS, _MAX_WARPS
+    if algorithm.keeps_to_sms:
+        most, most_warps = _MAX_SENT_WORDS, _MAX_SENT_WARPS
     if not 1 <= shape.programs <= _MAX_PROGRAMS:
         return f"programs are 1 to {_MAX_PROGRAMS}, not {shape.programs}"
     if not 16 <= shape.block_words <= most or shape.block_words & (shape.block_words - 1):
         return f"block_words is a power of two from 16 to {most}, not {shape.block_words}"
-    if not 1 <= shape.num_warps <= _MAX_WARPS or shape.num_warps & (shape.num_warps - 1):
-        return f"num_warps is a power of two from 1 to {_MAX_WARPS}, not {shape.num_warps}"
+    if not 1 <= shape.num_warps <= most_warps or shape.num_warps & (shape.num_warps - 1):
+        return f"num_warps is a power of two from 1 to {most_warps}, not {shape.num_warps}"
     threads = 32 * shape.num_warps
     if kernels == "triton" and shape.block_words < threads:
         of_program = f"{threads} in {shape.num_warps} warps"
