@@ -38,38 +38,65 @@ def exact(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
 
 
 def one_case(
-    comm: shotcast.Communicator, kind: str, dtype: torch.dtype, count: int, shift: int, sms: int, seed: int
+    comm: shotcast.Communicator,
+    kind: str,
+    dtype: torch.dtype,
+    count: int,
+    shift: int,
+    sms: int,
+    seed: int,
+    algorithm: str = "few_sms",
 ) -> None:
     """Compare a call, and the same in place where that is possible, with the reference."""
     rank, size = comm.rank, comm.world_size
-    what = kind, dtype, count, shift, sms
+    what = kind, dtype, count, shift, sms, algorithm
+    by: dict[str, Any] = {"sms": sms, "algorithm": algorithm}
     xs = rank_tensors(count, dtype, size, seed, comm.device)
     x = shifted(xs[rank], shift)
     if kind == "all_reduce":
         wanted = reference.ordered_sum(xs)
-        check(comm.all_reduce(x, sms=sms), wanted, what)
-        check(comm.all_reduce(x, out=x, sms=sms), wanted, (*what, "in place"))
+        check(comm.all_reduce(x, **by), wanted, what)
+        check(comm.all_reduce(x, out=x, **by), wanted, (*what, "in place"))
     elif kind == "all_gather":
-        exact(comm.all_gather(x, sms=sms), torch.cat(xs), what)
+        exact(comm.all_gather(x, **by), torch.cat(xs), what)
         whole = shifted(torch.zeros_like(torch.cat(xs)), shift)
         mine = whole[rank * count : (rank + 1) * count]
         mine.copy_(xs[rank])
-        exact(comm.all_gather(mine, out=whole, sms=sms), torch.cat(xs), (*what, "in place"))
+        exact(comm.all_gather(mine, out=whole, **by), torch.cat(xs), (*what, "in place"))
     elif kind == "uneven":
         lengths = [count * r // max(size - 1, 1) for r in range(size)]
-        got = comm.all_gather(shifted(xs[rank][: lengths[rank]], shift), sizes=lengths, sms=sms)
+        got = comm.all_gather(shifted(xs[rank][: lengths[rank]], shift), sizes=lengths, **by)
         exact(got, torch.cat([one[:length] for one, length in zip(xs, lengths, strict=True)]), what)
     else:
         wide = [torch.cat([torch.roll(one, r) for r in range(size)]) for one in xs]
         if kind == "all_to_all":
-            got = comm.all_to_all(shifted(wide[rank], shift), sms=sms)
+            got = comm.all_to_all(shifted(wide[rank], shift), **by)
             exact(got, torch.cat([torch.roll(one, rank) for one in xs]), what)
         else:
             wanted = reference.ordered_sum([torch.roll(one, rank) for one in xs])
             mine = shifted(wide[rank], shift)
-            check(comm.reduce_scatter(mine, sms=sms), wanted, what)
+            check(comm.reduce_scatter(mine, **by), wanted, what)
             place = mine[rank * count : (rank + 1) * count]
-            check(comm.reduce_scatter(mine, out=place, sms=sms), wanted, (*what, "in place"))
+            check(comm.reduce_scatter(mine, out=place, **by), wanted, (*what, "in place"))
+
+
+def engine_cases(device: str, counts: list[int], max_bytes: int, dtypes: list[torch.dtype], launches: int) -> int:
+    """Compare copies by copy engines, each ``launches`` times with other calls between. Return how many were made."""
+    done = 0
+    with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
+        own = random.Random(comm.rank)
+        for count in counts:
+            for dtype in dtypes:
+                for kind in ("all_gather", "uneven", "all_to_all"):
+                    for _ in range(launches):
+                        straggle(comm, own)
+                        one_case(comm, kind, dtype, count, done % 2, 4, done, "copy_engines")
+                        done += 1
+            one_case(comm, "all_reduce", torch.bfloat16, 999, 0, 2, done)  # through the same window
+            ones = torch.ones(5, device=comm.device)
+            check(comm.all_reduce(ones, algorithm="one_shot"), ones * comm.world_size, "between")
+        settle(comm)
+    return done
 
 
 def cases(
@@ -90,9 +117,10 @@ def cases(
                     done += 1
             ones = torch.ones(5, device=comm.device)
             check(comm.all_reduce(ones, algorithm="one_shot"), ones * comm.world_size, "between")
-        legal = comm.candidates(torch.ones(64, device=comm.device), sms=3)
-        assert legal == ["few_sms", "vendor"], legal
-        assert "few_sms" not in comm.candidates(torch.ones(64, device=comm.device))
+        ones = torch.ones(64, device=comm.device)
+        assert comm.candidates(ones, sms=3) == ["few_sms", "vendor"]
+        assert comm.candidates(ones, "all_to_all", sms=3) == ["few_sms", "copy_engines", "vendor"]
+        assert "few_sms" not in comm.candidates(ones)
         settle(comm)
     return done
 
@@ -163,8 +191,8 @@ def mismatched(device: str) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
         return type(error).__name__, error.differing, error.fields
 
 
-def absent(device: str, victim: int, timeout_s: float, killed: bool) -> dict[str, Any]:
-    """Have rank ``victim`` make no call, or end. Return what the others saw."""
+def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bool = False) -> dict[str, Any]:
+    """Have rank ``victim`` make no call, or end. Return what the others saw, with ``engines`` of a copy by engines."""
     comm = shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=timeout_s)
     x = torch.ones(4096, device=comm.device)
     comm.all_reduce(x, sms=2)
@@ -179,7 +207,10 @@ def absent(device: str, victim: int, timeout_s: float, killed: bool) -> dict[str
     out = torch.zeros_like(x)
     started, error = time.monotonic(), None
     try:
-        comm.all_reduce(x, out=out, sms=2)
+        if engines:
+            comm.all_gather(x, sms=2, algorithm="copy_engines")
+        else:
+            comm.all_reduce(x, out=out, sms=2)
         settle(comm)
     except shotcast.ShotcastError as caught:
         error = caught
@@ -216,15 +247,18 @@ def stops_between_chunks(victim: int, step: int, timeout_s: float) -> Any:
         return error
 
 
-def graphs(count: int, sms: int) -> int:
-    """Replay a graph of calls of every kind on changed inputs, with eager calls between. Return the replays."""
+def graphs(count: int, sms: int, copied_by: str) -> int:
+    """Replay a graph of calls of every kind on changed inputs, with eager calls between. Return the replays.
+
+    ``copied_by`` makes the all_to_all.
+    """
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         x = torch.zeros(count * size, dtype=torch.bfloat16, device=comm.device)
 
         def calls() -> list[torch.Tensor]:
             gathered = comm.all_gather(comm.reduce_scatter(x, sms=sms), sms=sms)
-            return [comm.all_reduce(x, sms=sms), gathered, comm.all_to_all(x, sms=2 * sms)]
+            return [comm.all_reduce(x, sms=sms), gathered, comm.all_to_all(x, sms=2 * sms, algorithm=copied_by)]
 
         calls()
         torch.cuda.synchronize()

@@ -13,6 +13,7 @@ from few_sms_targets import (
     across_epochs,
     arguments,
     cases,
+    engine_cases,
     many_chunks,
     mismatched,
     stops_between_chunks,
@@ -69,6 +70,13 @@ def test_places_of_the_window_are_used_again(world_size: int) -> None:
     assert interpreted(many_chunks, world_size, "cpu", 400, (2, 64, 1, 32), 4) == [4] * world_size
 
 
+@pytest.mark.parametrize(("world_size", "counts"), [(2, [0, 1, 5000, 70_000]), (3, [3000])])
+def test_copies_by_copy_engines(world_size: int, counts: list[int]) -> None:
+    """In one round and in many, whose places in the window serve again."""
+    done = interpreted(engine_cases, world_size, "cpu", counts, 1 << 12, [torch.bfloat16, torch.uint8], 2)
+    assert done == [len(counts) * 2 * 3 * 2] * world_size
+
+
 @pytest.mark.long
 def test_progress_goes_on_where_its_numbers_change_sign() -> None:
     assert min(interpreted(across_epochs, 2, "cpu")) > 1 << 44
@@ -83,15 +91,15 @@ def test_ranks_that_give_other_numbers_of_sms_differ() -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("killed", [False, True])
-def test_absent_rank_is_named(killed: bool) -> None:
+@pytest.mark.parametrize(("killed", "engines"), [(False, False), (True, False), (False, True)])
+def test_absent_rank_is_named(killed: bool, engines: bool) -> None:
     timeout_s = 600.0 if killed else 2.0
-    results = interpreted(absent, 3, "cpu", 2, timeout_s, killed, fresh=True, timeout_s=60, return_exceptions=True)
-    for outcome in results[:2]:
+    options = {"fresh": True, "timeout_s": 60, "return_exceptions": True}
+    for outcome in interpreted(absent, 3, "cpu", 2, timeout_s, killed, engines, **options)[:2]:
         assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome
-        assert (outcome["error"].missing, outcome["error"].op) == ((2,), "all_reduce")
+        assert (outcome["error"].missing, outcome["error"].op) == ((2,), "all_gather" if engines else "all_reduce")
         assert outcome["error"].reason == ("dead" if killed else "late")
-        assert outcome["nan"]
+        assert outcome["nan"] or engines
         assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
         assert outcome["took"] < (20 if killed else 5)
 
@@ -123,20 +131,22 @@ def legal(case: CollectiveProblem) -> list[str]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_few_sms_serve_where_a_number_is_given(op: Op) -> None:
-    assert legal(problem(op)) == ["few_sms", "vendor"]
+    copied = ["copy_engines"] if op in (Op.ALL_GATHER, Op.ALL_TO_ALL) else []
+    assert legal(problem(op)) == ["few_sms", *copied, "vendor"]
     assert "few_sms" not in legal(problem(op, sms=0))
     assert "sms" in obstacle(problem(op, sms=0), "few_sms")
     assert "does not keep to a number of SMs" in obstacle(problem(op), "one_shot")
-    choice = choose(problem(op), "auto", "auto", ())
-    assert (choice.candidate.algorithm, choice.source) == ("few_sms", "cost model")
-    assert choice.candidate.launch.programs == 16
+    for sms, taken in ((32, "few_sms"), (4, "copy_engines" if copied else "few_sms")):
+        choice = choose(problem(op, sms=sms), "auto", "auto", ())
+        assert (choice.candidate.algorithm, choice.source) == (taken, "cost model")
+        assert choice.candidate.launch.programs == (sms if taken == "few_sms" else 1)
 
 
 def test_the_library_serves_what_few_sms_cannot() -> None:
     choice = choose(problem(dtype="float64"), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "own kernels add up" in choice.reason
-    assert legal(problem(Op.ALL_TO_ALL, dtype="float64")) == ["few_sms", "vendor"]
+    assert legal(problem(Op.ALL_TO_ALL, dtype="float64")) == ["few_sms", "copy_engines", "vendor"]
     assert legal(problem(Op.BROADCAST)) == ["vendor"]
     with pytest.raises(ConfigError, match=r"two_shot cannot serve .*: it does not keep to a number of SMs"):
         choose(problem(), "two_shot", "auto", ())

@@ -36,6 +36,7 @@ def launches(
         world_size=4,
         layout=where,
         own_address=1 << 40,
+        addresses=(1 << 40,) * 4,
         peers_address=1 << 41,
         cells_address=1 << 42,
         cells_nbytes=16 * layout.row_cell_count(MAX_BYTES),

@@ -8,9 +8,9 @@ all kernels, and :meth:`KernelContext.launch` fills in those that the kernel has
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import triton.language as tl
 
@@ -56,6 +56,25 @@ class KernelLaunch(NamedTuple):
     options: dict[str, Any]
 
 
+class Enqueue(Protocol):
+    """A call that the host enqueues by itself, as a :class:`~shotcast.device.triton.launch.Launch` does a kernel."""
+
+    def load(self) -> None: ...
+    def __call__(self, stream: int, call_values: Sequence[Any]) -> None: ...
+
+
+class EnqueuedCall(NamedTuple):
+    """A call that is more than a kernel.
+
+    Attributes:
+        launch: enqueues it.
+        tensors: a key of :data:`TENSORS`.
+    """
+
+    launch: Enqueue
+    tensors: str
+
+
 @dataclass(frozen=True, slots=True)
 class KernelContext:
     """The facts of a rank that its kernels are bound with.
@@ -64,6 +83,7 @@ class KernelContext:
         rank, world_size: of the communicator.
         layout: of a rank's region of symmetric memory; offsets count quads of 16 bytes.
         own_address: the address of this rank's region.
+        addresses: the addresses of all regions, by rank; 0 for those that are not mapped.
         peers_address: the address of the table of all regions' addresses, in device memory.
         cells_address: the address of this GPU's own cells, by which programs of fused kernels add up rows.
         cells_nbytes: bytes of these cells.
@@ -82,6 +102,7 @@ class KernelContext:
     world_size: int
     layout: Layout
     own_address: int
+    addresses: tuple[int, ...]
     peers_address: int
     cells_address: int
     cells_nbytes: int

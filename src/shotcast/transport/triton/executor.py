@@ -21,7 +21,7 @@ from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
 from shotcast.transport.triton import barrier, layout
-from shotcast.transport.triton.binding import TENSORS, KernelLaunch
+from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op
@@ -49,9 +49,9 @@ class Algorithms(Protocol):
 
 
 class _Piece(NamedTuple):
-    """One kernel of a call, which takes the tensors from byte ``start`` on."""
+    """One kernel of a call, or all that a call enqueues, which takes the tensors from byte ``start`` on."""
 
-    launch: Launch
+    launch: Enqueue
     start: int
 
 
@@ -107,7 +107,7 @@ class BoundCall:
             else:
                 launch(stream, {"x": (source,), "out": (target,), "none": ()}[self._tensors])
 
-    def one_launch(self, aligned: bool) -> Launch | None:
+    def one_launch(self, aligned: bool) -> Enqueue | None:
         """Return the kernel of a call that has run, if the call is one kernel with ``x`` and ``out``.
 
         The kernel is to be given the stream and both addresses. ``aligned``: these are multiples of 16.
@@ -132,7 +132,10 @@ class BoundCall:
             bound = self._executor.kernel(plan, aligned)
             self._tensors = bound.tensors
             opened = TENSORS[bound.tensors]
-            launch = Launch(bound.kernel, bound.programs, bound.arguments, opened, bound.options)
+            if isinstance(bound, EnqueuedCall):
+                launch: Enqueue = bound.launch
+            else:
+                launch = Launch(bound.kernel, bound.programs, bound.arguments, opened, bound.options)
             pieces.append(_Piece(launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
@@ -243,7 +246,7 @@ class TritonExecutor:
         """Return a call that can be run again and again."""
         return BoundCall(self, plan)
 
-    def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch:
+    def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
 
         Raises ConfigError if the workspace has no room for it yet.
@@ -252,7 +255,7 @@ class TritonExecutor:
             raise ConfigError(f"{plan.op.label} needs a workspace for messages of {plan.room} bytes, not {self.room}")
         workspace = self.workspaces[0 if plan.op in (Op.SEND, Op.RECV) else -1]
         context = dataclasses.replace(workspace.context, aligned=aligned)
-        launch: KernelLaunch = self._algorithms.kernel(plan, "triton")(plan, context)
+        launch: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
         return launch
 
     def form(self, plan: CallPlan) -> str:

@@ -69,6 +69,7 @@ class Workspace:
             world_size=world_size,
             layout=where,
             own_address=memory.addresses[rank],
+            addresses=tuple(memory.addresses),
             peers_address=self._peers.data_ptr(),
             cells_address=self._cells.data_ptr(),
             cells_nbytes=self._cells.nbytes,
