@@ -41,8 +41,8 @@ def measured(name: str) -> list[Row]:
 def test_constants_are_those_of_the_data() -> None:
     found = fit([point(*row) for name in FITTED for row in measured(name)])
     for field in dataclasses.fields(LinkCost):
-        if field.name == "sm_gbps":
-            continue  # it is not fitted
+        if field.name in ("sm_gbps", "engine_gbps"):
+            continue  # these are not fitted
         given_, fitted = getattr(NVLINK4, field.name), getattr(found, field.name)
         assert given_ == pytest.approx(fitted, rel=0.02), f"NVLINK4 should be {found}"
 

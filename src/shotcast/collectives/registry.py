@@ -33,7 +33,8 @@ def _find_built_in() -> tuple[Algorithm, ...]:
     found = [importlib.import_module(f"{built_in_modules.__name__}.{name}").ALGORITHM for name in names]
 
     def steps(algorithm: Algorithm) -> int:
-        return algorithm.forms[Op.ALL_REDUCE].work(1, NodeShape(1, 8), 1).steps
+        form = algorithm.forms.get(Op.ALL_REDUCE) or next(iter(algorithm.forms.values()))
+        return form.work(1, NodeShape(1, 8), 1).steps
 
     return tuple(sorted(found, key=lambda one: (one.library, one.between_nodes, steps(one), one.name)))
 

@@ -12,19 +12,15 @@ from typing import Any
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
-from shotcast.cost.collective import NVLINK4, Work
+from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import COPY_PLACES, QUAD, window_bytes
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
-COPIED_GBPS = 331.0
-"""What copy engines moved between all of four H200, with a stream for each peer (docs/design/all_reduce.md)."""
-
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a part of the message to each peer, as slower bytes of stores."""
-    sent = (shape.world_size - 1) * nbytes / shape.world_size
-    return Work(4, sent * NVLINK4.bw_gbps / COPIED_GBPS, 0).over(shape)
+    """Return the work of copying a part of the message from each peer."""
+    return Work(4, 0.0, 0.0, engine_sent=(shape.world_size - 1) * nbytes / shape.world_size)
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:

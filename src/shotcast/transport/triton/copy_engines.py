@@ -28,7 +28,8 @@ from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.memory import driver
-from shotcast.transport.triton import barrier, layout
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.binding import EnqueuedCall, KernelContext
 from shotcast.wire import CallPlan, Op
 
@@ -174,10 +175,18 @@ def rounds_of(plan: CallPlan, context: KernelContext) -> list[Round]:
 
 def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     """Return the copies of an all_gather or an all_to_all."""
-    apart = dataclasses.replace(context, pdl=False)  # the kernel before a meeting in its stream is not all it follows
     meetings = []
     for piece in range(PLACES):
-        bound = barrier.bind(dataclasses.replace(plan, piece=piece), apart)
+        # a kernel that begins early would wait for the kernel before it in its stream alone, and not for the copies
+        bound = context.launch(
+            barrier,
+            dataclasses.replace(plan, piece=piece),
+            programs=1,
+            num_warps=1,
+            tensors="none",
+            options={"launch_pdl": False},
+            PDL=False,
+        )
         meetings.append(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options))
     copies = EngineCopies(rounds_of(plan, context), meetings, context.world_size - 1)
     return EnqueuedCall(copies, "x and out")
