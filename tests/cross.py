@@ -178,9 +178,12 @@ def compiled_nodes(
 
 @functools.lru_cache(maxsize=256)
 def compiled_few_sms(
-    kind: int, dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int = 90
+    kind: int, dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int = 90, registers: int = 0
 ) -> Any:
-    """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's."""
+    """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
+
+    Its threads have at most ``registers``; 0 for as many as they need.
+    """
     values = {
         "KIND": kind,
         "DTYPE": DTYPES[dtype],
@@ -194,7 +197,7 @@ def compiled_few_sms(
     declared = {name: "i64" for name, kind in few_sms.fn.__annotations__.items() if kind == "tl.int64"}
     kinds = dict.fromkeys(ADDRESSES, "i64") | declared | dict.fromkeys(values, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in few_sms.arg_names}
-    return build(few_sms, signature, values, warps, capability)
+    return build(few_sms, signature, values, warps, capability, {"maxnreg": registers} if registers else None)
 
 
 @functools.lru_cache(maxsize=256)

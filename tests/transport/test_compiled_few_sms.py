@@ -15,7 +15,7 @@ from triton.runtime.jit import create_function_from_signature
 
 import cross
 from shotcast.collectives.algorithms.few_sms import launch
-from shotcast.transport.triton.few_sms import _KINDS, few_sms
+from shotcast.transport.triton.few_sms import _KINDS, BESIDE_REGISTERS, BESIDE_WORDS, few_sms
 from shotcast.wire import Op
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = (
@@ -83,6 +83,19 @@ def test_code(form: tuple[int, str, int, int], tmp_path: Path) -> None:
 
 def width(unit: int) -> str:
     return {16: "v4.b32", 4: "b32", 2: "b16", 1: "b8"}[unit]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] if kind else []) for kind in WINDOW_PARTS]
+)
+def test_programs_of_two_ranks_fit_beside_a_product(kind: int, tmp_path: Path) -> None:
+    """With 512 threads of 48 registers there is room on an SM beside 256 threads of 155."""
+    made = cross.compiled_few_sms(kind, "bfloat16", 16, 2, BESIDE_WORDS, 16, registers=BESIDE_REGISTERS)
+    used = cross.resources(made, tmp_path)
+    assert used["REG"] <= 48
+    assert used["LOCAL"] == 0
+    assert used["STACK"] <= 24, "addresses, and no data"
+    assert 48 * 512 + 156 * 256 <= 65536
 
 
 @pytest.mark.full

@@ -328,7 +328,8 @@ class Communicator:
             x: contiguous [k, ...]; with ``sizes``, [sizes[rank], ...].
             out: [N * k, ...]; with ``sizes``, [sum(sizes), ...]; None for a new tensor.
             sizes: the first dimension of each rank's part, the same list on all ranks.
-            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms``.
+            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms`` or
+                ``copy_engines``.
             sms: as in :meth:`all_reduce`.
 
         Returns:

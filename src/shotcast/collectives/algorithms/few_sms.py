@@ -22,7 +22,9 @@ _CHUNKS = 8
 """The chunks of a program that a message should at least have, so that sending and taking overlap."""
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 10, 128 << 10
 _TILE_BYTES = 64 << 10
-"""Bytes of the tiles of all ranks that a program has on their way at once."""
+"""Bytes of the tiles of all ranks that a program has on their way at once; half as many from 24 SMs on, which still fill
+the link, so that a program of two ranks has room on an SM beside a product."""
+_MANY_SMS = 24
 
 
 def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -50,7 +52,8 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
         return LaunchShape(programs, 256, 1, max(chunk, QUAD))
     warps = 16 if world_size <= 4 else 8  # the tiles of more ranks need more registers
     chunk = min(max(-(-part // (programs * _CHUNKS)), least), room // programs, _MOST_CHUNK)
-    block = 1 << (_TILE_BYTES // 4 // world_size).bit_length() - 1
+    tiles = _TILE_BYTES if problem.sms < _MANY_SMS else _TILE_BYTES // 2
+    block = 1 << (tiles // 4 // world_size).bit_length() - 1
     while 4 * block > chunk and block > 128 * warps:
         block //= 2
     return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)

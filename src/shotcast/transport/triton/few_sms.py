@@ -317,6 +317,11 @@ def few_sms(
             raise_progress(call, progress, step + 1, WORLD, WARPS)
 
 
+BESIDE_REGISTERS, BESIDE_WORDS = 48, 4096
+"""Registers of a thread, and the largest tile, with which a program of two ranks has room on an SM beside a product of
+:mod:`shotcast.overlap.products`: 512 threads with 48 registers beside 256 with 155. Larger tiles, and those of more
+ranks, take more registers, or would spill."""
+
 _KINDS = {
     Op.ALL_REDUCE: ALL_REDUCE,
     Op.REDUCE_SCATTER: REDUCE_SCATTER,
@@ -352,6 +357,9 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
     arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
     arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
+    options: dict[str, Any] = {}
     if context.unit(plan) != layout.QUAD:
         arguments["BLOCK"] = min(shape.block_words, 32 * shape.num_warps * 2)  # each word takes several registers
-    return context.launch(few_sms, plan, programs=shape.programs, **arguments)
+    elif world_size == 2 and shape.block_words <= BESIDE_WORDS:
+        options["maxnreg"] = BESIDE_REGISTERS
+    return context.launch(few_sms, plan, programs=shape.programs, options=options, **arguments)
