@@ -72,7 +72,7 @@ def test_places_of_the_window_are_used_again(world_size: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "counts"), [(2, [0, 1, 9000]), (3, [1500])])
 def test_copies_by_copy_engines(world_size: int, counts: list[int]) -> None:
-    """In one round and in many, whose places in the window serve again."""
+    """Calls have one round, or many, whose places in the window serve again."""
     done = interpreted(engine_cases, world_size, "cpu", counts, 1 << 12, [torch.bfloat16, torch.uint8], 2)
     assert done == [len(counts) * 2 * 3 * 2] * world_size
 

@@ -7,9 +7,9 @@ FP8. f is the fixed cost of a call, a the latency of a step, b the bandwidth in 
 rank takes in received bytes and c the rate at which it converts. Over several nodes, s and S count what stays within
 nodes alone. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to one peer on another node, with a latency
 :math:`a_n` and a bandwidth :math:`b_n` for each rank; in :math:`s_w` steps it sends :math:`S_w` bytes to all other
-nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ: each message takes time of a core.) What copy
-engines send takes time by a bandwidth of theirs, and a call that keeps to a number of SMs as long as these take, if that
-is longer. The description of each algorithm gives its numbers (:mod:`shotcast.collectives.algorithms`).
+nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ: each message takes time of a core.) What
+copy engines send takes time by a bandwidth of theirs, and a call that keeps to a number of SMs takes as long as these
+do, if that is longer. The description of each algorithm gives its numbers (:mod:`shotcast.collectives.algorithms`).
 """
 
 from __future__ import annotations

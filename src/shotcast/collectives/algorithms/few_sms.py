@@ -22,8 +22,8 @@ _CHUNKS = 8
 """The chunks of a program that a message should at least have, so that sending and taking overlap."""
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 10, 128 << 10
 _TILE_BYTES = 64 << 10
-"""Bytes of the tiles of all ranks that a program has on their way at once; half as many from 24 SMs on, which still fill
-the link, so that a program of two ranks has room on an SM beside a product."""
+"""Bytes of the tiles of all ranks that a program has on their way at once. From 24 SMs on there are half as many, which
+still fill the link, so that a program of two ranks has room on an SM beside a product."""
 _MANY_SMS = 24
 
 
