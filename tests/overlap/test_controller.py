@@ -108,6 +108,22 @@ def test_streams_wait_for_each_other_as_much_as_they_must(name: str) -> None:
         assert not all(on_streams(plan, order, left_out)[0] for order in orders), f"wait {left_out} is not needed"
 
 
+def test_what_is_posted_waits_for_the_computation_before_it() -> None:
+    """As a bucket of gradients does; computation after it does not wait."""
+    streams, seen = EmulatedStreams(), list[str]()
+    lanes = StreamLanes(Rank("cpu"), streams=streams)  # type: ignore[arg-type]
+    streams.enqueue(lambda: seen.append("gradients"))
+    lanes.post(1, lambda: streams.enqueue(lambda: seen.append("average")))
+    streams.enqueue(lambda: seen.append("more"))
+    streams.run((1, 0))
+    assert seen == ["gradients", "average", "more"]
+    streams.enqueue(lambda: seen.append("gradients"))
+    lanes.post(1, lambda: streams.enqueue(lambda: seen.append("average")))
+    streams.enqueue(lambda: seen.append("more"))
+    streams.run((0, 1))
+    assert seen[3:] == ["gradients", "more", "average"]
+
+
 class DelayedLanes(ThreadLanes):
     """Threads of which one lane is late with each of its steps."""
 
