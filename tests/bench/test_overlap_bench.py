@@ -52,6 +52,13 @@ def test_table_picture_and_file(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     file.write_text(overlap.document([MEASURED], {}, "command", {}))
     assert overlap.read(file) == (MEASURED,)
+    printed = CliRunner().invoke(app, ["bench", "table", "--kind", "overlap", "--json", str(file)])
+    assert "| plain | 0.11 | 0.65 | 1.00 | 1.22 | 75% |" in printed.output
+    assert "`auto` took plain: why." in printed.output
+    drawn = CliRunner().invoke(
+        app, ["bench", "plot", str(tmp_path / "b.svg"), "--kind", "overlap", "--json", str(file)]
+    )
+    assert drawn.exit_code == 0, drawn.output
     file.write_text("{}")
     with pytest.raises(ConfigError, match="is not a result of shotcast bench overlap"):
         overlap.read(file)

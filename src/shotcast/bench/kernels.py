@@ -52,10 +52,10 @@ def of_modules(*modules: str) -> dict[str, str]:
     return _now(modules, _kind("cuda"))
 
 
-def of_collectives(device: str) -> dict[str, str]:
+def of_collectives(device: str, nodes: int = 1) -> dict[str, str]:
     """Return the fingerprints of all our kernels of collectives."""
     serving = implementations.algorithms().serving
-    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], _kind(device))
+    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], _kind(device, nodes))
 
 
 def _behind(row: Row) -> tuple[str, ...]:

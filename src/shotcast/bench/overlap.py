@@ -111,7 +111,7 @@ class OverlapRow:
     repeat: int
     steps: int
     lanes: int
-    hosts: int
+    nodes: int
     delay_us: float
     time_us: float
     compute_us: float
@@ -381,10 +381,9 @@ def document(measured: Sequence[Measured], environment: dict[str, Any], command:
     """Return results as JSON, with where, how and by which kernels they were measured."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     result = {"date": now, "command": command, "environment": environment, "kernels": kernels}
-    found = [
-        {"decision": one.decision, "clocks": one.clocks, "rows": [asdict(row) for row in one.rows]} for one in measured
-    ]
-    return json.dumps(result | {"measured": found}, indent=1) + "\n"
+    rows = [asdict(row) | {"measurement": number} for number, one in enumerate(measured) for row in one.rows]
+    choices = [{"decision": one.decision, "clocks": one.clocks} for one in measured]
+    return json.dumps(result | {"measurements": choices, "rows": rows}, indent=1) + "\n"
 
 
 def read(path: Path) -> tuple[Measured, ...]:
@@ -394,11 +393,15 @@ def read(path: Path) -> tuple[Measured, ...]:
         ConfigError: it is another file.
     """
     try:
+        found = json.loads(path.read_text())
+        rows: list[list[OverlapRow]] = [[] for _ in found["measurements"]]
+        for row in found["rows"]:
+            rows[row.pop("measurement")].append(_row(row))
         return tuple(
-            Measured(tuple(_row(row) for row in one["rows"]), one["decision"], tuple(one["clocks"]))
-            for one in json.loads(path.read_text())["measured"]
+            Measured(tuple(each), one["decision"], tuple(one["clocks"]))
+            for each, one in zip(rows, found["measurements"], strict=True)
         )
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{path} is not a result of shotcast bench overlap: {error}") from error
 
 

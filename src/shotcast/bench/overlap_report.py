@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _NOTHING_AT_ONCE = (COMPUTE, COMMUNICATION, SEQUENTIAL, LIBRARY)
 def title(row: OverlapRow) -> str:
     """Return what was measured, in words."""
     products = f"{row.repeat} x " if row.repeat > 1 else ""
-    hosts = f", {row.hosts} hosts at {row.delay_us / 1e3:g} ms one way" if row.hosts > 1 else ""
+    hosts = f", {row.nodes} hosts at {row.delay_us / 1e3:g} ms one way" if row.nodes > 1 else ""
     lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
     return (
         f"{row.steps} steps of {products}{'x'.join(map(str, row.gemm))} and {row.op} of {format_size(row.nbytes)} "
@@ -31,14 +31,31 @@ def title(row: OverlapRow) -> str:
     )
 
 
+COLUMNS = ("way", "ms", "/ sequential", "/ plain", "/ ideal", "hidden")
+
+
 def table(measured: Measured) -> Table:
     """Return the table of one configuration."""
-    found = Table("way", "ms", "/ sequential", "/ plain", "/ ideal", "hidden", title=title(measured.rows[0]))
+    found = Table(*COLUMNS, title=title(measured.rows[0]))
+    for cells in _cells(measured):
+        found.add_row(*cells)
+    return found
+
+
+def markdown(measured: Sequence[Measured]) -> str:
+    """Return a Markdown table of each configuration, under its title and above what ``auto`` decided."""
+    parts = []
+    for one in measured:
+        lines = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS), *_cells(one))]
+        parts += [f"{title(one.rows[0])}:", "\n".join(lines), f"`auto` took {one.decision}."]
+    return "\n\n".join(parts)
+
+
+def _cells(measured: Measured) -> Iterator[tuple[str, ...]]:
     for row in measured.rows:
         ratios = (row.time_us / base for base in (row.sequential_us, row.plain_us, row.ideal_us))
         hidden = f"{row.hidden:.0%}" if row.way not in _NOTHING_AT_ONCE else ""
-        found.add_row(row.way, f"{row.time_us / 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), hidden)
-    return found
+        yield row.way, f"{row.time_us / 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), hidden
 
 
 def plot(measured: Sequence[Measured], path: Path) -> None:

@@ -414,7 +414,7 @@ def _overlap_command(
             screen.print(overlap_report.table(measured[-1]))
             screen.print(f"auto: {measured[-1].decision}")
             if json_file is not None:  # after each: it may take minutes, and the next may fail
-                behind = kernels.of_collectives(name)
+                behind = kernels.of_collectives(name, hosts or 1)
                 json_file.write_text(overlap.document(measured, environment, command, behind))
     if json_file is not None:
         screen.print(f"wrote {json_file}")
@@ -432,7 +432,10 @@ OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these size
 def _table_command(
     json_files: Raw = [],  # noqa: B006  # typer makes a list of its own
     kind: Annotated[
-        str, typer.Option("--kind", help="times, summary, ratios, fused, hosts, model, between, engine or algorithms.")
+        str,
+        typer.Option(
+            "--kind", help="times, summary, ratios, fused, hosts, model, between, overlap, engine or algorithms."
+        ),
     ] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
     world_size: OnlyWorldSize = "",
@@ -455,6 +458,14 @@ def _table_command(
         engine_rows = [row for path in json_files for row in engine_report.read(path)]
         typer.echo(kernels.with_note(engine_report.markdown(engine_rows), json_files))
         return
+    if kind == "overlap":
+        from shotcast.bench import overlap, overlap_report
+
+        if measure or world_size or sizes or columns:
+            raise ConfigError("a table of overlap takes no --measure, --world-size, --sizes or --columns")
+        measured = [one for path in json_files for one in overlap.read(path)]
+        typer.echo(kernels.with_note(overlap_report.markdown(measured), json_files))
+        return
     rows = _stored_rows(json_files, world_size)[0]
     wanted = [parse_size(size) for size in names_in(sizes)]
     typer.echo(kernels.with_note(markdown.markdown_table(rows, kind, wanted, names_in(columns), measure), json_files))
@@ -472,16 +483,22 @@ def _kernels_command(json_files: Raw) -> None:
 def _plot_command(
     picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
     json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="latency, speedup-over-ring, summary or engine.")] = "latency",
+    kind: Annotated[
+        str, typer.Option("--kind", help="latency, speedup-over-ring, summary, overlap or engine.")
+    ] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
     """Draw a picture of stored results; measures nothing."""
     from shotcast.bench import engine_report
     from shotcast.bench.plot import plot
 
-    if kind == "engine":
-        if world_size:
-            raise ConfigError("a picture of the engine takes no --world-size")
+    if kind in ("engine", "overlap") and world_size:
+        raise ConfigError(f"a picture of {kind} takes no --world-size")
+    if kind == "overlap":
+        from shotcast.bench import overlap, overlap_report
+
+        overlap_report.plot([one for path in json_files for one in overlap.read(path)], picture)
+    elif kind == "engine":
         engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
     else:
         rows, machine = _stored_rows(json_files, world_size)
