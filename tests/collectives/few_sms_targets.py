@@ -125,15 +125,34 @@ def cases(
     return done
 
 
+def pausing(rng: random.Random) -> None:
+    """Let the interpreted kernel pause at random before the parts of its steps, so that ranks get steps apart."""
+    from shotcast.transport.triton import few_sms
+
+    def later(part: Any) -> Any:
+        def paused(*args: Any) -> Any:
+            if rng.random() < 0.2:
+                time.sleep(rng.random() * 0.01)
+            return part(*args)
+
+        return paused
+
+    for name in ("send_chunk", "add_chunk", "take_chunk", "raise_progress"):
+        setattr(few_sms, name, later(getattr(few_sms, name)))
+
+
 def many_chunks(device: str, count: int, launch: tuple[int, int, int, int], calls: int) -> int:
     """Make calls of many small chunks, which use each place of the window again and again."""
     with shotcast.Communicator(device=device, max_bytes=1 << 16, timeout_s=60) as comm:
         own = random.Random(comm.rank)
+        if device == "cpu":
+            pausing(own)
         for number in range(calls):
-            xs = inputs(count, torch.bfloat16, comm.world_size, number, comm.device)
+            xs = inputs(count + number % 2, torch.bfloat16, comm.world_size, number, comm.device)
             straggle(comm, own)
             out = torch.zeros_like(xs[0])
-            shape = LaunchShape(*launch)
+            # calls divide the window differently
+            shape = LaunchShape(*launch[:3], launch[3] * (1 + number % 2))
             comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="few_sms", launch=shape, sms=launch[0])
             check(out, reference.ordered_sum(xs), number)
         settle(comm)
