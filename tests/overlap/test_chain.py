@@ -74,6 +74,7 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
     monkeypatch.setattr(chains, "StreamLanes", lambda comm, priority: ThreadLanes([comm]))
     monkeypatch.setattr(chains, "LibraryProduct", Product)
     monkeypatch.setattr(chains, "agree_on", lambda comm, plan: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def communicate(comm: object, x: int, **arguments: int) -> None:
         seen.append((x, arguments))
@@ -83,6 +84,11 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
         assert [known.name for known in one.ways()] == ["sequential", "plain", "priority", "16 SMs", "24 SMs"]
         one()
         one.close()
+    one = chains.chain(Rank(), [lambda: 7])  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match="decided on at its first call"):
+        one()
+    one.close()
     assert seen == ["leave 24", "leave none", (7, {"sms": 24}), "leave 0", "leave none", (7, {})]
 
 

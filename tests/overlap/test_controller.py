@@ -287,6 +287,16 @@ def test_threads_end_with_their_lanes() -> None:
         assert not thread.is_alive()
 
 
+def test_a_lane_outlives_work_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("no average")
+
+    with threads() as controller:
+        controller.lanes.post(1, fail)
+        controller.run(schedule.chain(1), {"compute 0": lambda: 1}, {"communicate 0": lambda comm: 2})
+    assert "no average" in caplog.text
+
+
 def test_one_hardware_queue_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     StreamLanes(Rank("cpu"), streams=EmulatedStreams())  # type: ignore[arg-type]
     assert not caplog.records

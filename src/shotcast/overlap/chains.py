@@ -61,6 +61,8 @@ class Chain:
     def __call__(self) -> list[Any]:
         """Run the chain once and return what each communication returned. The first call also decides how."""
         if not self._agreed:
+            if self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ConfigError("a chain is decided on at its first call; make one before a graph capture")
             agree_on(self._comm, self._plan)
             self._agreed = True
         if self._way == AUTO:

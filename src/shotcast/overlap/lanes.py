@@ -261,7 +261,10 @@ _STOP = None
 
 def _serve(work: queue.SimpleQueue[Work | None]) -> None:
     while (item := work.get()) is not _STOP:
-        item()
+        try:
+            item()
+        except Exception:
+            logger.exception("work that was posted to a lane raised")  # what comes next must not wait for ever
         del item  # a tensor of the work is released now, not with the next work
 
 
