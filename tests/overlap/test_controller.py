@@ -109,7 +109,7 @@ def test_streams_wait_for_each_other_as_much_as_they_must(name: str) -> None:
 
 
 def test_what_is_posted_waits_for_the_computation_before_it() -> None:
-    """As a bucket of gradients does; computation after it does not wait."""
+    """A bucket of gradients waits so; computation after it does not wait."""
     streams, seen = EmulatedStreams(), list[str]()
     lanes = StreamLanes(Rank("cpu"), streams=streams)  # type: ignore[arg-type]
     streams.enqueue(lambda: seen.append("gradients"))
