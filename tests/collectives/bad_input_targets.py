@@ -17,6 +17,7 @@ import shotcast
 from shotcast import ClosedError, ConfigError, ShotcastError, UnsupportedError
 from shotcast.collectives import communicator
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.registry import registered
 
 Call = Callable[[Communicator], Any]
 
@@ -123,7 +124,7 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "unknown algorithm": (
         lambda c: c.all_reduce(x(6), algorithm="tree"),
         ConfigError,
-        ("unknown algorithm 'tree'", "auto, one_shot, two_shot, two_shot_fp8, multimem, ring"),
+        ("unknown algorithm 'tree'", ", ".join(("auto", *registered()))),
     ),
     "unknown algorithm to explain": (lambda c: c.explain(x(6), algorithm="tree"), ConfigError, ("'tree'",)),
     "unknown reduction": (

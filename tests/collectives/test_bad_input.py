@@ -16,6 +16,7 @@ import pytest
 import shotcast
 from shotcast import ConfigError
 from shotcast.collectives.choice.table import Row, render
+from shotcast.collectives.registry import registered
 from shotcast.wire import LaunchShape, NodeShape
 
 
@@ -48,7 +49,7 @@ class TestEnvironment:
         ({"WORLD_SIZE": "2.0"}, ("WORLD_SIZE='2.0' is not accepted", "a whole number")),
         (
             {"SHOTCAST_ALGORITHM": "tree"},
-            ("SHOTCAST_ALGORITHM='tree' is not accepted", "auto, one_shot, two_shot, two_shot_fp8, multimem, ring"),
+            ("SHOTCAST_ALGORITHM='tree' is not accepted", ", ".join(("auto", *registered()))),
         ),
         ({"SHOTCAST_CPU_KERNELS": "fast"}, ("SHOTCAST_CPU_KERNELS='fast'", "compiled or interpreter")),
     ]

@@ -94,7 +94,8 @@ def test_cells_hold_a_piece_of_any_exchange(max_bytes: int) -> None:
         assert 16 <= where.piece_bytes <= max_bytes
         slice_words = -(-where.piece_bytes // (16 * local)) * 4
         assert 8 * network_slots(nodes) * 2 * slice_words <= where.network_quads * 16
-        assert where.nbytes == (where.network_at + 2 * where.network_quads) * 16
+        assert where.window_at == where.network_at + 2 * where.network_quads
+        assert where.nbytes == (where.window_at + where.window_quads) * 16
         if max_bytes >= 512 << 20:
             assert where.piece_bytes >= 256 << 10, "a launch is short beside the time on the network"
 
