@@ -19,10 +19,18 @@ from quick_interpreter import interpret
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.device_state import DeviceState
-from shotcast.engine.input_batch import build_input_batch, max_tiles, pack_decode, pack_prefill, prefill_layout
+from shotcast.engine.input_batch import (
+    InputBatch,
+    build_input_batch,
+    max_tiles,
+    pack_decode,
+    pack_prefill,
+    prefill_layout,
+)
 from shotcast.engine.model_runner import ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
 from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams
@@ -32,6 +40,7 @@ from shotcast.kernels.triton.step_inputs import FIELDS
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.batch import Logits
 from shotcast.layers.step_timer import HostStepTimer
+from shotcast.overlap.policy import Decision
 
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
@@ -105,6 +114,21 @@ def test_halves_of_prompts_change_no_output(folder: Path) -> None:
         for one, other in zip(progress, halves[name], strict=True):
             for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
                 assert (mine and mine.logprob) == pytest.approx(theirs and theirs.logprob, abs=1e-4)
+
+
+def test_only_steps_with_prompts_are_divided() -> None:
+    """Decode reads all weights for each half."""
+    overlap = object.__new__(PrefillOverlap)
+    overlap.decision, overlap._least = Decision("halves", "", {}, {}, {}), 64
+
+    def step(*counts: int) -> InputBatch:
+        tokens, rows = np.zeros(sum(counts), np.int32), np.zeros(len(counts), np.int32)
+        return InputBatch(tokens, tokens, tokens, rows, rows, np.array(counts, np.int32), rows, rows > 0)
+
+    assert overlap.serves(step(64))
+    assert overlap.serves(step(*[1] * 62, 2))
+    assert not overlap.serves(step(*[1] * 100))
+    assert not overlap.serves(step(63))
 
 
 @pytest.mark.full

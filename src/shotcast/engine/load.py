@@ -83,7 +83,8 @@ def load(
     def new_runner(num_blocks: int) -> ModelRunner:
         limits = num_blocks, config.block_size, config.max_sequences, max_model_len
         reports = job.rank == config.output_rank
-        return ModelRunner(part, *limits, int(salt), decode_sizes, prefill_sizes, reports, config.overlap)
+        sizes = decode_sizes, prefill_sizes
+        return ModelRunner(part, *limits, int(salt), *sizes, reports, config.overlap, config.max_batch_tokens)
 
     started = time.perf_counter()
     blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)

@@ -83,6 +83,7 @@ class ModelRunner:
             needs ``decode_sizes``.
         overlap: whether steps with prompts that allocate their memory are computed by halves, of which one communicates
             while the other computes: ``auto`` (as measured), ``on`` or ``off``.
+        max_batch_tokens: the most tokens of a step, for that measurement.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -99,6 +100,7 @@ class ModelRunner:
         prefill_sizes: tuple[int, ...] = (),
         reports: bool = True,
         overlap: str = "off",
+        max_batch_tokens: int = 2048,
     ) -> None:
         self._reports = reports
         static = bool(decode_sizes)
@@ -118,7 +120,8 @@ class ModelRunner:
             values = torch.empty(max_sequences, model.config.vocab, device=device)
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
-        self._overlap = PrefillOverlap(self._state, "off" if prefill_sizes else overlap, self._host_tables)
+        overlap = "off" if prefill_sizes else overlap
+        self._overlap = PrefillOverlap(self._state, overlap, self._host_tables, max_batch_tokens)
         self._decode_graphs = self._prefill_graphs = self._feedback = None
         if static and model.parallel.can_send_back(last_tokens):
             self._feedback = TokenFeedback(model.parallel, last_tokens)
@@ -143,7 +146,7 @@ class ModelRunner:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of ``step_s`` that were spent in collectives."""
+        """Seconds spent in collectives: a part of ``step_s``, but for those that ran beside the computation."""
         return self._state.model.parallel.timer.communication_s
 
     @torch.inference_mode()

@@ -35,13 +35,15 @@ class PrefillOverlap:
         state: the state of this rank.
         overlap: ``auto`` to measure, ``on`` for always, ``off`` for never.
         tables: the block tables of the host, int32 [slots + 1, blocks].
+        max_batch_tokens: the most tokens of a step.
 
     Attributes:
         decision: what was decided, and why.
     """
 
-    def __init__(self, state: DeviceState, overlap: str, tables: Int32Array):
-        self._state, self._tables = state, tables
+    def __init__(self, state: DeviceState, overlap: str, tables: Int32Array, max_batch_tokens: int):
+        self._state, self._tables, self._most = state, tables, max_batch_tokens
+        self._least = LEAST_TOKENS
         self._controller: Controller | None = None
         parallel = state.model.parallel
         obstacle = ""
@@ -69,10 +71,11 @@ class PrefillOverlap:
             return
         self._measures = False
         state = self._state
-        tokens = min(_MEASURED_TOKENS, self._tables.shape[1] * state.block_size)
+        tokens = min(_MEASURED_TOKENS, self._tables.shape[1] * state.block_size, self._most)
         if tokens < LEAST_TOKENS:
-            self.decision = Decision(SEQUENTIAL, "sequences are too short to divide", {}, {}, {})
+            self.decision = Decision(SEQUENTIAL, "steps are too short to divide", {}, {}, {})
             return
+        self._least = max(LEAST_TOKENS, tokens // 2)  # what was measured says little of much shorter steps
         positions = np.arange(tokens, dtype=np.int32)
         row = np.zeros(1, np.int32)
         slots = cache_slots(self._tables, np.repeat(row, tokens), positions, state.block_size)
@@ -89,7 +92,9 @@ class PrefillOverlap:
 
     def serves(self, step: InputBatch) -> bool:
         """Return whether the step is computed by halves."""
-        return self.decision.way == _HALVES and len(step.tokens) >= LEAST_TOKENS
+        if self.decision.way != _HALVES or len(step.tokens) < self._least:
+            return False
+        return bool((step.num_scheduled > 1).any())  # a step of decode alone reads all weights for each half
 
     def run(self, halves: Sequence[Batch]) -> Logits | None:
         """Compute the logits of a step from its halves."""
