@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -197,3 +198,61 @@ def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str
             found.append({name: value.cpu() for name, value in grads.items() if value is not None})
         lanes.close()
     return found
+
+
+def uncommon_uses_of_layers() -> dict[str, Any]:
+    """Use layers under autocast, with weights that change, frozen, copied, and on no rows. Return what was seen."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(24, 64), torch.nn.Linear(64, 24)
+    x = torch.randn(10, 24)
+    seen: dict[str, Any] = {}
+    with shotcast.Communicator(device="cpu") as comm:
+        lanes = shotcast.overlap.lanes_of(comm)
+        column = shotcast.overlap.ColumnParallelLinear(lanes, up, "plain")
+        row = shotcast.overlap.RowParallelLinear(lanes, down, "sequential")
+        one = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = row(column(one))
+        y.float().sum().backward()
+        assert one.grad is not None
+        seen["autocast"] = y.dtype, y.detach().float(), one.grad.clone(), column.weight.grad.dtype
+        one.grad = None
+        y = row(column(one))
+        with torch.no_grad():
+            row.weight.mul_(2)
+        seen["changed"] = ""
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            seen["changed"] = str(error)
+        with torch.no_grad():
+            row.weight.div_(2)
+            given = {"weight": torch.zeros_like(row.weight), "bias": row.bias}
+            seen["given"] = torch.func.functional_call(row, given, (column(x),)), row.bias.detach().clone()
+            seen["copy"] = torch.equal(copy.deepcopy(row)(column(x)), row(column(x)))
+        seen["pickled"] = ""
+        try:
+            pickle.dumps(row)
+        except TypeError as error:
+            seen["pickled"] = str(error)
+        seen["empty"] = tuple(row(column(x[:0])).shape), tuple(row(column(x[0])).shape)
+        frozen = shotcast.overlap.ColumnParallelLinear(lanes, up.requires_grad_(False), "plain")
+        one.grad = None
+        frozen(one).sum().backward()
+        seen["frozen"] = frozen.weight.requires_grad, frozen.bias.requires_grad, one.grad.clone()  # type: ignore[union-attr]
+        lanes.close()
+    return seen
+
+
+def chain_by_another_way() -> str:
+    """Time a chain that each rank would run by another way. Return the error."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        one = chain(comm, [lambda: torch.ones(3)] * 2, way=("sequential", "plain")[comm.rank])
+        try:
+            one.timed()
+        except shotcast.ConfigError as error:
+            return str(error)
+        finally:
+            one.close()
+    return ""

@@ -39,7 +39,9 @@ def test_any_rank_may_be_late_in_any_step() -> None:
 
 def test_ranks_with_other_schedules_are_refused() -> None:
     for error in spawn(targets.different_chains, 2, timeout_s=60):
-        assert error == "ranks [1] overlap by another schedule than rank 0; steps and their order must be equal"
+        assert (
+            error == "ranks [1] overlap by another schedule than rank 0; steps, their order, way and sms must be equal"
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
     monkeypatch.setattr(chains, "lanes_of", lambda comm, priority: ThreadLanes([comm]))
     monkeypatch.setattr(chains, "StreamLanes", lambda comm, priority: ThreadLanes([comm]))
     monkeypatch.setattr(chains, "LibraryProduct", Product)
-    monkeypatch.setattr(chains, "agree_on", lambda comm, plan: None)
+    monkeypatch.setattr(chains, "agree_on", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def communicate(comm: object, x: int, **arguments: int) -> None:
@@ -95,3 +97,18 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="overlap needs a communicator"):
         shotcast.overlap.chain((), [lambda: torch.ones(1)])
+
+
+def test_chains_that_run_otherwise_on_some_ranks_are_refused() -> None:
+    for error in spawn(targets.chain_by_another_way, 2, timeout_s=60):
+        assert "overlap by another schedule than rank 0" in error
+
+
+def test_a_way_that_does_not_exist_is_refused() -> None:
+    class Rank:
+        device = torch.device("cpu")
+
+    one = chains.chain([Rank()], [lambda: torch.ones(1)])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a chain runs by one of auto, sequential, plain, not 'fast'"):
+        one.timed("fast")
+    one.close()

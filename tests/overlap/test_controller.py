@@ -266,15 +266,20 @@ def test_a_step_without_work_and_a_nested_run_are_refused() -> None:
 
 def test_the_other_thread_has_the_modes_of_autograd() -> None:
     seen: list[tuple[bool, bool]] = []
+    cast: list[torch.dtype] = []
 
     def communicate(comm: Any) -> None:
         seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        cast.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
 
     with threads() as controller:
         for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
             with mode:
                 controller.run(schedule.chain(1), {"compute 0": lambda: 1}, {"communicate 0": communicate})
-    assert seen == [(True, False), (False, False), (False, True)]
+        with torch.autocast("cpu", torch.bfloat16):
+            controller.run(schedule.chain(1), {"compute 0": lambda: 1}, {"communicate 0": communicate})
+    assert seen[:3] == [(True, False), (False, False), (False, True)]
+    assert cast == [torch.float32] * 3 + [torch.bfloat16]
 
 
 def test_threads_end_with_their_lanes() -> None:

@@ -51,6 +51,32 @@ def check_block(device: str, tolerance: float) -> None:
             assert torch.equal(value, result[1][name]), name
 
 
+def test_uncommon_uses() -> None:
+    results = spawn(targets.uncommon_uses_of_layers, 2, timeout_s=300)
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(24, 64), torch.nn.Linear(64, 24)
+    x = torch.randn(10, 24).requires_grad_()
+    y = down(up(x))
+    y.sum().backward()
+    dx = x.grad
+    assert dx is not None
+    for seen in results:
+        dtype, value, grad, weights = seen["autocast"]
+        assert (dtype, weights) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(value, y.detach(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(grad, dx, rtol=0.05, atol=0.05)
+        assert "modified by an inplace operation" in seen["changed"]
+        given, bias = seen["given"]
+        torch.testing.assert_close(given, bias.expand_as(given))
+        assert seen["copy"]
+        assert "save its state_dict()" in seen["pickled"]
+        assert seen["empty"] == ((0, 24), (24,))
+        trained, trained_bias, grad = seen["frozen"]
+        assert not trained
+        assert not trained_bias
+        torch.testing.assert_close(grad, up.weight.detach().sum(0).expand_as(x), rtol=1e-5, atol=1e-5)
+
+
 class Rank:
     """A stand-in for a communicator of three ranks."""
 

@@ -103,6 +103,14 @@ def test_models_spare_measurements_but_not_of_plain_overlap(monkeypatch: pytest.
     assert "not measured: way 0 (100 us" in str(decision)
 
 
+def test_the_most_promising_overlap_is_always_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions alone never rule out all overlap."""
+    predicted = {"sequential": 100.0, "2 chunks": 110.0, "4 chunks": 120.0}
+    decision, ran = decided(monkeypatch, {"sequential": [100.0], "2 chunks": [70.0], "4 chunks": [60.0]}, predicted)
+    assert decision.way == "2 chunks"
+    assert "4 chunks" not in ran
+
+
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     decision, _ = decided(monkeypatch, {"sequential": [100.0], "plain": [50.0]}, factor=3.0)
     assert decision.median_us == {"sequential": 300, "plain": 150}

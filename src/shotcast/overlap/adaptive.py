@@ -54,4 +54,4 @@ class Adaptive:
             times = predict()
             decision = decide(self._comm, [Way(name, run, times.get(name)) for name, run in ways.items()])
             self.decisions[shape] = decision
-        return ways[decision.way]()
+        return ways.get(decision.way, ways[SEQUENTIAL])()  # a smaller shape may have fewer ways

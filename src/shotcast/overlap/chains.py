@@ -50,9 +50,7 @@ class Chain:
             urgent = self._lanes[PRIORITY] = StreamLanes(self._comm, HIGH)
             self._sms = {f"{budget} SMs": budget for budget in sms}
             self._lanes |= dict.fromkeys(self._sms, urgent)
-        names = (AUTO, SEQUENTIAL, *self._lanes)
-        if way not in names:
-            raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
+        self._known(way)
         self._computations, self._communicate = tuple(computations), communicate
         self._plan = schedule.chain(len(self._computations))
         self._way, self._agreed = way, False
@@ -60,11 +58,7 @@ class Chain:
 
     def __call__(self) -> list[Any]:
         """Run the chain once and return what each communication returned. The first call also decides how."""
-        if not self._agreed:
-            if self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise ConfigError("a chain is decided on at its first call; make one before a graph capture")
-            agree_on(self._comm, self._plan)
-            self._agreed = True
+        self._agree()
         if self._way == AUTO:
             self.decision = self._decide()
             self._way = self.decision.way
@@ -73,6 +67,8 @@ class Chain:
     def timed(self, way: str | None = None) -> tuple[list[Any], Timeline]:
         """Do one call, by ``way`` if it is given, and return when each step ran. Waits for its end."""
         chosen = way or self._way
+        self._known(chosen)
+        self._agree()
         if chosen == AUTO:
             self()
             chosen = self._way
@@ -88,6 +84,20 @@ class Chain:
         """End the threads of the chain; not the communicators."""
         for lanes in self._lanes.values():
             lanes.close()
+
+    def _known(self, way: str) -> None:
+        names = (AUTO, SEQUENTIAL, *self._lanes)
+        if way not in names:
+            raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
+
+    def _agree(self) -> None:
+        """Compare the chain with those of the other ranks, once."""
+        if self._agreed:
+            return
+        if self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError("a chain is decided on at its first call; make one before a graph capture")
+        agree_on(self._comm, self._plan, self._way, tuple(self._lanes), self._lanes[PLAIN].count)
+        self._agreed = True
 
     def _parts(self, way: str) -> tuple[Controller, Schedule]:
         if way == SEQUENTIAL:

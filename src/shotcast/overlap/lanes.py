@@ -327,11 +327,16 @@ class ThreadLanes(Lanes):
             work()
             return
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
         def guarded() -> None:
             if run.error is None:
                 try:
-                    with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                    with (
+                        torch.inference_mode(inference),
+                        torch.set_grad_enabled(gradients),
+                        torch.autocast("cpu", dtype, enabled=cast),
+                    ):
                         work()
                 except BaseException as error:
                     run.fail(error)

@@ -8,6 +8,7 @@ sums some rows under the product of the next rows. The other pass of each needs 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,16 @@ class _Divided(nn.Module):
         self._comm = self._lanes.communicators[0]
         self.adaptive = Adaptive(self._comm, way)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Divided:
+        """Return a copy with parameters of its own, on the same lanes."""
+        memo |= {id(shared): shared for shared in (self._lanes, self._controller, self._comm)}
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("this layer cannot be pickled, as it is joined with other ranks; save its state_dict()")
+
     def _part(self, size: int, what: str) -> slice:
         ranks = self._comm.world_size
         if size % ranks:
@@ -51,12 +62,24 @@ class _Divided(nn.Module):
         each = size // ranks
         return slice(self._comm.rank * each, (self._comm.rank + 1) * each)
 
-    def _keep(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        def parameter(x: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(x.detach().to(self._comm.device, copy=True).contiguous())
+    def _keep(self, linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        def parameter(x: torch.Tensor, trained: bool) -> nn.Parameter:
+            own = x.detach().to(self._comm.device, copy=True).contiguous()
+            return nn.Parameter(own, requires_grad=trained)
 
-        self.weight = parameter(weight)
-        self.bias = None if bias is None else parameter(bias)
+        self.weight = parameter(weight, linear.weight.requires_grad)
+        self.bias = None if bias is None else parameter(bias, linear.bias.requires_grad)
+
+    def _apply_to(self, function: type[torch.autograd.Function], x: torch.Tensor) -> torch.Tensor:
+        """Apply a function to ``x``, weight and bias, in the dtype that autocast asks for."""
+        operands: tuple[torch.Tensor | None, ...] = (x, self.weight, self.bias)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            operands = tuple(None if one is None else one.to(dtype) for one in operands)
+        with torch.autocast(kind, enabled=False):
+            out: torch.Tensor = function.apply(*operands, self)
+        return out
 
 
 class ColumnParallelLinear(_Divided):
@@ -65,10 +88,10 @@ class ColumnParallelLinear(_Divided):
     Args:
         ranks: a communicator; or lanes that several layers share, from :func:`shotcast.overlap.lanes_of`.
         linear: the whole layer, the same on all ranks.
-        way: ``auto``, which measures at the first backward of a shape; or ``sequential`` or ``plain``.
+        way: ``auto``, which measures at the first backward of about so many rows; or ``sequential`` or ``plain``.
 
     Attributes:
-        adaptive: its ``decisions`` say what was chosen for each shape, and why.
+        adaptive: its ``decisions`` say what was chosen, by rows (up to a power of two) and dtype, and why.
 
     Raises:
         ConfigError: the outputs are not divisible among the ranks.
@@ -77,19 +100,17 @@ class ColumnParallelLinear(_Divided):
     def __init__(self, ranks: Communicator | Lanes, linear: nn.Linear, way: str = AUTO):
         super().__init__(ranks, way)
         part = self._part(linear.out_features, "outputs")
-        self._keep(linear.weight[part], None if linear.bias is None else linear.bias[part])
+        self._keep(linear, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's outputs of ``x``, which is the same on all ranks."""
-        out: torch.Tensor = _Column.apply(x, self.weight, self.bias, self)
-        return out
+        return self._apply_to(_Column, x)
 
     def backward(
-        self, x: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
+        self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of the input, summed over the ranks, and of this rank's weights and bias."""
         rows, grads = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        weight = self.weight.detach()
 
         def of_input() -> torch.Tensor:
             return rows @ weight
@@ -121,7 +142,7 @@ class ColumnParallelLinear(_Divided):
         ways: dict[str, Callable[[], Any]] = {SEQUENTIAL: sequential}
         if needs[1] and self._comm.world_size > 1:
             ways[PLAIN] = plain
-        dx, dw, db = self.adaptive.run((rows.shape[0], rows.dtype), ways)
+        dx, dw, db = self.adaptive.run((_bucket(rows.shape[0]), rows.dtype, needs), ways)
         return dx.view(x.shape), dw, db
 
 
@@ -132,15 +153,15 @@ class _Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ColumnParallelLinear
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return F.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        return (*ctx.layer.backward(x, dy, ctx.needs_input_grad), None)
+        x, weight = ctx.saved_tensors
+        return (*ctx.layer.backward(x, weight, dy, ctx.needs_input_grad), None)
 
 
 class RowParallelLinear(_Divided):
@@ -152,11 +173,11 @@ class RowParallelLinear(_Divided):
     Args:
         ranks: as for :class:`ColumnParallelLinear`.
         linear: the whole layer, the same on all ranks.
-        way: ``auto``, which measures at the first forward of a shape; or ``sequential``, or ``2 chunks``, ``4 chunks``
-            or ``8 chunks``.
+        way: ``auto``, which measures at the first forward of about so many rows; or ``sequential``, or ``2 chunks``,
+            ``4 chunks`` or ``8 chunks``.
 
     Attributes:
-        adaptive: its ``decisions`` say what was chosen for each shape, and why.
+        adaptive: its ``decisions`` say what was chosen, by rows (up to a power of two) and dtype, and why.
 
     Raises:
         ConfigError: the inputs are not divisible among the ranks.
@@ -165,16 +186,14 @@ class RowParallelLinear(_Divided):
     def __init__(self, ranks: Communicator | Lanes, linear: nn.Linear, way: str = AUTO):
         super().__init__(ranks, way)
         part = self._part(linear.in_features, "inputs")
-        self._keep(linear.weight[:, part], linear.bias)
+        self._keep(linear, linear.weight[:, part], linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the outputs from this rank's inputs, on all ranks."""
-        out: torch.Tensor = _Row.apply(x, self.weight, self.bias, self)
-        return out
+        return self._apply_to(_Row, x)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply [rows, inputs / ranks] and sum over the ranks: [rows, outputs], without bias."""
-        weight = self.weight.detach().t()
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply [rows, inputs / ranks] by [inputs / ranks, outputs] and sum over the ranks: [rows, outputs]."""
 
         def in_chunks(count: int) -> torch.Tensor:
             out = x.new_empty(x.shape[0], weight.shape[1])
@@ -210,7 +229,12 @@ class RowParallelLinear(_Divided):
                 found[f"{count} chunks"] = makespan_us(schedule.chain(count), times)
             return found
 
-        return self.adaptive.run((x.shape[0], x.dtype), ways, predict)
+        return self.adaptive.run((_bucket(x.shape[0]), x.dtype), ways, predict)
+
+
+def _bucket(rows: int) -> int:
+    """Return the least power of two from ``rows`` on. One decision serves all numbers of rows up to it."""
+    return 1 << max(rows - 1, 0).bit_length()
 
 
 def _sum(comm: Communicator, x: torch.Tensor) -> None:
@@ -225,10 +249,10 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: RowParallelLinear
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        out = layer.product(x.reshape(-1, x.shape[-1]))
+        out = layer.product(x.reshape(-1, x.shape[-1]), weight.t())
         if bias is not None:
             out += bias
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable

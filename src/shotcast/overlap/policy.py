@@ -6,6 +6,7 @@ are always measured, and nothing is chosen that was more than 2% slower than the
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import time
@@ -86,16 +87,22 @@ def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
     return [float(value) for value in comm.all_gather(own).view(comm.world_size, -1).amax(0)]
 
 
-def agree_on(comm: Communicator, plan: Schedule) -> None:
-    """Raise ConfigError on all ranks unless all have this schedule. Collective.
+def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
+    """Raise ConfigError on all ranks unless all have this schedule and these settings. Collective.
 
-    Ranks with different schedules would make their calls in different orders.
+    Ranks with different ones would make their calls in different orders.
+
+    Args:
+        comm: the ranks.
+        plan: the schedule.
+        settings: what else decides which calls are made; compared as text.
     """
-    own = torch.tensor([int(plan.digest, 16) >> 1], dtype=torch.int64, device=comm.device)
+    digest = hashlib.sha256(repr((plan.digest, *settings)).encode()).digest()
+    own = torch.tensor([int.from_bytes(digest[:8]) >> 1], dtype=torch.int64, device=comm.device)
     digests = [int(digest) for digest in comm.all_gather(own)]
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ConfigError(
-            f"ranks {others} overlap by another schedule than rank 0; steps and their order must be equal"
+            f"ranks {others} overlap by another schedule than rank 0; steps, their order, way and sms must be equal"
         )
 
 
@@ -113,7 +120,8 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Dec
 
     Args:
         comm: the ranks. Nothing else uses it meanwhile.
-        ways: the first is the sequential one; a plain overlap is named ``plain``.
+        ways: the first is the sequential one; a plain overlap is named ``plain``. Where there is none, the way that
+            is predicted to be the fastest takes its place.
         rounds: how often each is measured.
 
     Raises:
@@ -124,9 +132,12 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Dec
     predicted, left_out = _predictions(comm, ways), {}
     chosen = []
     best = min(predicted.values(), default=math.inf)
+    plain = PLAIN
+    if all(way.name != PLAIN for way in ways):
+        plain = min((way.name for way in ways[1:]), key=lambda name: predicted.get(name, math.inf), default=PLAIN)
     for way in ways:
         time_us = predicted.get(way.name)
-        if way.name in (SEQUENTIAL, PLAIN) or time_us is None:
+        if way.name in (SEQUENTIAL, plain) or time_us is None:
             chosen.append(way)
         elif time_us * WORTH > predicted.get(SEQUENTIAL, math.inf):
             left_out[way.name] = f"{time_us:.0f} us predicted, no less than sequential"
@@ -134,7 +145,7 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Dec
             left_out[way.name] = f"{time_us:.0f} us predicted, where {best:.0f} are possible"
         else:
             chosen.append(way)
-    others = [way for way in chosen if way.name not in (SEQUENTIAL, PLAIN)]
+    others = [way for way in chosen if way.name not in (SEQUENTIAL, plain)]
     for way in sorted(others, key=lambda way: predicted.get(way.name, math.inf))[MOST_MEASURED:]:
         chosen.remove(way)
         left_out[way.name] = f"{MOST_MEASURED} others are predicted to be faster"
