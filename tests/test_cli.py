@@ -121,6 +121,7 @@ class TestBench:
         assert points == [(n, size, name) for n in (2, 3) for size in (64, 512, 4096) for name in names]
         assert picture.read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.full
     def test_under_torchrun(self, tmp_path: Path) -> None:
         result_file = tmp_path / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -272,6 +273,7 @@ class TestTune:
         assert len(second["provenance"]) == 2
         assert len(second["measurements"]) > len(first["measurements"])
 
+    @pytest.mark.full
     def test_under_torchrun(self, tmp_path: Path) -> None:
         path = tmp_path / "t.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -125,7 +125,7 @@ def test_cases_cover_every_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(n, marks=[pytest.mark.full] if n in (5, 7) else []) for n in WORLD_SIZES]
+    "world_size", [pytest.param(n, marks=[pytest.mark.full] if n in (5, 6, 7) else []) for n in WORLD_SIZES]
 )
 def test_pairwise(world_size: int) -> None:
     """Run the cases of one world size, with random stragglers."""
