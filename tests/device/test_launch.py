@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from collections.abc import Iterator
@@ -237,6 +238,30 @@ def test_a_profilers_hook_sees_launches(compiled: Compiled, library: Library) ->
     assert not library.launches
     (hooked,) = compiled.runs
     assert hooked[7] is triton.knobs.runtime.launch_enter_hook
+
+
+@pytest.mark.parametrize("stream", [STREAM, STREAM + 1, 0])
+def test_a_hooked_launch_goes_to_the_stream_it_is_given(
+    stream: int, compiled: Compiled, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [STREAM]
+
+    @contextlib.contextmanager
+    def on(handle: int) -> Iterator[None]:
+        current.append(handle)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(Driver, "get_current_stream", lambda self, device: current[-1])
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: handle or "one of a pool")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+    kernel, _ = cross.KERNELS["two_shot"]
+    Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)(stream, (1 << 41, 1 << 42))
+    (hooked,) = compiled.runs
+    assert hooked[3] == stream
+    assert current == [STREAM]
 
 
 def test_an_error_of_the_driver_is_told(library: Library) -> None:

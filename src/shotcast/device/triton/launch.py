@@ -8,6 +8,7 @@ addresses there and calls the driver. This is the only file that uses Triton's l
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import weakref
@@ -277,8 +278,8 @@ class Launch:
             for name, value in given.items():
                 if isinstance(descriptor := self._arguments[name], TensorDescriptor):
                     given[name] = dataclasses.replace(descriptor, base=value)
-            arguments = self._arguments | given
-            self._kernel[(self._programs,)](**arguments, **self._options)
+            with contextlib.nullcontext() if INTERPRETED else _current_stream(stream):
+                self._kernel[(self._programs,)](**(self._arguments | given), **self._options)
             return
         if self._prepared is None:
             self.load()
@@ -289,6 +290,14 @@ class Launch:
         config.stream = stream
         if error := enqueue(*arguments):
             driver.check(error, "launching a kernel")
+
+
+def _current_stream(handle: int) -> contextlib.AbstractContextManager[Any]:
+    """Let Triton's own launcher use a stream, which takes the current one."""
+    active = triton.runtime.driver.active
+    if active.get_current_stream(active.get_current_device()) == handle:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream())
 
 
 def _attribute(function: ctypes.c_void_p, attribute: int) -> int:
