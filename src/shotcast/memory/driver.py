@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,37 @@ class SideStream:
 def side_stream(device_index: int) -> SideStream:
     """Return the side stream of a GPU."""
     return SideStream(torch.device("cuda", device_index))
+
+
+def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
+    """Return a stream of the current GPU that nothing else uses, until no object refers to it.
+
+    Those that PyTorch makes come round again after 32. Captures may be under way.
+    """
+    made, non_blocking = ctypes.c_void_p(), 1
+    with _relaxed():
+        check(library().cuStreamCreate(ctypes.byref(made), non_blocking), "creating a stream")
+    handle = made.value
+    assert handle is not None
+    stream = torch.cuda.ExternalStream(handle, device)
+    weakref.finalize(stream, _destroy, handle).atexit = False
+    return stream
+
+
+def _destroy(handle: int) -> None:
+    with _relaxed():
+        library().cuStreamDestroy_v2(ctypes.c_void_p(handle))  # its work goes on
+
+
+@contextlib.contextmanager
+def _relaxed() -> Iterator[None]:
+    """Let this thread make calls that could disturb a capture, if they were ordered with it."""
+    mode = ctypes.c_int(2)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "relaxing captures")
+    try:
+        yield
+    finally:
+        library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def check(error: int, what: str) -> None:

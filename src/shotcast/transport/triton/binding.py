@@ -18,6 +18,7 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES
 from shotcast.memory import nvshmem_library
+from shotcast.transport.triton.lanes import LanesOfCalls
 from shotcast.transport.triton.layout import Layout
 from shotcast.wire import CallPlan, HeaderWords, Op
 
@@ -96,6 +97,7 @@ class KernelContext:
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
         puts_address: the address of the table of what puts to each rank take, in device memory; 0 where all regions
             are mapped.
+        lanes: the streams on which copy engines go on beside the stream of a call.
     """
 
     rank: int
@@ -114,6 +116,7 @@ class KernelContext:
     aligned: bool = field(default=True)
     nodes: int = field(default=1)
     puts_address: int = field(default=0)
+    lanes: LanesOfCalls = field(default_factory=LanesOfCalls)
 
     def launch(
         self,

@@ -1,4 +1,4 @@
-"""Copies by the copy engines of the GPUs, which take no SM but for the meetings of the ranks.
+"""Copies by the copy engines of the GPUs, which are meant to take no SM but for the meetings of the ranks.
 
     all_gather:  each rank copies x into its window; then each copies it from the windows of the others into out
     all_to_all:  the same, with a part for each rank
@@ -9,15 +9,15 @@ when the copies before it in its stream have ended, so a header says that the by
 of round i also waits until this rank has ended its copies of round i - 2. So a rank that has met in round i - 2 may
 write into the place that round i - 4 used. A last meeting leaves the window quiet for the calls after.
 
-Three kinds of streams, forked from that of the call and joined to it, keep the engines busy: rounds are staged ahead,
-and a meeting goes on beside the copies of the round before. CPU ranks of the interpreter do the same in turn.
+Three kinds of streams, forked from that of the call and joined to it, are to keep the engines busy: rounds are staged
+ahead, and a meeting goes on beside the copies of the round before (:mod:`.lanes`). CPU ranks of the
+interpreter do the same in turn.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,10 +27,11 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
-from shotcast.memory import driver
+from shotcast.memory import driver, streams
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.binding import EnqueuedCall, KernelContext
+from shotcast.transport.triton.lanes import LanesOfCalls
 from shotcast.wire import CallPlan, Op
 
 PLACES = layout.COPY_PLACES
@@ -52,23 +53,6 @@ class Round(NamedTuple):
     pulled: tuple[tuple[Copy, ...], ...]
 
 
-class Lanes:
-    """The streams of a GPU for copies of calls, and events between them, which serve again every four rounds."""
-
-    def __init__(self, device: torch.device, peers: int):
-        self.stage, self.meet = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.pull = [torch.cuda.Stream(device) for _ in range(peers)]
-        self.start = torch.cuda.Event()
-        self.staged, self.met = ([torch.cuda.Event() for _ in range(PLACES)] for _ in range(2))
-        self.pulled = [[torch.cuda.Event() for _ in range(peers)] for _ in range(PLACES)]
-
-
-@functools.cache
-def lanes(index: int, peers: int) -> Lanes:
-    """Return the lanes of a GPU."""
-    return Lanes(torch.device("cuda", index), peers)
-
-
 class EngineCopies:
     """The rounds of a call, which are enqueued as a kernel is.
 
@@ -76,10 +60,11 @@ class EngineCopies:
         rounds: the copies.
         meetings: kernels that exchange the headers of rounds, which take turns.
         peers: the number of other ranks.
+        lanes: the streams that calls take.
     """
 
-    def __init__(self, rounds: Sequence[Round], meetings: Sequence[Launch], peers: int):
-        self._rounds, self._meetings, self._peers = rounds, meetings, peers
+    def __init__(self, rounds: Sequence[Round], meetings: Sequence[Launch], peers: int, lanes: LanesOfCalls):
+        self._rounds, self._meetings, self._peers, self._lanes = rounds, meetings, peers, lanes
 
     def load(self) -> None:
         """Compile and load the kernel of the meetings."""
@@ -100,8 +85,11 @@ class EngineCopies:
                     ctypes.memmove(out + copy.target, copy.source, copy.nbytes)
             self._meet(len(self._rounds), 0)
             return
+        if not self._rounds:
+            self._meet(0, stream)
+            return
         main = torch.cuda.current_stream()
-        lane = lanes(main.device.index, self._peers)
+        lane = self._lanes.take(main, self._peers, streams.capturing())
         lane.start.record(main)
         for each in (lane.stage, lane.meet, *lane.pull):
             each.wait_event(lane.start)
@@ -125,7 +113,7 @@ class EngineCopies:
                 for copy in pulls:
                     _enqueue(out + copy.target, copy.source, copy.nbytes, own)
                 event.record(own)
-        for event in lane.pulled[(len(self._rounds) - 1) % PLACES] if self._rounds else ():
+        for event in lane.pulled[(len(self._rounds) - 1) % PLACES]:
             lane.meet.wait_event(event)
         self._meet(len(self._rounds), lane.meet.cuda_stream)
         lane.start.record(lane.meet)
@@ -188,5 +176,5 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
             PDL=False,
         )
         meetings.append(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options))
-    copies = EngineCopies(rounds_of(plan, context), meetings, context.world_size - 1)
+    copies = EngineCopies(rounds_of(plan, context), meetings, context.world_size - 1, context.lanes)
     return EnqueuedCall(copies, "x and out")
