@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,16 @@ def launches(
     norm: Norm | None = None,
 ) -> list[tuple[Launch, int]]:
     """Return what a rank of four would launch, each with its first byte, without compiling it."""
+    plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape, norm=norm)
+    return list(executor_of_four(multicast).bind(plan)._bind(True))
+
+
+def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = MAX_BYTES) -> TritonExecutor:
+    """Return the executor of rank 1 of four, with no memory."""
     executor: Any = object.__new__(TritonExecutor)
-    executor._rooms, executor.room, executor._algorithms = (MAX_BYTES,), MAX_BYTES, registered()
-    where = Layout.for_messages(MAX_BYTES)
+    executor._rooms, executor.room, executor._algorithms = (max_bytes,), max_bytes, registered()
+    executor._nodes, executor._group = nodes, SimpleNamespace(world_size=4)
+    where = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=4 // nodes)
     context = KernelContext(
         rank=1,
         world_size=4,
@@ -39,16 +47,16 @@ def launches(
         addresses=(1 << 40,) * 4,
         peers_address=1 << 41,
         cells_address=1 << 42,
-        cells_nbytes=16 * layout.row_cell_count(MAX_BYTES),
+        cells_nbytes=16 * layout.row_cell_count(max_bytes),
         multicast=multicast,
         pdl=True,
         native_fp8=True,
         clear_after_read_bytes=layout.CLEAR_AFTER_READ_BYTES,
         header_of=executor._algorithms.header,
+        nodes=nodes,
     )
     executor.workspaces = [SimpleNamespace(where=where, context=context)]
-    plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=shape, norm=norm)
-    return list(executor.bind(plan)._bind(True))
+    return executor
 
 
 @pytest.mark.parametrize(("block", "warps", "taken"), [(128, 1, 128), (512, 4, 512), (64, 1, 128), (128, 4, 512)])
@@ -84,3 +92,30 @@ def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, cel
     )
     assert (launch._arguments["ROW_TILES"], launch._arguments["cell_stride"]) == (32, cell_stride)
     assert launch._arguments["amax_cells"] - launch._arguments["sum_cells"] == 8 * layout.row_cell_count(MAX_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("op", "algorithm", "nodes", "sizes"),
+    [
+        (Op.ALL_REDUCE, "two_shot", 1, (1 << 16, 16)),
+        (Op.ALL_REDUCE, "two_shot", 1, (34, 32)),
+        (Op.ALL_REDUCE, "nvrar_16bit", 4, (1 << 10, 8 << 20)),
+        (Op.ALL_REDUCE, "few_sms", 1, (34, 1 << 20)),
+        (Op.ALL_GATHER, "one_shot", 1, (8, 64)),
+        (Op.SEND, "one_shot", 1, (2, 4096)),
+    ],
+)
+def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: int, sizes: tuple[int, int]) -> None:
+    """A second size would otherwise be compiled within a deadline, or be refused in a capture."""
+    executor = executor_of_four(nodes=nodes, max_bytes=16 << 20)
+    compiled: list[set[str]] = []
+    for nbytes in sizes:
+        plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=LaunchShape(1, 512, 4, 4096))
+        kernels = set()
+        for launch, _ in (piece for aligned in (False, True) for piece in executor.bind(plan)._bind(aligned)):
+            known = {name: launch._arguments[name] for name in launch._arguments if name.isupper()}
+            kernels.add(f"{known} {launch._options}")
+        compiled.append(kernels)
+        forms = {executor.form(dataclasses.replace(plan, nbytes=size)) for size in sizes}
+    assert (len(forms) == 1) == (compiled[0] == compiled[1])
+    assert compiled[0] != compiled[1] or sizes == (1 << 16, 16)

@@ -197,6 +197,10 @@ class KernelContext:
             return max(plan.sizes) * wire.DTYPES[plan.dtype] > self.clear_after_read_bytes
         return plan.nbytes // (self.world_size if plan.op in _PARTS else 1) > self.clear_after_read_bytes
 
+    def in_one_step(self, plan: CallPlan) -> bool:
+        """Return whether rounded sums of nodes pass as :func:`shotcast.wire.in_one_step` says."""
+        return wire.in_one_step(self.nodes, wire.slice_bytes(plan.nbytes, self.world_size // self.nodes))
+
     def unit(self, plan: CallPlan) -> int:
         """Return 16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
         item = wire.DTYPES.get(plan.dtype, 1)

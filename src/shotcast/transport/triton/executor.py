@@ -259,11 +259,12 @@ class TritonExecutor:
         return launch
 
     def form(self, plan: CallPlan) -> str:
-        """Return a name for what ``plan`` needs compiled."""
-        shape = plan.launch
-        clears = {self.workspaces[0].context.clears(piece) for piece, _ in self.pieces(plan)}
+        """Return a name for what ``plan`` needs compiled: all that decides values which are known to the compiler."""
+        shape, context = plan.launch, self.workspaces[0].context
+        pieces = [piece for piece, _ in self.pieces(plan)]
+        sizes = {(context.clears(piece), context.unit(piece), context.in_one_step(piece)) for piece in pieces}
         return (
-            f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}/{sorted(clears)}"
+            f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}/{sorted(sizes)}"
             f"/{plan.norm.hidden if plan.norm else 0}/{plan.norm.code if plan.norm else 0}"
         )
 

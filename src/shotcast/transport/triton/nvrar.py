@@ -58,7 +58,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
-from shotcast.wire import SIXTEEN_BITS, CallPlan, in_one_step, slice_bytes
+from shotcast.wire import SIXTEEN_BITS, CallPlan
 
 
 @triton.jit
@@ -466,6 +466,5 @@ def bind_16bit(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """
     if plan.dtype not in SIXTEEN_BITS:
         raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")
-    slice_nbytes = slice_bytes(plan.nbytes, context.world_size // context.nodes)
-    exchange = PAIRS_16BIT if in_one_step(context.nodes, slice_nbytes) else TWO_SHOT_16BIT
+    exchange = PAIRS_16BIT if context.in_one_step(plan) else TWO_SHOT_16BIT
     return context.launch(nvrar_all_reduce, plan, EXCHANGE=exchange.value, **tree_arguments(context))
