@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from shotcast import env
 from shotcast.collectives import registry, rms_norm
 from shotcast.collectives.algorithm import Topology
-from shotcast.collectives.arguments import output, rank_in, rows_per_rank, valid, writable
+from shotcast.collectives.arguments import output, rank_in, rows_per_rank, sm_budget, valid, writable
 from shotcast.collectives.choice.agreement import agree, find_tables, versions
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
@@ -642,6 +642,8 @@ class Communicator:
             whole = out if op is Op.ALL_GATHER or op is Op.RECV else x
             count, dtype = (0, None) if whole is None else (whole.numel(), whole.dtype)
             key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up
+            if sms is not None:
+                sm_budget(sms)  # True and 16.0 would find what 1 and 16 have left
             if op is not Op.ALL_REDUCE or capturing or launch is not None or sms is not None:
                 key = (*key, op, root, sizes, norm, capturing, launch, sms)
             call = self._calls.get(key)
