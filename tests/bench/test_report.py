@@ -130,6 +130,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
 OTHERS = (
     "engine_",
     "linear",
+    "overlap_",
     "shaped_products",
     "decode_attention",
     "prompt_attention",
