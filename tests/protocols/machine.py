@@ -121,7 +121,7 @@ class Start(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Instruction):
-    """Finish call ``epoch``, in a rank with one program."""
+    """Finish call ``epoch``, in a rank with one program, or in the one that waits for the others."""
 
     epoch: int
 

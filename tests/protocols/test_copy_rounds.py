@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from .explore import Kind
-from .machine import Await, Fence, Machine, Program, Read, Steps, Store
+from .machine import Await, Fence, Finish, Machine, Program, Read, Start, Steps, Store
 from .words import Input
 
 EMPTY = "empty"
@@ -51,7 +51,8 @@ def stage(rank: int, calls: list[int], rules: Rules) -> Steps:
 def meet(rank: int, ranks: int, calls: list[int], rules: Rules) -> Steps:
     first, meetings = 0, 0
     others = [peer for peer in range(ranks) if peer != rank]
-    for rounds in calls:
+    for call, rounds in enumerate(calls):
+        yield Start(call)
         for i in range(first, first + rounds + rules.ends_with_meeting):
             last = i == first + rounds
             if rules.meets_after_staging and not last:
@@ -68,6 +69,7 @@ def meet(rank: int, ranks: int, calls: list[int], rules: Rules) -> Steps:
         if not rules.ends_with_meeting:
             yield reached(rank, "copied", first + rounds)
         first += rounds
+        yield Finish(call)
         yield Store((rank, "ended"), first)
 
 
@@ -92,10 +94,10 @@ def model(ranks: int, calls: list[int], rules: Rules | None = None) -> Machine:
             Program(rank, "copy", lambda rank=rank: copy(rank, ranks, calls, rules)),
         ]
     words = dict.fromkeys(("staged", "met", "copied", "ended", "header"), 0)
-    return Machine(programs, {"window": EMPTY, **words}, check_starts=False)
+    return Machine(programs, {"window": EMPTY, **words})
 
 
-@pytest.mark.parametrize(("ranks", "calls"), [(2, [5, 1]), (3, [1])])
+@pytest.mark.parametrize(("ranks", "calls"), [(2, [5, 1]), (2, [0, 1]), (3, [1])])
 def test_protocol_holds(ranks: int, calls: list[int], verify) -> None:
     verify(model(ranks, calls))
 
@@ -118,3 +120,7 @@ def test_meeting_before_the_copies_lets_them_be_overwritten(refute) -> None:
 
 def test_without_a_last_meeting_the_next_call_overwrites_what_is_copied(refute) -> None:
     refute(model(2, [1, 1], Rules(ends_with_meeting=False)), Kind.WRONG_VALUE)
+
+
+def test_without_a_last_meeting_a_call_without_copies_waits_for_nobody(refute) -> None:
+    refute(model(2, [0], Rules(ends_with_meeting=False)), Kind.EARLY_FINISH)
