@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,31 @@ def second_derivative() -> None:
         z = torch.ones(comm.world_size, 3, requires_grad=True)
         comm.all_reduce(z).t().sum().backward()
         assert z.grad.tolist() == [[float(comm.world_size)] * 3] * comm.world_size
+
+
+def budgets_of_gradients() -> None:
+    """Record the numbers of SMs that forward and backward are given, of calls and of operators in a graph."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        given: list[int | None] = []
+        run = comm._run
+
+        def recorded(*args: Any, sms: int | None = None, **fields: Any) -> Any:
+            given.append(sms)
+            return run(*args, sms=sms, **fields)
+
+        comm._run = recorded  # type: ignore[method-assign]
+        x = torch.ones(4, requires_grad=True)
+        for reduction in ("sum", "max", "min", "prod"):
+            for made in (
+                lambda by: comm.all_reduce(x, reduction=by, sms=3),
+                lambda by: comm.reduce_scatter(x, reduction=by, sms=3),
+                lambda by: torch.ops.shotcast.all_reduce(x, comm.name, "auto", by, 3),
+                lambda by: torch.ops.shotcast.reduce_scatter(x, comm.name, 1, "auto", by, True, 3),
+            ):
+                before = len(given)
+                torch.autograd.grad(made(reduction).sum(), x)
+                assert len(given) - before == (2 if reduction == "sum" else 3), (reduction, given[before:])
+        assert set(given) == {3}
 
 
 def tensor_parallel() -> None:

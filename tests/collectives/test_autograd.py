@@ -24,6 +24,10 @@ def test_gradients_against_central_differences() -> None:
     assert shared_ranks.run(targets.numeric, 3) == [5, 5, 5]
 
 
+def test_gradients_of_all_reductions_keep_to_the_sms() -> None:
+    shared_ranks.run(targets.budgets_of_gradients, 1)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_second_derivative(world_size: int) -> None:
     shared_ranks.run(targets.second_derivative, world_size)

@@ -49,7 +49,7 @@ class AllReduce(torch.autograd.Function):
             total = ctx.comm.all_reduce(grad, algorithm=ctx.algorithm, sms=ctx.sms)
             return total, None, None, None, None
         (x,) = ctx.saved_tensors
-        return all_reduce_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None, None
+        return all_reduce_gradient(ctx.comm, x, grad, ctx.reduction, ctx.sms), None, None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class AllReduce(torch.autograd.Function):
             total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, ctx.algorithm, "sum", ctx.sms)
             return total, None, None, None, None
         (x,) = ctx.saved_tensors
-        slopes = torch.ops.shotcast.all_reduce_gradient(x, plain(grad), ctx.comm, ctx.reduction)
+        slopes = torch.ops.shotcast.all_reduce_gradient(x, plain(grad), ctx.comm, ctx.reduction, ctx.sms)
         return slopes, None, None, None, None
 
 
@@ -83,7 +83,7 @@ class ReduceScatter(torch.autograd.Function):
         if ctx.reduction == "sum":
             return ctx.comm.all_gather(grad, algorithm=ctx.algorithm, sms=ctx.sms), None, None, None, None
         (x,) = ctx.saved_tensors
-        return reduce_scatter_gradient(ctx.comm, x, grad, ctx.reduction), None, None, None, None
+        return reduce_scatter_gradient(ctx.comm, x, grad, ctx.reduction, ctx.sms), None, None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class ReduceScatter(torch.autograd.Function):
             whole = torch.ops.shotcast.all_gather(grad, ctx.comm, ctx.world_size, ctx.algorithm, ctx.sms)
         else:
             (x,) = ctx.saved_tensors
-            whole = torch.ops.shotcast.reduce_scatter_gradient(x, grad, ctx.comm, ctx.reduction)
+            whole = torch.ops.shotcast.reduce_scatter_gradient(x, grad, ctx.comm, ctx.reduction, ctx.sms)
         return whole, None, None, None, None, None, None
 
 
@@ -209,16 +209,22 @@ class _SumAtRoot(torch.autograd.Function):
 # -- gradients that are made of several calls -------------------------------------------------------------------------
 
 
-def all_reduce_gradient(comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
+def all_reduce_gradient(
+    comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str, sms: int | None = None
+) -> torch.Tensor:
     """Return the gradient of a ``max``, ``min`` or ``prod`` of all ranks' ``x``, by :func:`_slopes`. Collective."""
-    parts = comm.all_gather(x.contiguous().view(1, *x.shape))  # [N, ...]
-    return _slopes(parts, comm.all_reduce(grad), reduction)[comm.rank].clone()
+    parts = comm.all_gather(x.contiguous().view(1, *x.shape), sms=sms)  # [N, ...]
+    return _slopes(parts, comm.all_reduce(grad, sms=sms), reduction)[comm.rank].clone()
 
 
-def reduce_scatter_gradient(comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
+def reduce_scatter_gradient(
+    comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str, sms: int | None = None
+) -> torch.Tensor:
     """Return the gradient of this rank's ``x``; ``grad`` is that of its part of the result. Collective."""
-    parts = comm.all_to_all(x.contiguous()).view(comm.world_size, *grad.shape)  # what the part was reduced from
-    return comm.all_to_all(_slopes(parts, grad, reduction).view(x.shape))
+    parts = comm.all_to_all(x.contiguous(), sms=sms).view(
+        comm.world_size, *grad.shape
+    )  # what the part was reduced from
+    return comm.all_to_all(_slopes(parts, grad, reduction).view(x.shape), sms=sms)
 
 
 def sum_at_root(comm: Collectives, x: torch.Tensor, root: int) -> torch.Tensor:

@@ -181,14 +181,18 @@ def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
     return named(comm).recv(x.new_empty(x.shape), src)
 
 
-@_operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction) -> Tensor", _like)
-def _all_reduce_gradient(x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str) -> torch.Tensor:
-    return autograd.all_reduce_gradient(named(comm), x, grad.contiguous(), reduction)
+@_operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms) -> Tensor", _like)
+def _all_reduce_gradient(
+    x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None
+) -> torch.Tensor:
+    return autograd.all_reduce_gradient(named(comm), x, grad.contiguous(), reduction, sms)
 
 
-@_operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction) -> Tensor", _like)
-def _reduce_scatter_gradient(x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str) -> torch.Tensor:
-    return autograd.reduce_scatter_gradient(named(comm), x, grad.contiguous(), reduction)
+@_operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms) -> Tensor", _like)
+def _reduce_scatter_gradient(
+    x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None
+) -> torch.Tensor:
+    return autograd.reduce_scatter_gradient(named(comm), x, grad.contiguous(), reduction, sms)
 
 
 @_operator("sum_at_root(Tensor x, str comm, int root) -> Tensor", _like)
