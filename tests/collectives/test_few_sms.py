@@ -149,6 +149,18 @@ def test_few_sms_serve_where_a_number_is_given(op: Op) -> None:
         assert choice.candidate.launch.programs == (sms if taken == "few_sms" else 1)
 
 
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.ALL_TO_ALL])
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 24, 1 << 30])
+def test_copies_by_engines_cost_every_meeting_and_the_copy_into_the_window(op: Op, nbytes: int) -> None:
+    topology = make_topology("triton", 4, 1 << 30)
+    rounds = len(
+        range(0, nbytes // 4, launch_shape(problem(op, nbytes, topology=topology), "copy_engines").chunk_bytes)
+    )
+    staged = nbytes // 4 if op is Op.ALL_GATHER else 3 * nbytes // 4
+    least_us = 5.0 * (rounds + 1) + (staged / 1386e3) + 3 * nbytes / 4 / 331e3
+    assert least_us < predicted_us(topology, op, "bfloat16", nbytes, "copy_engines", 4) < 1.5 * least_us
+
+
 def test_the_library_serves_what_few_sms_cannot() -> None:
     choice = choose(problem(dtype="float64"), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"

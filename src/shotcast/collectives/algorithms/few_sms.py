@@ -23,7 +23,7 @@ _CHUNKS = 8
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 10, 128 << 10
 _TILE_BYTES = 64 << 10
 """Bytes of the tiles of all ranks that a program has on their way at once. From 24 SMs on there are half as many, which
-still fill the link, so that a program of two ranks has room on an SM beside a product."""
+should still fill the link, so that a program of two ranks has room on an SM beside a product."""
 _MANY_SMS = 24
 
 

@@ -62,7 +62,7 @@ PROGRESS_ROWS = MAX_SMS
 PROGRESS_STEP_BITS = 20
 """Bits of such a word that count the steps of a call; the epoch is above them."""
 WINDOW_BYTES = 16 << 20
-"""The most bytes of a window. They stay in the cache of a GPU while a message of any size passes through."""
+"""The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
 PLACES_IN_WINDOW = 5
 """Places in the window for chunks of a program from each rank: three of what is sent, and two of sums."""
 
