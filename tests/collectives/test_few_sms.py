@@ -30,7 +30,7 @@ from shotcast.collectives.choice.candidates import candidates, launch_obstacle, 
 from shotcast.collectives.choice.select import choose, predicted_us
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
-from shotcast.wire import MAX_SMS, REDUCIBLE, Op
+from shotcast.wire import MAX_SMS, REDUCIBLE, LaunchShape, Op
 
 FLOATS = [torch.float32, torch.bfloat16]
 OPS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
@@ -171,6 +171,45 @@ def test_the_library_serves_what_few_sms_cannot() -> None:
         choose(problem(), "two_shot", "auto", ())
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "programs", "chunk_bytes", "why"),
+    [
+        (
+            "few_sms",
+            16,
+            128 << 10,
+            "16 programs with chunks of 131072 bytes take 41943040 bytes of a window of 16777216",
+        ),
+        ("few_sms", 1, 16, "1 programs with chunks of 16 bytes take 1048576 steps"),
+        ("copy_engines", 1, 8 << 20, "rounds of 8388608 bytes take 33554432 of a window of 16777216"),
+    ],
+)
+def test_a_row_whose_launch_has_no_room_is_passed_over(
+    algorithm: str, programs: int, chunk_bytes: int, why: str
+) -> None:
+    launch = {"programs": programs, "block_words": 2048, "num_warps": 16, "chunk_bytes": chunk_bytes}
+    rows = table([None, algorithm, launch], op="all_gather@16")
+    choice = choose(problem(Op.ALL_GATHER, dtype="float32"), "auto", "auto", [("user table", rows)])
+    assert choice.source == "cost model"
+    assert f"but {why}" in choice.reason
+    fitting = table([None, algorithm, launch | {"programs": 4, "chunk_bytes": 4096}], op="all_gather@16")
+    assert choose(problem(Op.ALL_GATHER, dtype="float32"), "auto", "auto", [("user table", fitting)]).entry
+
+
+def test_the_library_serves_a_message_of_too_many_steps() -> None:
+    case = problem(nbytes=1 << 32, topology=make_topology("triton", 8, 1))
+    assert "steps" in obstacle(case, "few_sms")
+    assert choose(case, "auto", "auto", ()).candidate.algorithm == "vendor"
+
+
+@pytest.mark.parametrize("algorithm", ["few_sms", "copy_engines"])
+@pytest.mark.parametrize("chunk_bytes", [0, 8, 24, -16])
+def test_a_launch_without_whole_chunks_is_refused(algorithm: str, chunk_bytes: int) -> None:
+    shape = LaunchShape(8, 2048, 16, chunk_bytes)
+    why = launch_obstacle("triton", make_topology("triton", 4, 64 << 20).algorithms[algorithm], shape)
+    assert why == f"chunk_bytes is a multiple of 16 from 16 up, not {chunk_bytes}"
+
+
 def test_a_table_has_rows_for_numbers_of_sms() -> None:
     """A call takes the rows of the next larger number; rows without one are not for it."""
     rows = table(
@@ -228,6 +267,9 @@ def test_launches_fit_into_the_window(
     where = layout.Layout.for_messages(room(case, "few_sms"))
     assert shape.chunk_bytes >= 16
     assert shape.chunk_bytes % 16 == 0
+    form = topology.algorithms["few_sms"].forms[op]
+    assert form.launch_obstacle(case, shape) == form.obstacle(case)
+    assert not form.obstacle(case) or topology.max_bytes < 1 << 20, "only of a small window"
     used = shape.programs * layout.PLACES_IN_WINDOW * world_size * shape.chunk_bytes
     assert used <= where.window_quads * layout.QUAD
     if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.kernels == "triton" and not sizes:

@@ -136,6 +136,10 @@ def _no_obstacle(problem: CollectiveProblem) -> str:
     return ""
 
 
+def _any_launch(problem: CollectiveProblem, launch: LaunchShape) -> str:
+    return ""
+
+
 def _eight_warps(world_size: int) -> int:
     return 8
 
@@ -162,6 +166,8 @@ class Form:
         workspace: ``workspace(problem)``: what a call needs of the workspace.
         obstacle: ``obstacle(problem)``: why this form cannot serve a problem, beyond what the other fields say; empty
             if it can.
+        launch_obstacle: ``launch_obstacle(problem, launch)``: why a launch that the kernel takes has no room in the
+            workspace for this problem; empty if it has.
         divides: a message beyond the workspace passes in pieces.
         uneven: it takes parts of different sizes (all_gather).
         any_dtype: it copies every dtype, not only those that kernels add up.
@@ -180,6 +186,7 @@ class Form:
     between_nodes: bool = False
     workspace: Callable[[CollectiveProblem], Workspace] = message_fits
     obstacle: Callable[[CollectiveProblem], str] = _no_obstacle
+    launch_obstacle: Callable[[CollectiveProblem, LaunchShape], str] = _any_launch
     divides: bool = False
     uneven: bool = True
     any_dtype: bool = True

@@ -46,9 +46,20 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     part = slice_of_message(problem)
     if problem.sizes:
         part = max(problem.sizes) * wire.DTYPES.get(problem.dtype, 1)
-    parts = problem.topology.world_size if problem.op is Op.ALL_TO_ALL else 1
-    room = window_bytes(problem.topology.max_bytes) // (COPY_PLACES * parts) // QUAD * QUAD
+    room = window_bytes(problem.topology.max_bytes) // (COPY_PLACES * _staged_parts(problem)) // QUAD * QUAD
     return LaunchShape(1, 128, 1, max(QUAD, min(room, align_up(part, QUAD))))
+
+
+def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
+    """Return why the rounds of a launch, as of a tuned table, do not go into the window; empty if they do."""
+    needed = COPY_PLACES * _staged_parts(problem) * shape.chunk_bytes
+    room = window_bytes(problem.topology.max_bytes)
+    return f"rounds of {shape.chunk_bytes} bytes take {needed} of a window of {room}" if needed > room else ""
+
+
+def _staged_parts(problem: CollectiveProblem) -> int:
+    """Return the parts that a round has in a place of the window."""
+    return problem.topology.world_size if problem.op is Op.ALL_TO_ALL else 1
 
 
 def _window_alone(problem: CollectiveProblem) -> Workspace:
@@ -57,7 +68,14 @@ def _window_alone(problem: CollectiveProblem) -> Workspace:
 
 def _form(work: Callable[[int, NodeShape, int], Work]) -> Form:
     bind = "shotcast.transport.triton.copy_engines:bind"
-    return Form(work=work, triton=bind, launch=launch, workspace=_window_alone, keeps_to_sms=True)
+    return Form(
+        work=work,
+        triton=bind,
+        launch=launch,
+        launch_obstacle=launch_obstacle,
+        workspace=_window_alone,
+        keeps_to_sms=True,
+    )
 
 
 ALGORITHM = Algorithm(

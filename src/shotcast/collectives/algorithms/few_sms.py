@@ -14,7 +14,7 @@ from typing import Any
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import PLACES_IN_WINDOW, QUAD, window_bytes
+from shotcast.transport.triton.layout import PLACES_IN_WINDOW, PROGRESS_STEP_BITS, QUAD, window_bytes
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -40,9 +40,7 @@ def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 def launch(problem: CollectiveProblem) -> LaunchShape:
     """Return a program for each SM, with chunks that together fill the window unless the message is smaller."""
     world_size, interpreted = problem.topology.world_size, problem.topology.kernels == "interpreter"
-    part = slice_of_message(problem)
-    if problem.sizes:
-        part = max(problem.sizes) * wire.DTYPES.get(problem.dtype, 1)
+    part = _part(problem)
     room = window_bytes(problem.topology.max_bytes) // (PLACES_IN_WINDOW * world_size)
     least = QUAD if interpreted else _LEAST_CHUNK
     programs = max(1, min(problem.sms, -(-part // least), room // QUAD))
@@ -59,13 +57,47 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)
 
 
+def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
+    """Return why a launch, as of a tuned table, has no room in the window or takes too many steps; empty if it serves.
+
+    It is stated again, for the workspace there is, where the kernel is bound.
+    """
+    room = window_bytes(problem.topology.max_bytes)
+    needed = shape.programs * PLACES_IN_WINDOW * problem.topology.world_size * shape.chunk_bytes
+    launch = f"{shape.programs} programs with chunks of {shape.chunk_bytes} bytes"
+    if needed > room:
+        return f"{launch} take {needed} bytes of a window of {room}"
+    steps = -(-_part(problem) // (shape.programs * shape.chunk_bytes))
+    return f"{launch} take {steps} steps" if steps + 2 >= 1 << PROGRESS_STEP_BITS else ""
+
+
+def _own_obstacle(problem: CollectiveProblem) -> str:
+    """Return why no launch serves: the window is too small for a message of that size."""
+    return launch_obstacle(problem, launch(problem))
+
+
+def _part(problem: CollectiveProblem) -> int:
+    """Return the bytes of the longest part, which a rank sends to each other."""
+    if problem.sizes:
+        return max(problem.sizes) * wire.DTYPES.get(problem.dtype, 1)
+    return slice_of_message(problem)
+
+
 def _window_alone(problem: CollectiveProblem) -> Workspace:
     return Workspace(0, problem.topology.max_bytes)
 
 
 def _form(**fields: Any) -> Form:
     bind = "shotcast.transport.triton.few_sms:bind"
-    return Form(triton=bind, launch=launch, workspace=_window_alone, keeps_to_sms=True, **fields)
+    return Form(
+        triton=bind,
+        launch=launch,
+        obstacle=_own_obstacle,
+        launch_obstacle=launch_obstacle,
+        workspace=_window_alone,
+        keeps_to_sms=True,
+        **fields,
+    )
 
 
 ALGORITHM = Algorithm(

@@ -7,7 +7,7 @@ import dataclasses
 from shotcast import wire
 from shotcast.collectives.algorithm import REDUCING, Algorithm, CollectiveProblem, Form
 from shotcast.collectives.choice.choice import Candidate
-from shotcast.transport.triton.layout import rooms
+from shotcast.transport.triton.layout import QUAD, rooms
 from shotcast.units import format_size
 from shotcast.wire import LaunchShape, Op
 
@@ -178,6 +178,8 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
         return f"block_words is a power of two from 16 to {most}, not {shape.block_words}"
     if not 1 <= shape.num_warps <= most_warps or shape.num_warps & (shape.num_warps - 1):
         return f"num_warps is a power of two from 1 to {most_warps}, not {shape.num_warps}"
+    if algorithm.keeps_to_sms and (shape.chunk_bytes < 1 or shape.chunk_bytes % QUAD):
+        return f"chunk_bytes is a multiple of {QUAD} from {QUAD} up, not {shape.chunk_bytes}"
     threads = 32 * shape.num_warps
     if kernels == "triton" and shape.block_words < threads:
         of_program = f"{threads} in {shape.num_warps} warps"
