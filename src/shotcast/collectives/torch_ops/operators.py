@@ -181,16 +181,16 @@ def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
     return named(comm).recv(x.new_empty(x.shape), src)
 
 
-@_operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms) -> Tensor", _like)
+@_operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor", _like)
 def _all_reduce_gradient(
-    x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None
+    x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None = None
 ) -> torch.Tensor:
     return autograd.all_reduce_gradient(named(comm), x, grad.contiguous(), reduction, sms)
 
 
-@_operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms) -> Tensor", _like)
+@_operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor", _like)
 def _reduce_scatter_gradient(
-    x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None
+    x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None = None
 ) -> torch.Tensor:
     return autograd.reduce_scatter_gradient(named(comm), x, grad.contiguous(), reduction, sms)
 
