@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
+from typing import Any
+
+import pytest
 
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.handshake import receive
@@ -35,6 +39,25 @@ def test_messages_stay_whole_on_a_connection_that_is_full() -> None:
         plane.close()
     assert [message["fault"] for message in messages if "fault" in message] == list(range(2000))
     assert sorted(message["answer"] for message in messages if "answer" in message) == list(range(40))
+
+
+def test_peers_that_part_at_the_same_time_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that has heard the farewell may close its end before this rank's thread has ended."""
+    own, peer = socket.socketpair()
+    own.setblocking(False)
+    ended: list[int] = []
+    plane = ControlPlane({1: own}, lambda epoch: [], lambda word: None, ended.append)
+    send = plane._send
+
+    def send_and_part(node: int, message: dict[str, Any]) -> bool:
+        sent = send(node, message)
+        peer.close()
+        time.sleep(0.2)
+        return sent
+
+    monkeypatch.setattr(plane, "_send", send_and_part)
+    plane.close()
+    assert ended == []
 
 
 def _framed(message: dict[str, int]) -> bytes:

@@ -69,7 +69,7 @@ class ControlPlane:
         self._numbers = itertools.count()
         self._buffers = dict.fromkeys(connections, b"")
         self._unsent = dict.fromkeys(connections, b"")
-        self._closing = False
+        self._parting = self._closing = False
         self.ended: set[int] = set()
         self.parted: set[int] = set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -155,7 +155,7 @@ class ControlPlane:
                 return True
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("node %d sent a message that cannot be read: %s", node, error)
-        if node not in self.parted:
+        if node not in self.parted and not self._parting:
             with self._came:
                 self.ended.add(node)
                 self._came.notify_all()
@@ -200,6 +200,7 @@ class ControlPlane:
         """Say farewell and end the thread. A second call does nothing."""
         if self._closing:
             return
+        self._parting = True  # a peer that parts as well says no farewell to whom it has heard one from
         for node in self._connections:
             self._send(node, {"farewell": True})
         with self._lock:
