@@ -55,6 +55,12 @@ def write(path: Path, rows: list[dict[str, Any]], made_by: dict[str, str], **mea
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     environment = detect().as_json() | measured
-    result = {"date": now, "command": " ".join(sys.argv), "environment": environment, "kernels": made_by, "rows": rows}
+    result = {
+        "date": now,
+        "command": " ".join(argument if argument != str(path) else path.name for argument in sys.argv),
+        "environment": environment,
+        "kernels": made_by,
+        "rows": rows,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import shotcast
 from hosts import needs_hosts
 from shotcast.cli import app
+from shotcast.cli.options import command_line
 from shotcast.wire import LaunchShape, NodeShape
 
 pytestmark = pytest.mark.long
@@ -535,3 +536,8 @@ class TestEngine:
     )
     def test_refused(self, args: list[str], said: str) -> None:
         assert said in refused(*args)
+
+
+def test_results_record_files_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["shotcast", "bench", "all-reduce", "--json", "/some/folder/x.json", "-e", "64K"])
+    assert command_line() == "shotcast bench all-reduce --json x.json -e 64K"

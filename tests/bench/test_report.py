@@ -156,6 +156,14 @@ def test_kept_results_are_read(path: Path) -> None:
     assert result.machine
 
 
+def test_kept_results_name_no_folder_of_a_machine() -> None:
+    for path in (Path(__file__).parents[2] / "benchmarks" / "data").rglob("*.json"):
+        document = json.loads(path.read_text())
+        command = document.get("command", "") if isinstance(document, dict) else ""
+        folders = [word for word in command.split() if word.startswith("/")]
+        assert not folders, path
+
+
 def test_machine_is_hardware_versions_and_date() -> None:
     gpus = [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]
     versions = {"python": "3.12", "torch": "2.11.0+cu130", "nccl": "2.28.9"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ import typer.main
 from rich.console import Console
 
 from shotcast import env
+from shotcast.cli import bench_results
 from shotcast.cli.options import (
     Algorithms,
     BandwidthGbps,
@@ -43,6 +41,7 @@ from shotcast.cli.options import (
     Tokens,
     Warmup,
     WorldSize,
+    command_line,
     device_name,
     names_in,
     new_console,
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Time collectives and the engine: own algorithms compared with NCCL, Gloo and PyTorch.", no_args_is_help=True
 )
+app.add_typer(bench_results.app)
 
 
 def _simulated(hosts: int, ranks_per_host: int, delay_us: float, bandwidth_gbps: float) -> HostsConfig | None:
@@ -247,7 +247,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
     if outputs.json_file is not None or outputs.plot_file is not None:
         from shotcast.hardware.detect import detect
 
-        command = shlex.join(["shotcast", *sys.argv[1:]])
+        command = command_line()
         made_by = kernels.of_rows(rows)
         facts = None if network is None else network.as_json()
         result = report.Result.now(
@@ -320,7 +320,7 @@ def _engine_command(
         _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps),
     )
     screen = new_console()
-    environment, command = detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])
+    environment, command = detect().as_json(), command_line()
     if plot_file is not None:
         check_format(plot_file)
     ready_to_write(json_file, plot_file)
@@ -389,7 +389,7 @@ def _overlap_command(
         check_format(plot_file)
     ready_to_write(json_file, plot_file)
     screen = new_console()
-    environment, command = detect().as_json(), shlex.join(["shotcast", *sys.argv[1:]])
+    environment, command = detect().as_json(), command_line()
     measured = []
     for number in numbers:
         for nbytes in sizes:
@@ -421,137 +421,3 @@ def _overlap_command(
     if plot_file is not None:
         overlap_report.plot(measured, plot_file)
         screen.print(f"wrote {plot_file}")
-
-
-Raw = Annotated[list[Path], typer.Option("--json", help="A file of stored results; repeat it for several files.")]
-OnlyWorldSize = Annotated[str, typer.Option("--world-size", help="Only rows of these world sizes.")]
-OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these sizes, such as 8K,64K,1M.")]
-
-
-@app.command("table")
-def _table_command(
-    json_files: Raw = [],  # noqa: B006  # typer makes a list of its own
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--kind", help="times, summary, ratios, fused, hosts, model, between, overlap, engine or algorithms."
-        ),
-    ] = "",
-    measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
-    world_size: OnlyWorldSize = "",
-    sizes: OnlySizes = "",
-    columns: Annotated[str, typer.Option("--columns", help="Only these implementations.")] = "",
-) -> None:
-    """Print stored results, or the registered algorithms, as a Markdown table; measures nothing."""
-    from shotcast.bench import algorithm_table, engine_report, kernels, markdown
-
-    if kind == "algorithms":
-        if json_files or measure or world_size or sizes or columns:
-            raise ConfigError("the table of algorithms is made from their descriptions; it takes no other option")
-        typer.echo(algorithm_table.algorithm_table())
-        return
-    if not json_files:
-        raise ConfigError("a table is made from stored results: name their files by --json")
-    if kind == "engine":
-        if measure or world_size or sizes or columns:
-            raise ConfigError("a table of the engine takes no --measure, --world-size, --sizes or --columns")
-        engine_rows = [row for path in json_files for row in engine_report.read(path)]
-        typer.echo(kernels.with_note(engine_report.markdown(engine_rows), json_files))
-        return
-    if kind == "overlap":
-        from shotcast.bench import overlap, overlap_report
-
-        if measure or world_size or sizes or columns:
-            raise ConfigError("a table of overlap takes no --measure, --world-size, --sizes or --columns")
-        measured = [one for path in json_files for one in overlap.read(path)]
-        typer.echo(kernels.with_note(overlap_report.markdown(measured), json_files))
-        return
-    rows = _stored_rows(json_files, world_size)[0]
-    wanted = [parse_size(size) for size in names_in(sizes)]
-    typer.echo(kernels.with_note(markdown.markdown_table(rows, kind, wanted, names_in(columns), measure), json_files))
-
-
-@app.command("kernels")
-def _kernels_command(json_files: Raw) -> None:
-    """Say which of these stored results were made by earlier kernels; print nothing if none was."""
-    from shotcast.bench import kernels
-
-    typer.echo(kernels.note(json_files))
-
-
-@app.command("plot")
-def _plot_command(
-    picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
-    json_files: Raw,
-    kind: Annotated[
-        str, typer.Option("--kind", help="latency, speedup-over-ring, summary, overlap or engine.")
-    ] = "latency",
-    world_size: OnlyWorldSize = "",
-) -> None:
-    """Draw a picture of stored results; measures nothing."""
-    from shotcast.bench import engine_report
-    from shotcast.bench.plot import plot
-
-    if kind in ("engine", "overlap") and world_size:
-        raise ConfigError(f"a picture of {kind} takes no --world-size")
-    if kind == "overlap":
-        from shotcast.bench import overlap, overlap_report
-
-        overlap_report.plot([one for path in json_files for one in overlap.read(path)], picture)
-    elif kind == "engine":
-        engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
-    else:
-        rows, machine = _stored_rows(json_files, world_size)
-        plot(rows, picture, kind, machine)
-    typer.echo(f"wrote {picture}")
-
-
-@app.command("fill")
-def _fill_command(
-    documents: Annotated[list[Path], typer.Argument(help="Markdown files.")],
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is out of date.")] = False,
-) -> None:
-    """Generate the tables in documents again, each with the command in the comment before it.
-
-    A table is between <!-- shotcast bench table ... --> and <!-- end of table -->, and the note under a picture between
-    <!-- shotcast bench kernels ... --> and <!-- end of kernels -->. Both say so where earlier kernels made the figures.
-    Paths in the commands are relative to the current directory.
-    """
-    from shotcast.bench.doc_tables import fill
-
-    stale = []
-    for document in documents:
-        try:
-            text = document.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{document} cannot be read: {error}") from error
-        new = fill(text, _printed)
-        if new != text:
-            stale.append(str(document))
-            if not check:
-                document.write_text(new)
-                typer.echo(f"wrote {document}")
-    if check and stale:
-        raise ConfigError(f"tables are out of date in {', '.join(stale)}; run shotcast bench fill {' '.join(stale)}")
-
-
-def _printed(command: str, arguments: list[str]) -> str:
-    """Return what ``shotcast bench table``, or another command, prints with these arguments."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        _command_of(app, command).main(arguments, f"shotcast bench {command}", standalone_mode=False)
-    return text.getvalue()
-
-
-def _command_of(group: typer.Typer, name: str) -> Any:
-    return typer.main.get_group(group).commands[name]
-
-
-def _stored_rows(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
-    """Return the rows of the files that have the requested world sizes, and the machines they were measured on."""
-    from shotcast.bench import report
-
-    results = [report.read(path) for path in json_files]
-    wanted = numbers_in(world_size, "--world-size")
-    rows = [row for result in results for row in result.rows if not wanted or row.world_size in wanted]
-    return rows, "; ".join(dict.fromkeys(result.machine for result in results))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -142,3 +144,9 @@ def world_sizes_of(text: str, device: str, running: int | None) -> list[int]:
     if count < max(world_sizes, default=2):
         raise ConfigError(f"{max(world_sizes, default=2)} CUDA ranks need as many GPUs; {count} are visible")
     return world_sizes or [count]
+
+
+def command_line() -> str:
+    """Return the command as results record it: files by their names, as folders are of one machine alone."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return shlex.join(["shotcast", *words])

@@ -15,6 +15,7 @@ from shotcast.cli.options import (
     Device,
     DeviceOption,
     MinBytes,
+    command_line,
     device_name,
     names_in,
     new_console,
@@ -106,7 +107,7 @@ def tune(
     measured, shape, points = tuning.run_under_torchrun(config) if job else tuning.run(config, world_sizes[0])
     if not writes:
         return
-    command = shlex.join(["shotcast", *sys.argv[1:]])
+    command = command_line()
     facts_of_run = facts.as_json() | {"driver": nvidia_driver()}
     text = tune_table.document(
         measured, shape, points, device=where, environment=facts_of_run, command=command, seconds=seconds

@@ -112,6 +112,11 @@ class Workspace(NamedTuple):
     room: int
 
 
+def window_alone(problem: CollectiveProblem) -> Workspace:
+    """Return the workspace of calls that pass through the window, of which every region has one."""
+    return Workspace(0, problem.topology.max_bytes)
+
+
 def whole_message(problem: CollectiveProblem) -> int:
     """Return the bytes of the message: the share of algorithms whose programs pass over all of it."""
     return problem.nbytes

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 
 from shotcast import wire
-from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, slice_of_message, window_alone
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import COPY_PLACES, QUAD, WINDOW_BYTES, window_bytes
 from shotcast.units import align_up
@@ -62,10 +62,6 @@ def _staged_parts(problem: CollectiveProblem) -> int:
     return problem.topology.world_size if problem.op is Op.ALL_TO_ALL else 1
 
 
-def _window_alone(problem: CollectiveProblem) -> Workspace:
-    return Workspace(0, problem.topology.max_bytes)
-
-
 def _form(work: Callable[[int, NodeShape, int], Work]) -> Form:
     bind = "shotcast.transport.triton.copy_engines:bind"
     return Form(
@@ -73,7 +69,7 @@ def _form(work: Callable[[int, NodeShape, int], Work]) -> Form:
         triton=bind,
         launch=launch,
         launch_obstacle=launch_obstacle,
-        workspace=_window_alone,
+        workspace=window_alone,
         keeps_to_sms=True,
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from shotcast import wire
-from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, slice_of_message, window_alone
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import PLACES_IN_WINDOW, PROGRESS_STEP_BITS, QUAD, window_bytes
 from shotcast.units import align_up
@@ -83,10 +83,6 @@ def _part(problem: CollectiveProblem) -> int:
     return slice_of_message(problem)
 
 
-def _window_alone(problem: CollectiveProblem) -> Workspace:
-    return Workspace(0, problem.topology.max_bytes)
-
-
 def _form(**fields: Any) -> Form:
     bind = "shotcast.transport.triton.few_sms:bind"
     return Form(
@@ -94,7 +90,7 @@ def _form(**fields: Any) -> Form:
         launch=launch,
         obstacle=_own_obstacle,
         launch_obstacle=launch_obstacle,
-        workspace=_window_alone,
+        workspace=window_alone,
         keeps_to_sms=True,
         **fields,
     )
