@@ -484,7 +484,7 @@ def of_launch(tree: Tree, reference: str, *common: str) -> str:
     """
     writer = _Writer(tree)
     source, bind = _function(tree, reference)
-    for function, call in _launches(source, bind, bind.args.args[-1].arg):
+    for function, call in _launches(source, bind, bind.args.args[1].arg):
         writer.begin(source, function, call.args[0])
         for keyword in call.keywords:
             if keyword.arg == "options":

@@ -94,6 +94,9 @@ if INTERPRETED:
     def fence_acquire() -> None:
         """Let this thread's later loads, by any address, see what preceded the stores that it has read."""
 
+    def fence_async_proxy() -> None:
+        """Let copies by the copy engine of the SM (TMA) that follow see the memory that this thread sees."""
+
     def opaque(value: Any) -> Any:
         """Return the same scalar, unknown to the compiler, so that what follows from it is not hoisted out of a
         loop."""
@@ -190,6 +193,20 @@ else:
             """
             fence.acq_rel.sys;
             fence.proxy.alias;
+            mov.b32 $0, 0;
+            """,
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def fence_async_proxy():
+        tl.inline_asm_elementwise(
+            """
+            fence.proxy.async;
             mov.b32 $0, 0;
             """,
             "=r",

@@ -1,0 +1,227 @@
+"""Reductions of the ranks' contributions, elementwise and in rank order, for every dtype but the sums of ``floats.py``.
+
+    sum, avg, prod of floats   accumulated in float32 (float64: in float64) from +0.0 or 1.0, and rounded once; avg
+                               divides before it rounds
+    max, min of floats         a NaN wins in both, and -0.0 is below +0.0
+    of integers                modulo 2^bits
+    of bool                    sum, max and bor are "or"; prod, min and band are "and"; a byte that is not 0 is true
+
+The numbers of an extremum are compared as integers, the *keys* of the floats: bits that ascend with the value. So
+nothing is converted, and the result has the bits of one of its operands. A NaN comes out as the dtype's positive quiet
+NaN. As in :mod:`shotcast.device.cpu.floats`, the code is LLVM vectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from shotcast.device.cpu.compilation import Arithmetic
+from shotcast.device.cpu.floats import F32, FORMATS, SUMS, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, store_at
+from shotcast.wire import INTEGERS, REDUCED
+
+F64 = ir.DoubleType()
+_QUIET_NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float64": 0x7FF8000000000000}
+_INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80, "float64": 0x7FF0000000000000}
+_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float64": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """A reduction of one dtype in LLVM code; ``lanes`` is 1 for a scalar.
+
+    Attributes:
+        stored: the type of an element in memory.
+        nbytes: bytes of an element.
+        wide: the type in which it is reduced.
+        start: the neutral element of ``combine``.
+        widen, narrow: ``(builder, value, lanes)``: from ``stored`` to ``wide`` and back.
+        combine: ``(builder, total, value, lanes)``.
+        divided: the total is divided by the number of ranks.
+        numbers: elements in one of the dtype: 2 where it is complex.
+    """
+
+    stored: Any
+    nbytes: int
+    wide: Any
+    start: float
+    widen: Callable[[Any, Any, int], Any]
+    narrow: Callable[[Any, Any, int], Any]
+    combine: Callable[[Any, Any, Any, int], Any]
+    divided: bool = False
+    numbers: int = 1
+
+
+def _unchanged(_builder: Any, value: Any, _lanes: int) -> Any:
+    return value
+
+
+def _quiet(builder: Any, value: Any, lanes: int) -> Any:
+    """Make every NaN of float64 the positive quiet one."""
+    nan = splat(F64, lanes, float("nan"))
+    return builder.select(builder.fcmp_unordered("uno", value, value), nan, value)
+
+
+_ARITHMETIC: dict[str, Callable[[Any, Any, Any, int], Any]] = {
+    "sum": lambda builder, total, value, lanes: builder.fadd(total, value),
+    "avg": lambda builder, total, value, lanes: builder.fadd(total, value),
+    "prod": lambda builder, total, value, lanes: builder.fmul(total, value),
+}
+
+
+def _of_floats(dtype: str, form: str, reduction: str) -> Reducer:
+    start, divided = float(reduction == "prod"), reduction == "avg"
+    if dtype == "float64":
+        return Reducer(F64, 8, F64, start, _unchanged, _quiet, _ARITHMETIC[reduction], divided)
+    of = FORMATS[form]
+    nbytes = _BITS[dtype] // 8
+    return Reducer(of.stored, nbytes, F32, start, of.widen, of.narrow, _ARITHMETIC[reduction], divided)
+
+
+def _larger(comparison: str, signed: bool) -> Callable[[Any, Any, Any, int], Any]:
+    def combine(builder: Any, total: Any, value: Any, _lanes: int) -> Any:
+        compare = builder.icmp_signed if signed else builder.icmp_unsigned
+        return builder.select(compare(comparison, value, total), value, total)
+
+    return combine
+
+
+def _of_extremum(dtype: str, reduction: str) -> Reducer:
+    """Return the extremum of floats by their keys: of negative numbers, all bits but the sign are inverted."""
+    bits, nan, infinity = _BITS[dtype], _QUIET_NAN[dtype], _INFINITY[dtype]
+    kind = ir.IntType(bits)
+    most = (1 << (bits - 1)) - 1
+    nan_key = nan if reduction == "max" else ~nan  # beyond that of any number
+
+    def turned(builder: Any, value: Any, lanes: int) -> Any:
+        sign = builder.ashr(value, splat(kind, lanes, bits - 1))
+        return builder.xor(value, builder.and_(sign, splat(kind, lanes, most)))
+
+    def widen(builder: Any, value: Any, lanes: int) -> Any:
+        magnitude = builder.and_(value, splat(kind, lanes, most))
+        is_nan = builder.icmp_unsigned(">", magnitude, splat(kind, lanes, infinity))
+        return builder.select(is_nan, splat(kind, lanes, nan_key), turned(builder, value, lanes))
+
+    def narrow(builder: Any, key: Any, lanes: int) -> Any:
+        is_nan = builder.icmp_signed("==", key, splat(kind, lanes, nan_key))
+        return builder.select(is_nan, splat(kind, lanes, nan), turned(builder, key, lanes))
+
+    start = -most - 1 if reduction == "max" else most
+    combine = _larger(">" if reduction == "max" else "<", True)
+    return Reducer(kind, bits // 8, kind, start, widen, narrow, combine)
+
+
+def _of_integers(dtype: str, reduction: str) -> Reducer:
+    signed, bits = not dtype.startswith("u"), int(dtype.removeprefix("u").removeprefix("int"))
+    lowest = -(1 << (bits - 1)) if signed else 0
+    operations: dict[str, tuple[int, Callable[[Any, Any, Any, int], Any]]] = {
+        "sum": (0, lambda builder, total, value, lanes: builder.add(total, value)),
+        "prod": (1, lambda builder, total, value, lanes: builder.mul(total, value)),
+        "band": (-1, lambda builder, total, value, lanes: builder.and_(total, value)),
+        "bor": (0, lambda builder, total, value, lanes: builder.or_(total, value)),
+        "bxor": (0, lambda builder, total, value, lanes: builder.xor(total, value)),
+        "max": (lowest, _larger(">", signed)),
+        "min": (~lowest, _larger("<", signed)),
+    }
+    kind = ir.IntType(bits)
+    start, combine = operations[reduction]
+    return Reducer(kind, bits // 8, kind, start, _unchanged, _unchanged, combine)
+
+
+def _of_bool(reduction: str) -> Reducer:
+    """Return a bitwise reduction of bytes that are made 0 or 1 first: those of tensors from elsewhere may be others."""
+    of = _of_integers("uint8", reduction)
+
+    def widen(builder: Any, value: Any, lanes: int) -> Any:
+        true = builder.icmp_unsigned("!=", value, splat(of.stored, lanes, 0))
+        return builder.zext(true, vector(of.wide, lanes))
+
+    return dataclasses.replace(of, widen=widen)
+
+
+@functools.cache
+def reducer(form: str, reduction: str) -> Reducer:
+    """Return a reduction of a dtype; ``form`` is the dtype, or ``float16 by bits``."""
+    dtype = form.partition(" ")[0]
+    if dtype.startswith("complex"):
+        of = reducer({"complex64": "float32", "complex128": "float64"}[dtype], reduction)
+        return Reducer(of.stored, of.nbytes, of.wide, of.start, of.widen, of.narrow, of.combine, of.divided, numbers=2)
+    if dtype == "bool":
+        return _of_bool(reduction)
+    if dtype not in _BITS:
+        return _of_integers(dtype, reduction)
+    return _of_extremum(dtype, reduction) if reduction in ("max", "min") else _of_floats(dtype, form, reduction)
+
+
+@intrinsic(prefer_literal=True)
+def _reduce(
+    _context: Any, form: Any, reduction: Any, destination: Any, sources: Any, world_size: Any, count: Any
+) -> Any:
+    by = reducer(form.literal_value, reduction.literal_value)
+
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        _, _, destination, sources, world_size, count = arguments
+        ranks = builder.uitofp(world_size, by.wide) if by.divided else None
+
+        def reduce(first: Any, lanes: int) -> None:
+            offset = builder.mul(first, number(by.nbytes))
+            total = cgutils.alloca_once(builder, vector(by.wide, lanes))
+            builder.store(splat(by.wide, lanes, by.start), total)
+            with cgutils.for_range(builder, world_size) as rank:
+                source = load_at(builder, WORD, builder.add(sources, builder.mul(rank.index, number(8))))
+                item = load_at(builder, vector(by.stored, lanes), builder.add(source, offset))
+                value = by.widen(builder, item, lanes)
+                builder.store(by.combine(builder, builder.load(total), value, lanes), total)
+            result = builder.load(total)
+            if ranks is not None:
+                result = builder.fdiv(result, broadcast_lanes(builder, ranks, lanes))
+            store_at(builder, by.narrow(builder, result, lanes), builder.add(destination, offset))
+
+        for_each_vector(builder, builder.mul(count, number(by.numbers)), reduce)
+        return target.get_dummy_value()
+
+    return signature(types.void, form, reduction, *(types.int64,) * 4), generate
+
+
+@functools.cache
+def arithmetic(form: str, reduction: str) -> Arithmetic:
+    """Return ``function(destination, sources, world_size, count)`` that reduces ``count`` elements of all ranks.
+
+    ``sources`` is the address of ``world_size`` addresses; ``form`` is the dtype, or ``float16 by bits``.
+    """
+
+    def function(destination: int, sources: int, world_size: int, count: int) -> None:
+        _reduce(form, reduction, destination, sources, world_size, count)
+
+    function.__name__ = function.__qualname__ = f"{reduction}_{form.replace(' ', '_')}"  # that of what is kept on disk
+    return Arithmetic(function)
+
+
+_OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
+
+
+def _same(dtype: str, reduction: str) -> tuple[str, str]:
+    """Return the form and the reduction of which the machine code is the same, so that it is compiled once."""
+    if dtype == "bool":
+        return "bool", _OF_BOOL.get(reduction, reduction)
+    if dtype in INTEGERS and reduction not in ("max", "min"):
+        return f"u{dtype.removeprefix('u')}", reduction
+    if dtype == "float16" and reduction not in ("max", "min") and not machine_has_half():
+        return "float16 by bits", reduction
+    return dtype, reduction
+
+
+REDUCTIONS = {
+    (dtype, reduction): arithmetic(*_same(dtype, reduction)) for dtype, names in REDUCED.items() for reduction in names
+} | {(dtype, "sum"): of for dtype, of in SUMS.items()}
+"""The reduction over ranks by dtype and name, compiled on first use."""
