@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shotcast import wire
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
-from shotcast.wire import CallPlan, Fault, Header, HeaderWords, LaunchShape, Op
+from shotcast.wire import CallPlan, Fault, Header, HeaderWords, LaunchShape, Op, ProductOp
 
 NAMES = (*registered(), *(f"added_{number}" for number in range(wire.MAX_ALGORITHMS)))[: wire.MAX_ALGORITHMS]
 """The largest number of algorithms that headers can tell apart."""
@@ -33,6 +33,7 @@ plans = st.builds(
     root=st.integers(0, wire.MAX_NAMED_RANKS - 1),
     launch=launches,
     piece=st.integers(0, 31),
+    reduction=st.sampled_from(wire.REDUCTIONS),
 )
 
 
@@ -43,8 +44,19 @@ def test_header_round_trip(plan: CallPlan) -> None:
     assert all(word >> 31 for word in words), "so that Triton takes every header for 64 bits"
     header = decoded(words)
     sent_as = Op.SEND if plan.op is Op.RECV else plan.op
-    call = sent_as.label, plan.dtype, plan.algorithm, plan.root, plan.nbytes, plan.launch.digest, plan.piece
-    assert header == Header(*call)
+    call = sent_as.label, plan.dtype, plan.algorithm, plan.reduction, plan.root, plan.nbytes
+    assert header == Header(*call, plan.launch.digest, plan.piece)
+
+
+@given(st.sampled_from(ProductOp), st.integers(0, wire.MAX_NBYTES - 1), launches, st.integers(0, 31))
+def test_header_of_a_call_that_multiplies(op: ProductOp, nbytes: int, launch: LaunchShape, piece: int) -> None:
+    plan = wire.product_plan(op, "float16", 8, launch, 64, whole_nbytes=nbytes, piece=piece)
+    header = decoded(registered().header(plan))
+    assert header == Header(op.label, "float16", NAMES[0], "sum", 0, nbytes or 8, launch.digest, piece)
+    assert str(header).startswith(f"{op.label}(float16, ")
+    assert NAMES[0] not in str(header), "it has no algorithm"
+    fault = Fault.decode(wire.encode_fault(wire.TIMEOUT, int(op), [1], 7))
+    assert (fault.op, fault.ranks) == (op.label, (1,))
 
 
 @given(plans, st.integers(0, 0xFFFF), st.integers(0, 0xFFFF))
@@ -63,7 +75,8 @@ def test_cells_hold_a_header_of_their_epoch_alone(plan: CallPlan, epoch: int, ot
 def test_equal_headers_mean_equal_calls(a: CallPlan, b: CallPlan) -> None:
     def call(plan: CallPlan) -> tuple[object, ...]:
         sent_as = Op.SEND if plan.op is Op.RECV else plan.op
-        return (sent_as, plan.algorithm, plan.dtype, plan.nbytes, plan.root, plan.launch.digest, plan.piece)
+        how = plan.algorithm, plan.dtype, plan.reduction, plan.launch.digest
+        return (sent_as, *how, plan.nbytes, plan.root, plan.piece)
 
     assert (header_of(a) == header_of(b)) == (call(a) == call(b))
 
@@ -80,9 +93,9 @@ def test_sizes_are_part_of_the_header(a: list[int], b: list[int]) -> None:
     assert header_of(plan_a) != header_of(plan_b)
 
 
-@pytest.mark.parametrize("nbytes", [-1, 1 << 47])
+@pytest.mark.parametrize("nbytes", [-1, 1 << 44])
 def test_message_beyond_the_field_is_refused(nbytes: int) -> None:
-    with pytest.raises(ConfigError, match="a message has from 0 to 140737488355327 bytes, not"):
+    with pytest.raises(ConfigError, match="a message has from 0 to 17592186044415 bytes, not"):
         header_of(CallPlan(Op.ALL_REDUCE, "ring", "float32", nbytes))
 
 
@@ -94,6 +107,23 @@ def test_launches_close_to_each_other_differ_in_the_header(a: LaunchShape, b: La
     near = [LaunchShape(a.programs + more, a.block_words, a.num_warps, chunk) for more in (0, 1) for chunk in (0, 4096)]
     assert len({words(launch) for launch in near}) == len(near)
     assert a != b or words(a) == words(b)
+
+
+@given(st.integers(1, 1 << 16), st.integers(1, 1 << 16), st.sampled_from(wire.NORM_KINDS))
+def test_norms_of_rows_of_other_lengths_differ_in_the_header(a: int, b: int, kind: str) -> None:
+    """A pair of lengths goes undetected as a pair of launches does: one of 2^14."""
+
+    def plan(hidden: int, launch: LaunchShape) -> CallPlan:
+        norm = wire.Norm(hidden, kind=kind)
+        return CallPlan(Op.ALL_REDUCE_RMS_NORM, "two_shot", "float32", 64, norm.code, launch=launch, norm=norm)
+
+    launch = LaunchShape(4, 512, 8)
+    assert header_of(plan(a, launch)) == header_of(plan(a, launch))
+    near = [hidden for first in (a, b) for hidden in (first, first + 1, first + 512, 2 * first)]
+    apart = {header_of(plan(hidden, launch)).call for hidden in near}
+    assert len(apart) >= len(set(near)) - 1
+    said = decoded(header_of(plan(a, launch))).differs(["launch"])
+    assert " in rows or launch #" in said
 
 
 def test_digest_of_launches_is_spread_evenly() -> None:
@@ -125,8 +155,9 @@ def test_any_words_can_be_read(size: int, call: int) -> None:
 
 def test_every_field_has_room_for_its_last_value() -> None:
     assert len(registered()) < wire.MAX_ALGORITHMS
-    last = CallPlan(Op.BARRIER, NAMES[-1], "float32", 0, root=1023, piece=31)
-    assert decoded(header_of(last)) == Header("barrier", "-", NAMES[-1], 1023, 0, LaunchShape().digest, 31)
+    last = CallPlan(Op.BARRIER, NAMES[-1], "float32", 0, root=1023, piece=31, reduction=wire.REDUCTIONS[-1])
+    digest = LaunchShape().digest
+    assert decoded(header_of(last)) == Header("barrier", "-", NAMES[-1], wire.REDUCTIONS[-1], 1023, 0, digest, 31)
 
 
 @given(
@@ -173,7 +204,7 @@ def test_headers_read_as_calls() -> None:
         return str(decoded(header_of(CallPlan(**plain | fields))))
 
     assert said() == "all_reduce(float32, 2 KiB, one_shot)"
-    assert said(root=1, algorithm="vendor") == "all_reduce(float32, 2 KiB, vendor, reduction 1)"
+    assert said(reduction="max", algorithm="vendor") == "all_reduce(float32, 2 KiB, vendor, max)"
     assert said(op=Op.BROADCAST, root=3) == "broadcast(float32, 2 KiB, one_shot, root 3)"
     assert said(op=Op.SEND, root=2) == "send(float32, 2 KiB, one_shot, from rank 2)"
     uneven = said(op=Op.ALL_GATHER, root=wire.UNEVEN, sizes=(3, 4))

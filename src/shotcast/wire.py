@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
@@ -58,12 +58,45 @@ class Op(enum.IntEnum):
     ALL_REDUCE_RMS_NORM = 9
     REDUCE_SCATTER_RMS_NORM = 10
     REDUCE_SCATTER_RMS_NORM_ALL_GATHER = 11
+    REDUCE = 12
+    GATHER = 13
+    SCATTER = 14
+    ALL_TO_ALL_UNEVEN = 15
+    ALL_REDUCE_LAYER_NORM = 16
+    REDUCE_SCATTER_LAYER_NORM = 17
+    REDUCE_SCATTER_LAYER_NORM_ALL_GATHER = 18
 
     __hash__ = int.__hash__  # an enum hashes its name, which takes longer, and every call is looked up
 
     @property
     def label(self) -> str:
         return self.name.lower()
+
+
+class ProductOp(enum.IntEnum):
+    """Operations that also multiply matrices, with their code in the header, which no :class:`Op` has.
+
+    One kernel serves each, so no algorithm is chosen, and ``shotcast.overlap`` makes the calls.
+    """
+
+    MATMUL_REDUCE_SCATTER = 32
+    MATMUL_ALL_REDUCE = 33
+    ALL_GATHER_MATMUL = 34
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+ALL_REDUCE_NORMS = (Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE_LAYER_NORM)
+REDUCE_SCATTER_NORMS = (Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_LAYER_NORM)
+GATHERED_NORMS = (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER)
+"""Operations that norm the rows of a sum, each in its RMSNorm and its LayerNorm form."""
+LAYER_NORMS = (ALL_REDUCE_NORMS[1], REDUCE_SCATTER_NORMS[1], GATHERED_NORMS[1])
+
+_LABELS = {int(op): op.label for op in (*Op, *ProductOp)}
+"""Operations by their code in the header."""
+_PRODUCTS = tuple(op.label for op in ProductOp)
 
 
 DTYPES = {
@@ -90,7 +123,21 @@ DTYPES = {
 """Item size by dtype name; the header carries the position. A barrier sends the position behind the last."""
 
 REDUCIBLE = ("float32", "float16", "bfloat16")
-"""Dtypes the own kernels add up. Everything in DTYPES can be copied."""
+"""Dtypes whose sums are in float32: those of norms, rings, sums of nodes and lossy transports.
+
+Their words pass through sentinel slots. Everything in DTYPES can be copied, and :data:`REDUCED` can be reduced."""
+
+REDUCTIONS = ("sum", "max", "min", "prod", "avg", "band", "bor", "bxor")
+"""Reductions, each at the place of its code in headers."""
+
+_OF_FLOATS, _OF_INTEGERS = ("sum", "max", "min", "prod", "avg"), tuple(name for name in REDUCTIONS if name != "avg")
+INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+REDUCED = (
+    dict.fromkeys((*REDUCIBLE, "float64"), _OF_FLOATS)
+    | dict.fromkeys((*INTEGERS, "bool"), _OF_INTEGERS)
+    | dict.fromkeys(("complex64", "complex128"), ("sum", "avg"))
+)
+"""The reductions that own kernels have, by dtype. No others are defined but those of complex numbers and of FP8."""
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 """Dtypes in which sums of nodes may pass between nodes, rounded."""
@@ -106,11 +153,12 @@ _NO_DTYPE = len(DTYPES)
 
 MAX_ALGORITHMS = 256
 """Algorithms that a header tells apart."""
-MAX_NBYTES = 1 << 47
+MAX_NBYTES = 1 << 44
 """Headers hold sizes below this."""
 
 # The lowest bits of the fields of the two words of a header; see HeaderWords.
 _WRITTEN = 1 << 47
+_REDUCTION_AT, _REDUCTION_BITS = 44, 3
 _PIECE_BITS, _LAUNCH_AT, _LAUNCH_BITS = 5, 5, 14
 _ROOT_AT, _ROOT_BITS, _DTYPE_AT, _DTYPE_BITS, _ALGORITHM_AT = 19, 10, 29, 5, 34
 OP_AT = 42
@@ -133,9 +181,12 @@ class LaunchShape:
     @property
     def digest(self) -> int:
         """The 14 bits that stand for the launch in a header."""
-        digest = _fnv(f"{self.programs},{self.block_words},{self.num_warps},{self.chunk_bytes}")
-        return (digest ^ digest >> _LAUNCH_BITS ^ digest >> 2 * _LAUNCH_BITS) & (1 << _LAUNCH_BITS) - 1
+        return _launch_digest(f"{self.programs},{self.block_words},{self.num_warps},{self.chunk_bytes}")
 
+
+RMS, LAYER, LAYER_WITH_BIAS = "rms", "layer", "layer with bias"
+NORM_KINDS = (RMS, LAYER, LAYER_WITH_BIAS)
+"""RMSNorm, LayerNorm, and LayerNorm with a bias."""
 
 QUANTIZATIONS = ("", "static", "dynamic")
 """FP8 forms of a normed row: none; one scale a tensor, given by the caller; one scale a row, computed."""
@@ -149,36 +200,51 @@ class Norm:
         hidden: elements of a row.
         quantize: one of :data:`QUANTIZATIONS`.
         keeps_normed: the norm is (also) given in the dtype of the call.
+        weight: the dtype of weight and bias where it is not that of the call, of :data:`REDUCIBLE`; otherwise empty.
+        kind: one of :data:`NORM_KINDS`.
     """
 
     hidden: int
     quantize: str = ""
     keeps_normed: bool = True
+    weight: str = ""
+    kind: str = RMS
 
     @property
     def code(self) -> int:
         """The number that stands for the norm in the header's root field."""
-        return QUANTIZATIONS.index(self.quantize) + (0 if self.keeps_normed else 4)
+        weight = ("", *REDUCIBLE).index(self.weight)
+        code = QUANTIZATIONS.index(self.quantize) | (not self.keeps_normed) << 2 | weight << 3
+        return code | NORM_KINDS.index(self.kind) << 5
 
+    @classmethod
+    def of_code(cls, code: int) -> Norm | None:
+        """Return a norm that has this code, whatever its rows; None if there is none."""
+        quantize, weight, kind = code & 3, code >> 3 & 3, code >> 5
+        if quantize >= len(QUANTIZATIONS) or weight > len(REDUCIBLE) or kind >= len(NORM_KINDS):
+            return None
+        return cls(0, QUANTIZATIONS[quantize], not code & 4, ("", *REDUCIBLE)[weight], NORM_KINDS[kind])
 
-_NORM_CODES = {
-    Norm(0, quantize, keeps).code: f", {quantize} FP8{' and the norm' if keeps else ''}"
-    for quantize in QUANTIZATIONS[1:]
-    for keeps in (True, False)
-}
-"""The root field of a fused call's header, in words."""
+    def __str__(self) -> str:
+        words = f"{self.quantize} FP8{' and the norm' if self.keeps_normed else ''}" if self.quantize else ""
+        weight = f"weight of {self.weight}" if self.weight else ""
+        return ", ".join(filter(None, (words, weight, "bias" if self.kind == LAYER_WITH_BIAS else "")))
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
     """One call as an executor runs it.
 
-    ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce_scatter (whole), all_to_all,
-    broadcast and send, the output of all_gather (whole) and recv. ``root`` is the root of a broadcast, or the peer of
-    send and recv. ``sizes`` are the elements of each rank in an uneven all_gather, otherwise empty. ``norm`` belongs to
-    the fused operations; their ``nbytes`` counts ``x``. A call may be made in pieces, each a plan of its own: then
+    ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce, reduce_scatter (whole), scatter
+    (whole), all_to_all, broadcast and send, the output of all_gather (whole), gather (whole) and recv; it is 0 in an
+    uneven all_to_all, whose parts are known to their two ranks alone. ``root`` is the root of a call that has one, or
+    the peer of send and recv. ``sizes`` are the elements of each rank in an uneven all_gather; in an uneven all_to_all
+    those that this rank sends to each rank, then those that it receives; otherwise empty. ``norm`` belongs to the
+    fused operations; their ``nbytes`` counts ``x``. A call that multiplies has no algorithm, and ``nbytes`` counts
+    the product, or what is gathered. A call may be made in pieces, each a plan of its own: then
     ``whole_nbytes`` counts what ``nbytes`` would count of the call, and ``piece`` is the number of the piece. ``room``
-    is the longest message, in bytes, that the workspace of GPU kernels must at least be laid out for.
+    is the longest message, in bytes, that the workspace of GPU kernels must at least be laid out for. ``reduction``, of
+    all_reduce, reduce and reduce_scatter, is one of :data:`REDUCTIONS`.
     """
 
     op: Op
@@ -192,6 +258,14 @@ class CallPlan:
     whole_nbytes: int = 0
     piece: int = 0
     room: int = 0
+    reduction: str = REDUCTIONS[0]
+
+
+def product_plan(
+    op: ProductOp, dtype: str, nbytes: int, launch: LaunchShape, room: int, whole_nbytes: int = 0, piece: int = 0
+) -> CallPlan:
+    """Return the plan of a call that multiplies, which has no algorithm."""
+    return CallPlan(cast(Op, op), "", dtype, nbytes, launch=launch, room=room, whole_nbytes=whole_nbytes, piece=piece)
 
 
 def _fnv(text: str) -> int:
@@ -202,11 +276,19 @@ def _fnv(text: str) -> int:
     return digest
 
 
+def _launch_digest(text: str) -> int:
+    """Return the bits of the launch field that stand for a text."""
+    digest = _fnv(text)
+    return (digest ^ digest >> _LAUNCH_BITS ^ digest >> 2 * _LAUNCH_BITS) & (1 << _LAUNCH_BITS) - 1
+
+
 def sizes_digest(sizes: Sequence[int]) -> int:
     """Return 32 bits that stand for the sizes of all ranks in a header."""
     return _fnv(",".join(map(str, sizes)))
 
 
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+"""Operations whose root is a rank."""
 ANSWER = 1
 """The piece in the header by which the receiver of a message answers its sender, before the vendor library sends it."""
 
@@ -217,9 +299,10 @@ class HeaderWords(NamedTuple):
     So each word says for itself whether it has come, and no two of them need to be stored at once.
 
     Attributes:
-        size: bytes of the whole call, or the digest of the sizes of an uneven all_gather; bit 47 is always 1, so that
-            no word is zero, which means "never written".
-        call: from bit 0 up, piece 5 (modulo 32), digest of the launch 14, root 10, dtype 5, algorithm 8, operation 6.
+        size: from bit 0 up, bytes of the whole call, or the digest of the sizes of an uneven all_gather, 44; reduction
+            3; and a bit that is always 1, so that no word is zero, which means "never written".
+        call: from bit 0 up, piece 5 (modulo 32), digest of the launch (and of the rows of a norm) 14, root 10, dtype 5,
+            algorithm 8, operation 6.
     """
 
     size: int
@@ -246,23 +329,29 @@ def encode_header(plan: CallPlan, algorithm: int) -> HeaderWords:
     Raises:
         ConfigError: the size has no room.
     """
-    size = sizes_digest(plan.sizes) if plan.sizes else plan.whole_nbytes or plan.nbytes
+    digested = plan.sizes and plan.op is not Op.ALL_TO_ALL_UNEVEN
+    size = sizes_digest(plan.sizes) if digested else plan.whole_nbytes or plan.nbytes
     if not 0 <= size < MAX_NBYTES:
         raise ConfigError(f"a message has from 0 to {MAX_NBYTES - 1} bytes, not {size}")
     dtype = _NO_DTYPE if plan.op is Op.BARRIER else _DTYPE_NAMES.index(plan.dtype)
     op = Op.SEND if plan.op is Op.RECV else plan.op
     call = int(op) << OP_AT | algorithm << _ALGORITHM_AT | dtype << _DTYPE_AT | plan.root << _ROOT_AT
-    call |= plan.launch.digest << _LAUNCH_AT | plan.piece & (1 << _PIECE_BITS) - 1
-    return HeaderWords(_WRITTEN | size, call)
+    rows = 0 if plan.norm is None else _launch_digest(f"rows of {plan.norm.hidden}")
+    call |= (plan.launch.digest ^ rows) << _LAUNCH_AT | plan.piece & (1 << _PIECE_BITS) - 1
+    return HeaderWords(_WRITTEN | REDUCTIONS.index(plan.reduction) << _REDUCTION_AT | size, call)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header, read back. ``launch`` is the digest of the launch, ``piece`` the number of the piece modulo 32."""
+    """A header, read back.
+
+    ``launch`` is the digest of the launch and the rows of a norm, ``piece`` the number of the piece modulo 32.
+    """
 
     op: str
     dtype: str
     algorithm: str
+    reduction: str
     root: int
     nbytes: int
     launch: int
@@ -274,37 +363,52 @@ class Header:
         size, call = words
         op, algorithm, dtype = call >> OP_AT & 63, call >> _ALGORITHM_AT & 0xFF, call >> _DTYPE_AT & 31
         return cls(
-            op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
+            op=_LABELS.get(op, f"op {op}"),
             dtype=_DTYPE_NAMES[dtype] if dtype < len(_DTYPE_NAMES) else f"dtype {dtype}",
             algorithm=algorithms[algorithm] if algorithm < len(algorithms) else f"algorithm {algorithm}",
+            reduction=REDUCTIONS[size >> _REDUCTION_AT & (1 << _REDUCTION_BITS) - 1],
             root=call >> _ROOT_AT & (1 << _ROOT_BITS) - 1,
-            nbytes=size & ~_WRITTEN,
+            nbytes=size & MAX_NBYTES - 1,
             launch=call >> _LAUNCH_AT & (1 << _LAUNCH_BITS) - 1,
             piece=call & (1 << _PIECE_BITS) - 1,
         )
 
+    @property
+    def _norms(self) -> bool:
+        return self.op.endswith(("_norm", "_norm_all_gather"))
+
     def differs(self, fields: Collection[str]) -> str:
         """Return the call in words, with those of its launch and piece that are among ``fields``, which differ."""
-        end = f" in launch #{self.launch:04x}" if "launch" in fields else ""
+        what = "rows or launch" if self._norms else "launch"
+        end = f" in {what} #{self.launch:04x}" if "launch" in fields else ""
         return f"{self}{end}{f', piece {self.piece}' if 'piece' in fields else ''}"
 
     def __str__(self) -> str:
         size, end = format_size(self.nbytes), ""
-        if self.op in ("broadcast", "send"):
-            end = f", {'root' if self.op == 'broadcast' else 'from rank'} {self.root}"
+        if self.op == "send":
+            end = f", from rank {self.root}"
+        elif self.op in _ROOTED:
+            end = f", root {self.root}"
+            if self.op == "reduce":
+                end = f", {self.reduction}{end}"
+        elif self.op == "all_to_all_uneven":
+            size = "parts of any sizes"
         elif self.op == "all_gather" and self.root == UNEVEN:
             size = f"uneven sizes #{self.nbytes:08x}"
-        elif self.op.endswith(("_rms_norm", "_rms_norm_all_gather")):
-            end = _NORM_CODES.get(self.root, "")
-        elif self.root:
-            end = f", reduction {self.root}"
+        elif self._norms:
+            words = str(Norm.of_code(self.root) or f"norm {self.root}")
+            end = f", {words}" if words else ""
+        elif self.reduction != "sum":
+            end = f", {self.reduction}"
+        if self.op in _PRODUCTS:
+            return f"{self.op}({self.dtype}, {size})"
         what = "the answer to a send" if self.op == "send" and self.piece == ANSWER else self.op
         return f"{what}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
-TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE = 1, 2, 3, 4, 5
+TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE, PARTS_DIFFER = 1, 2, 3, 4, 5, 6
 """Kinds of faults: a rank is late, calls differ, a rank's process has ended, a signal ended a rank's call, the
-connection to a rank was lost or its node does not answer."""
+connection to a rank was lost or its node does not answer, a rank sends a part of another size than is expected."""
 UNEVEN = 1
 """The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
 
@@ -334,7 +438,7 @@ class Fault:
         first = (word >> FAULT_BLOCK_AT & 63) * _BLOCK
         return cls(
             kind=word >> FAULT_KIND_AT & 15,
-            op=Op(op).label if op in Op._value2member_map_ else f"op {op}",
+            op=_LABELS.get(op, f"op {op}"),
             ranks=tuple(first + r for r in range(_BLOCK) if mask >> r & 1),
             epoch32=word & 0xFFFFFFFF,
         )
@@ -346,7 +450,7 @@ def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
     A word names the ranks of one block of 16: of the ranks given, those in the block of the lowest.
 
     Args:
-        kind: TIMEOUT, MISMATCH, DEAD, INTERRUPTED or UNREACHABLE.
+        kind: TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE or PARTS_DIFFER.
         ranks: the ranks at fault, below :data:`MAX_NAMED_RANKS`.
         epoch: of the call; for a message, its number.
     """

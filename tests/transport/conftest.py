@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shotcast.device.cpu import floats
+from shotcast import wire
+from shotcast.device.cpu import floats, reductions
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.transport.cpu import (
     copies,
@@ -44,16 +45,14 @@ def compiled_before_forking():
             if isinstance(value, Schedule):
                 value.get()
     by_dtype = (
-        floats.SUMS,
+        reductions.REDUCTIONS,
         floats.PARTIAL_SUMS,
         floats.ROUNDED_SUMS,
-        norm.ADDS,
-        norm.NORMS,
         fp8_blocks.ENCODE,
         fp8_blocks.DECODE,
     )
-    half_bits = (floats.SUM_HALF_BITS, norm.ADDS_HALF_BITS, norm.NORMS_HALF_BITS)
-    half_bits += (fp8_blocks.ENCODE_HALF_BITS, fp8_blocks.DECODE_HALF_BITS)
-    for arithmetic in (*(kind for kinds in by_dtype for kind in kinds.values()), *half_bits, fp8_blocks.SUM):
+    half_bits = (floats.SUM_HALF_BITS, fp8_blocks.ENCODE_HALF_BITS, fp8_blocks.DECODE_HALF_BITS)
+    norms = [part for dtype in wire.REDUCIBLE for part in norm.arithmetic_of(dtype, wire.Norm(1))]
+    for arithmetic in (*(kind for kinds in by_dtype for kind in kinds.values()), *half_bits, *norms, fp8_blocks.SUM):
         assert isinstance(arithmetic, Arithmetic)
         arithmetic.address()

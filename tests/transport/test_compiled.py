@@ -51,6 +51,7 @@ LOADS: dict[str, Callable[[int], int]] = {
     "ring_scatter": lambda n: n,
     "exchange": lambda n: 2 * n - 1,
     "exchange_cells": lambda n: 2 * n - 1,
+    "from_root_clears": lambda n: n,
     "barrier": lambda n: 0,
     "recv": lambda n: 0,
 }
@@ -68,12 +69,13 @@ POLLS: dict[str, Callable[[int], int]] = {
     "broadcast": lambda n: 1,
     "broadcast_multicast": lambda n: 1,
     "broadcast_cells": lambda n: 1,
+    "from_root_clears": lambda n: 1,
     "barrier": lambda n: 0,
     "send": lambda n: 0,
     "recv": lambda n: 1,
 }
 """Tiles that a kernel waits for (one a rank if not listed)."""
-CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", *SEND_RECV)
+CELLS = ("gather_cells", "exchange_cells", "broadcast_cells", "to_root_cells", *SEND_RECV)
 WIDE = {"v4.b32", "v2.b64"}
 MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 232}
 """Registers by number of ranks, which is that of the slots in flight.

@@ -11,6 +11,7 @@ from test_compiled import MAX_STACK, of_kind
 
 import cross
 from shotcast.device.triton import tiles
+from shotcast.wire import LAYER, LAYER_WITH_BIAS, RMS
 
 pytestmark = pytest.mark.long
 
@@ -26,6 +27,8 @@ class Form(NamedTuple):
     world_size: int = 4
     capability: int = 90
     multicast: bool = False
+    weight: str = ""
+    kind: str = RMS
 
 
 FORMS = [Form(name) for name in ("norm", "fused_two_shot_clears", "fused_gather")]
@@ -35,6 +38,8 @@ FORMS += [Form(name, "float32", 2880, "dynamic", world_size=8) for name in ("fus
 FORMS += [Form("fused_gather", hidden=4096, quantize="dynamic", capability=capability) for capability in (80, 120)]
 FORMS += [Form("fused_gather", quantize="dynamic", multicast=True)]
 FORMS += [Form("fused_two_shot", quantize="dynamic", capability=100, multicast=True)]
+FORMS += [Form("fused_one_shot", weight="float32", kind=LAYER_WITH_BIAS)]
+FORMS += [Form(name, "float32", 2880, "dynamic", weight="bfloat16", kind=LAYER) for name in ("norm", "fused_gather")]
 MORE = [
     Form(name, dtype, hidden, quantize, True, world_size, capability)
     for name in cross.FUSED
@@ -44,6 +49,13 @@ MORE = [
     for capability in (80, 90, 100, 120)
 ]
 MORE += [Form("fused_gather", quantize="dynamic", keeps_normed=False)]
+MORE += [
+    Form(name, dtype, 4096, quantize, weight=weight, kind=kind)
+    for name in cross.FUSED
+    for dtype, weight in (("bfloat16", "float32"), ("float16", ""), ("float32", "float16"))
+    for quantize in ("", "dynamic")
+    for kind in (RMS, LAYER_WITH_BIAS)
+]
 MORE += [Form(name, quantize="dynamic", multicast=True) for name in ("fused_gather", "fused_two_shot")]
 
 
@@ -75,7 +87,10 @@ def check(form: Form, tmp_path: Path) -> None:
         assert set(cross.read_before_waiting(kernel)) == early
     # tiles move in 16 bytes; single words are control words and scales
     loaded, polled, stored = of_kind(counts, "ld"), of_kind(counts, "ld", "volatile"), of_kind(counts, "st")
-    assert set(loaded) - {"b64", "sys.relaxed.b64"} == {"v4.b32"} | ({"b32"} if form.quantize == "static" else set())
+    others = {"b32"} if form.quantize == "static" else set()
+    if form.weight == "float32":
+        others |= {"v2.b64"}  # two words' weights, 16 bytes
+    assert set(loaded) - {"b64", "sys.relaxed.b64"} == {"v4.b32"} | others
     assert loaded["b32"] <= 1
     assert set(polled) == ({"v4.b32", "b64"} if exchanges else set())
     assert set(stored) <= {"v4.b32", "b64", "b32"} | ({"v2.b32"} if form.quantize else set())
@@ -92,7 +107,8 @@ def check(form: Form, tmp_path: Path) -> None:
     # rows stay in registers: 16 warps fit in a multiprocessor, or 14 of programs of one warp with a tile
     used = cross.resources(kernel, tmp_path)
     assert used["LOCAL"] == 0
-    assert used["REG"] <= (224 if form.world_size == 8 else 144 if "shot" in form.name else 128)
+    wide_tiles = form.world_size == 8 or (form.name.startswith("fused_two_shot") and (form.weight or form.kind != RMS))
+    assert used["REG"] <= (224 if wide_tiles else 144 if "shot" in form.name else 128)
     assert used["STACK"] <= (MAX_STACK if "shot" in form.name else 48 if form.world_size < 8 else 96)
 
 
@@ -104,3 +120,14 @@ def test_row_tiles(words: int) -> None:
     assert block >= 128 * warps or warps == 1
     assert block <= 16 * 32 * warps
     assert tiles.slots_at_once(block, warps) >= 2
+
+
+@pytest.mark.parametrize("each", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_several_tiles_of_a_program_stay_in_registers(each: int, tmp_path: Path) -> None:
+    """All tiles are loaded before the first is waited for, and the few programs of a launch fit on an SM."""
+    made = cross.compiled_fused("fused_one_shot", world_size=2, each=each)
+    used = cross.resources(made, tmp_path)
+    assert (used["LOCAL"], used["STACK"]) == (0, 0)
+    assert used["REG"] <= (128 if each == 4 else 232)
+    before = made.asm["ptx"].partition("atom")[0]
+    assert cross.instructions(before)["ld.global.v4.b32"] >= 3 * each, "words, residual and weight"

@@ -12,7 +12,7 @@ import pytest
 
 import cross
 from shotcast.hardware.nodes import folded
-from shotcast.transport.triton.fused_nvrar import nvrar_rms_norm
+from shotcast.transport.triton.fused_nvrar import nvrar_norm
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 
 MAX_REGISTERS = 255
@@ -203,5 +203,5 @@ def test_a_lone_rank_puts_its_cells_before_it_counts_itself_in(exchange: str) ->
 
 
 def test_no_runtime_argument_is_specialised() -> None:
-    for param in (*nvrar_all_reduce.params, *nvrar_rms_norm.params):
+    for param in (*nvrar_all_reduce.params, *nvrar_norm.params):
         assert param.is_constexpr or param.do_not_specialize, param.name

@@ -31,10 +31,9 @@ def per(form: Form) -> int:
 
 def chosen_forms() -> list[Form]:
     """Return each kernel, dtype, unit, number of ranks, shape and architecture, combined with some of the others."""
-    made = [Form("two_shot_fp8"), Form("two_shot_fp8", "float32", world_size=2), Form("two_shot_fp8", "float16")]
-    made += [Form("two_shot_fp8_clears", "float32"), Form("two_shot_fp8_clears", "bfloat16", 16, 8, 512, 4)]
+    made = [Form("two_shot_fp8"), Form("two_shot_fp8_clears", "bfloat16", 16, 8, 512, 4)]
     made += [Form("two_shot_fp8_clears", "float16", 2, 2, 1024, 8, 120)]
-    made += [Form("two_shot_fp8", "float32", 4, 3, 1024, 8, 100), Form("two_shot_fp8", "bfloat16", 16, 4, 512, 4, 80)]
+    made += [Form("two_shot_fp8", "float32", 4, 3, 1024, 8, 100), Form("two_shot_fp8", "float32", 16, 4, 512, 4, 80)]
     return made
 
 

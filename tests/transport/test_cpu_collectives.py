@@ -281,7 +281,7 @@ def check_prepare(group):
     executor.bind(plan).load()
     assert executor.bind(plan).call.schedule.ready()
     for call in (
-        CallPlan(Op.ALL_REDUCE, "one_shot", "int32", 4),
+        CallPlan(Op.ALL_REDUCE, "one_shot", "float8_e5m2", 4),
         CallPlan(Op.ALL_TO_ALL, "ring", "float32", 8),
         CallPlan(Op.REDUCE_SCATTER, "two_shot", "float32", 8),
     ):

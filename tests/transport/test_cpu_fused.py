@@ -19,7 +19,7 @@ from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu.executor import CpuExecutor
-from shotcast.transport.cpu.norm_rows import add_rms_norm
+from shotcast.transport.cpu.norm_rows import norm_sum
 from shotcast.wire import MISMATCH, QUANTIZATIONS, TIMEOUT, CallPlan, LaunchShape, Norm, Op
 
 pytestmark = pytest.mark.usefixtures("compiled_before_forking")
@@ -112,7 +112,7 @@ def expected_tensors(case: Case, world_size: int, rank: int, inputs, residuals, 
     if case.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:
         residual = torch.cat(residuals)
     tensors = empty_tensors(case, world_size, residual, weight, 0)
-    add_rms_norm(total.contiguous(), tensors, Norm(case.hidden, case.quantization, case.keeps))
+    norm_sum(total.contiguous(), tensors, Norm(case.hidden, case.quantization, case.keeps))
     new_residual = (total.float() + residual.float()).to(case.dtype)
     assert_bits(tensors.new_residual, new_residual, "the reference itself")
     if case.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:

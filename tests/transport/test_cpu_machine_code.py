@@ -8,9 +8,11 @@ import llvmlite.binding as llvm
 import pytest
 from numba import njit, types
 
+from shotcast import wire
 from shotcast.device.cpu import floats
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
+from shotcast.wire import Norm
 
 TRIPLES = {"aarch64-unknown-linux-gnu": "neoverse-n1", "x86_64-unknown-linux-gnu": "skylake-avx512"}
 CALLS = {
@@ -85,10 +87,9 @@ def test_sums_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
 
 
 @pytest.mark.parametrize("triple", TRIPLES)
-@pytest.mark.parametrize("dtype", norm.ADDS)
+@pytest.mark.parametrize("dtype", wire.REDUCIBLE)
 def test_rows_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
-    adds = code_of(norm.ADDS[dtype], triple, monkeypatch)
-    norms = code_of(norm.NORMS[dtype], triple, monkeypatch)
+    adds, norms = (code_of(part, triple, monkeypatch) for part in norm.arithmetic_of(dtype, Norm(64)))
     if triple.startswith("aarch64"):
         vectors = {kind: rf"f{kind}\s+v\d+\.4s" for kind in ("add", "mul")}
         narrowed = r"\bxtn|\buzp1"

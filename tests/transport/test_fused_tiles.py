@@ -30,3 +30,7 @@ def test_every_row_of_the_largest_call_has_its_own(max_bytes: int, row_words: in
 def test_a_program_takes_what_all_gave(cell_stride: int) -> None:
     """A program keeps its own part: the test damages the cell of it before the others are read."""
     interpret(targets.exchanges, 1, cell_stride)
+
+
+def test_mean_and_variance_do_not_depend_on_who_holds_a_row() -> None:
+    interpret(targets.moments_of_rows, 1)

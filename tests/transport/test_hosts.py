@@ -24,7 +24,7 @@ from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import raise_failures
-from shotcast.transport.cpu.norm_rows import add_rms_norm
+from shotcast.transport.cpu.norm_rows import norm_sum
 from shotcast.transport.network import layout, nvrar_16bit
 from shotcast.wire import CallPlan, Fault, Header, LaunchShape, NodeShape, Norm, Op
 
@@ -189,18 +189,20 @@ def _fused(group: LocalGroup, nodes: int, local: int) -> list[str]:
     for number, (rows, hidden, dtype) in enumerate(itertools.product((1, 5), (64, 1001), DTYPES)):
         inputs = _inputs(layout.world_size, rows * hidden, dtype, number)
         residual, weight = _inputs(2, rows * hidden, dtype, 50 + number)
-        norm = Norm(hidden)
+        norm = Norm(hidden, kind=wire.NORM_KINDS[number % 3])
+        op = Op.ALL_REDUCE_RMS_NORM if norm.kind == wire.RMS else Op.ALL_REDUCE_LAYER_NORM
         for algorithm in SUMS:
+            gain, rows_of = weight[:hidden], residual.shape
             tensors, expected = (
                 NormTensors(
-                    residual.clone(), weight[:hidden], 1e-6, torch.empty_like(residual), torch.empty_like(residual)
+                    residual.clone(), gain, 1e-6, residual.new_empty(rows_of), residual.new_empty(rows_of), bias=gain
                 )
                 for _ in range(2)
             )
             nbytes = inputs[0].numel() * inputs[0].element_size()
-            plan = CallPlan(Op.ALL_REDUCE_RMS_NORM, algorithm, str(dtype)[6:], nbytes, launch=launch, norm=norm)
+            plan = CallPlan(op, algorithm, str(dtype)[6:], nbytes, launch=launch, norm=norm)
             executor.bind(plan).run(inputs[group.rank], None, tensors)
-            add_rms_norm(reference.tree_sum(inputs, layout).view(rows, hidden), expected, norm)
+            norm_sum(reference.tree_sum(inputs, layout).view(rows, hidden), expected, norm)
             same = torch.equal(tensors.new_residual, expected.new_residual)
             if executor.fault() is not None or not same or not torch.equal(tensors.normed, expected.normed):
                 wrong.append(f"{algorithm} {rows} {hidden} {dtype}")

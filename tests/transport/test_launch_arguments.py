@@ -10,6 +10,7 @@ import pytest
 
 from shotcast.collectives.registry import registered
 from shotcast.device.triton.launch import Launch
+from shotcast.errors import UnsupportedError
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.executor import TritonExecutor
@@ -47,7 +48,8 @@ def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = M
         addresses=(1 << 40,) * 4,
         peers_address=1 << 41,
         cells_address=1 << 42,
-        cells_nbytes=16 * layout.row_cell_count(max_bytes),
+        arrivals_address=1 << 43,
+        cells_nbytes=24 * layout.row_cell_count(max_bytes),
         multicast=multicast,
         pdl=True,
         native_fp8=True,
@@ -65,6 +67,19 @@ def test_every_quad_has_one_thread(block: int, warps: int, taken: int) -> None:
     ((launch, start),) = launches(LaunchShape(8, block, warps))
     assert launch._kernel is multimem_all_reduce
     assert (launch._programs, launch._arguments["BLOCK"], start) == (9, taken, 0)
+
+
+def test_kernels_that_only_sum_refuse_other_reductions() -> None:
+    executor = executor_of_four()
+    for algorithm, dtype in (("ring", "float32"), ("two_shot_fp8", "float32")):
+        plan = CallPlan(Op.ALL_REDUCE, algorithm, dtype, 1 << 10, reduction="max")
+        with pytest.raises(UnsupportedError, match=f"no {algorithm} all_reduce for max"):
+            executor.bind(plan)._bind(True)
+    for plan in (
+        CallPlan(Op.ALL_REDUCE, "two_shot", "int64", 1 << 10, reduction="max"),
+        CallPlan(Op.ALL_REDUCE, "vendor", "float8_e5m2", 1 << 10, reduction="max"),  # its headers are exchanged
+    ):
+        assert len(executor.bind(plan)._bind(True)) == 1
 
 
 def test_programs_have_a_row_of_flags_each() -> None:
@@ -91,7 +106,9 @@ def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, cel
         LaunchShape(rows * 32, 128, 1), algorithm, False, Op.ALL_REDUCE_RMS_NORM, rows * 16384, Norm(8192)
     )
     assert (launch._arguments["ROW_TILES"], launch._arguments["cell_stride"]) == (32, cell_stride)
-    assert launch._arguments["amax_cells"] - launch._arguments["sum_cells"] == 8 * layout.row_cell_count(MAX_BYTES)
+    for one, next_one in (("sum_cells", "mean_cells"), ("mean_cells", "amax_cells")):
+        between = launch._arguments[next_one] - launch._arguments[one]
+        assert between == 8 * layout.row_cell_count(MAX_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +21,24 @@ from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.shm import ShmBuffer
 from shotcast.memory.symmetric import HostGroup
-from shotcast.transport.cpu import layout
+from shotcast.transport.cpu import batch, layout
 from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
-from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
+from shotcast.transport.cpu.waiting import (
+    ABORTED,
+    DONE,
+    INTERRUPTED,
+    MISMATCHED,
+    PARTS_DIFFER,
+    PEER_GONE,
+    TIMED_OUT,
+)
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
 logger = logging.getLogger(__name__)
 
 _SEND_RECV = (Op.SEND, Op.RECV)
-_TO_BLOCKS = (Op.REDUCE_SCATTER, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
+_TO_BLOCKS = (Op.REDUCE_SCATTER, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)
 
 _MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
 _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
@@ -44,6 +52,7 @@ _KINDS = {
     MISMATCHED: wire.MISMATCH,
     PEER_GONE: wire.DEAD,
     INTERRUPTED: wire.INTERRUPTED,
+    PARTS_DIFFER: wire.PARTS_DIFFER,
 }
 """The kind of fault that a status of a schedule means."""
 
@@ -70,9 +79,9 @@ def _words_at(address: int) -> list[int]:
 
 
 def parts_of(plan: CallPlan, world_size: int) -> list[int]:
-    """Return the bytes of the part of each rank."""
+    """Return the bytes of the part of each rank in the output."""
     itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
-    return [size * itemsize for size in plan.sizes] or [plan.nbytes // world_size] * world_size
+    return [size * itemsize for size in plan.sizes[-world_size:]] or [plan.nbytes // world_size] * world_size
 
 
 class BoundCall:
@@ -109,7 +118,8 @@ class BoundCall:
         if status != DONE:
             executor.fail(status, plan, self.header)
             if norm is None:
-                written = [x if out is None and plan.op is not Op.SEND else out]
+                in_place = out is None and plan.op in (Op.ALL_REDUCE, Op.BROADCAST)
+                written = [x if in_place else out]
             else:
                 # A dynamic scale is written, a static one is the caller's.
                 by_row = plan.norm is not None and plan.norm.quantize == "dynamic"
@@ -156,6 +166,8 @@ class CpuExecutor:
         context_address: of what every compiled function is given.
     """
 
+    batches = True
+    """Several messages go at once."""
     kind = "cpu"
     """The part of an algorithm's description that has its compiled code."""
 
@@ -190,6 +202,7 @@ class CpuExecutor:
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
         self._abort_word = self._abort_words[self._rank]
         self._message_headers: tuple[int, list[HeaderWords | None]] | None = None
+        self._parts: tuple[int, dict[int, str]] = (0, {})
         self._marking = threading.Lock()
         self.closed = False
 
@@ -214,7 +227,8 @@ class CpuExecutor:
 
     def form(self, plan: CallPlan) -> str:
         """Return a name for what ``plan`` needs compiled."""
-        return f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.norm is not None}"
+        norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"
+        return f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}"
 
     def record(self, plan: CallPlan, call: HostCall) -> array[int]:
         """Return the record of a call, as compiled code reads it. Compiles or loads the arithmetic."""
@@ -248,6 +262,10 @@ class CpuExecutor:
         for rank, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
             record[layout.EXTENTS // 8 + rank] = size
             record[layout.OFFSETS // 8 + rank] = end - size
+        if plan.op is Op.ALL_TO_ALL_UNEVEN:
+            sent = [size * wire.DTYPES[plan.dtype] for size in plan.sizes[: self._world_size]]
+            for size, end in zip(sent, itertools.accumulate(sent), strict=True):
+                record.extend((end - size, size))
 
     def _check_rows(self, plan: CallPlan) -> None:
         hidden = 0 if plan.norm is None else plan.norm.hidden
@@ -274,6 +292,55 @@ class CpuExecutor:
             # Whole rows, so that each is normed in the step that adds it up.
             return chunk // row * row
         return max(multiple, chunk // multiple * multiple)
+
+    def load_batch(self) -> None:
+        """Compile or load what batches of messages need. Raises ClosedError."""
+        if self.closed:
+            raise ClosedError("this communicator was closed")
+        batch.EXCHANGE.get()
+
+    def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]]) -> None:
+        """Send and receive messages at once; block until all are done, or it has failed (:meth:`fault`)."""
+        record = array("q", [len(messages)])
+        last: dict[tuple[Op, int], int] = {}
+        for number, (plan, tensor) in enumerate(messages):
+            sending = plan.op is Op.SEND
+            header = self._algorithms.header(dataclasses.replace(plan, root=self._sender) if sending else plan)
+            before = last.get((plan.op, plan.root), -1)
+            record.extend((plan.root, sending, tensor.data_ptr(), plan.nbytes, *header, 0, before))
+            last[plan.op, plan.root] = number
+        address = record.buffer_info()[0]
+        interruption: BaseException | None = None
+        try:
+            status = batch.EXCHANGE.get()(self.context_address, address, 0, 0)
+        except BaseException as error:  # a signal handler raised
+            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+        if status != DONE:
+            words = batch.MESSAGE_BYTES // 8
+            passed = record[(batch.MESSAGES + batch.PASSED) // 8 :: words]
+            left = [message for message, count in zip(messages, passed, strict=True) if count >= 0]
+            self._fail_batch(status, left)
+            for plan, tensor in left:
+                _fill_with_nan(tensor if plan.op is Op.RECV else None)
+        if interruption is not None:
+            raise interruption
+
+    def _fail_batch(self, status: int, left: Sequence[tuple[CallPlan, torch.Tensor]]) -> None:
+        """Tell all ranks why a batch failed, of which messages are left."""
+        if status == ABORTED:
+            return
+        peers = sorted({plan.root for plan, _ in left})
+        if status == INTERRUPTED:
+            peers = [self._rank]
+        elif status == PEER_GONE:
+            gone = self._context[layout.GONE // 8]
+            peers = [peer for peer in peers if gone >> peer & 1]
+        elif status == MISMATCHED:
+            peers = [self._context[layout.MESSAGE_PEER // 8]]
+            expected = next(plan for plan, _ in left if plan.op is Op.RECV and plan.root == peers[0])
+            self._keep_message_headers(expected, self._algorithms.header(expected))
+        op = next((plan.op for plan, _ in left if plan.root in peers), Op.SEND)
+        self._stop(wire.encode_fault(_KINDS[status], int(op), peers, self.epoch))
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -324,14 +391,30 @@ class CpuExecutor:
                 guilty = [rank for rank in gone if rank in self._absent()] or gone
             elif status == TIMED_OUT:
                 guilty = self._absent()
+            elif status == PARTS_DIFFER:
+                guilty = self._keep_parts(plan)
             else:
                 guilty = self._differing()
-            word = wire.encode_fault(_KINDS[status], int(plan.op), guilty, self.epoch)
-            for abort_word in self._abort_words:
-                # The first fault stays: it is the cause of those that follow.
-                if abort_word.value == 0:
-                    abort_word.value = word
-            logger.info("rank %d stops: %s", self._rank, self.fault())
+            self._stop(wire.encode_fault(_KINDS[status], int(plan.op), guilty, self.epoch))
+
+    def _stop(self, word: int) -> None:
+        """Stop the calls of all ranks."""
+        for abort_word in self._abort_words:
+            # The first fault stays: it is the cause of those that follow.
+            if abort_word.value == 0:
+                abort_word.value = word
+        logger.info("rank %d stops: %s", self._rank, self.fault())
+
+    def interrupt(self) -> None:
+        """End the call of this rank, and those of all, with a fault that names it. Any thread may call it."""
+        if self.closed:
+            return
+        header = CpuExecutor.headers(self, self.epoch)[self._rank]
+        op = Op.BARRIER if header is None else Op(header.call >> wire.OP_AT & 63)
+        self._interrupted(op)
+
+    def _interrupted(self, op: Op) -> None:
+        self._stop(wire.encode_fault(wire.INTERRUPTED, int(op), [self._rank], self.epoch))
 
     def _absent(self) -> list[int]:
         """Return the ranks that have not come to this call; if all have, those that are behind in it.
@@ -357,6 +440,24 @@ class CpuExecutor:
         known = [header for header in headers if header is not None]
         usual = max(known, key=known.count)
         return [rank for rank, header in enumerate(headers) if header is not None and header != usual]
+
+    def _keep_parts(self, plan: CallPlan) -> list[int]:
+        """Keep which part has another size than this rank expects. Returns its sender."""
+        peer, sent = (self._context[word // 8] for word in (layout.PARTS_PEER, layout.PARTS_SENT))
+        item = wire.DTYPES[plan.dtype]
+        expected = plan.sizes[self._world_size + peer]
+        self._parts = (
+            self.epoch,
+            {
+                peer: f"sends {sent // item} of {plan.dtype} to rank {self._rank}",
+                self._rank: f"expects {expected} from rank {peer}",
+            },
+        )
+        return [peer]
+
+    def parts(self, epoch: int) -> dict[int, str]:
+        """Return, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
+        return self._parts[1] if self._parts[0] == epoch else {}
 
     def _keep_message_headers(self, plan: CallPlan, header: HeaderWords) -> None:
         sender, receiver = plan.root, self._rank

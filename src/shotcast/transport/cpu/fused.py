@@ -1,4 +1,4 @@
-"""Reductions whose rows go through residual add, RMSNorm and quantization while they are in the cache.
+"""Reductions whose rows go through residual add, norm and quantization while they are in the cache.
 
 These are the schedules of :mod:`shotcast.transport.cpu.one_shot` and :mod:`shotcast.transport.cpu.two_shot`, with
 :func:`shotcast.transport.cpu.norm.add_and_norm` instead of their last sum or copy. So the sums, and ``new_residual``,

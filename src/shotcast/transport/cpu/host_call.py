@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.device.cpu.floats import SUMS
+from shotcast.device.cpu.reductions import REDUCTIONS
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu import layout
-from shotcast.transport.cpu.norm import ADDS, NORMS
+from shotcast.transport.cpu.norm import arithmetic_of
 from shotcast.wire import CallPlan
 
 LINE_BYTES = 64
@@ -39,10 +40,11 @@ def no_arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
     return {}
 
 
-def check_dtype(plan: CallPlan, served: Container[str]) -> None:
-    """Raise UnsupportedError unless the dtype of ``plan`` is among those served."""
-    if plan.dtype not in served:
-        raise UnsupportedError(f"compiled CPU ranks have no {plan.algorithm} {plan.op.label} of {plan.dtype}")
+def check_sum(plan: CallPlan, served: Container[str]) -> None:
+    """Raise UnsupportedError unless ``plan`` is a sum, and of a dtype among those served."""
+    if plan.dtype not in served or plan.reduction != "sum":
+        what = f"{plan.algorithm} {plan.op.label} ({plan.reduction}) of {plan.dtype}"
+        raise UnsupportedError(f"compiled CPU ranks have no {what}")
 
 
 def sums(plan: CallPlan) -> dict[int, Arithmetic]:
@@ -50,13 +52,27 @@ def sums(plan: CallPlan) -> dict[int, Arithmetic]:
 
     Raises UnsupportedError for a dtype that is not added up.
     """
-    check_dtype(plan, SUMS)
+    check_sum(plan, SUMS)
     return {layout.ARITHMETIC: SUMS[plan.dtype]}
+
+
+def reductions(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the reduction of the plan, by word of the plan record.
+
+    Raises UnsupportedError for a dtype that has none of that name.
+    """
+    found = REDUCTIONS.get((plan.dtype, plan.reduction))
+    if found is None:
+        raise UnsupportedError(f"compiled CPU ranks have no {plan.op.label} ({plan.reduction}) of {plan.dtype}")
+    return {layout.ARITHMETIC: found}
 
 
 def sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
     """Return the addition of the plan's dtype, and the arithmetic of its norm, by word of the plan record."""
-    return sums(plan) | {layout.ADD: ADDS[plan.dtype], layout.NORM: NORMS[plan.dtype]}
+    summed = sums(plan)
+    assert plan.norm is not None
+    add, norm = arithmetic_of(plan.dtype, plan.norm)
+    return summed | {layout.ADD: add, layout.NORM: norm}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,9 @@ OUTBOX_CHUNK = 64
 HEADER_WORD = 72  # the first word of the header of the current call, with its epoch
 GONE = 80  # a bit for each rank whose process has ended; another thread sets it
 NETWORK = 88  # the address of the record of the network between nodes; 0 on one node
+PARTS_PEER = 96  # of an uneven all_to_all that failed: the rank that sends a part of another size than is expected,
+PARTS_SENT = 104  # and its bytes
+MESSAGE_PEER = 112  # the rank that a batch of messages failed to reach
 REGIONS = 128
 SOURCES = 256
 ROW = 320
@@ -50,7 +53,7 @@ CONTEXT_WORDS = 80
 
 # Words of ROW, the state of a fused call: addresses of the next element (0 if not wanted), advanced during the call;
 # eps and the start of sums, as float32 bits; how many columns of the row are summed; and, as float32, the partial sums
-# of the squares, that of column c in number c % 32.
+# of the squares (of a LayerNorm: of the values), that of column c in number c % 32.
 RESIDUAL = 0
 NEW_RESIDUAL = 8
 WEIGHT = 16
@@ -61,15 +64,17 @@ DYNAMIC = 48
 EPS = 56
 START = 64
 COLUMN = 72
+BIAS = 80
 SQUARES = 128
 SQUARES_LANES = 32
 
-# Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather.
-# ADD, NORM, HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather.
-# PARTIAL, ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32, of float32, and of float32
-# to the dtype. SLOT is the bytes from one slice that has arrived from another node to the next, and TOTAL those to the
-# sum that is normed. MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT is the
-# descriptor of their connection.
+# Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather. ADD, NORM,
+# HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather. PARTIAL,
+# ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32, of float32, and of float32 to the
+# dtype; other reductions are in the dtype itself, and PARTIAL_BYTES are those of an element between nodes. SLOT is
+# the bytes from one slice that has arrived from another node to the next, and TOTAL those to the sum that is normed.
+# MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT is the descriptor of their
+# connection.
 HEADER = 0  # of two words
 CHUNK = 16
 ROOT = 24
@@ -91,5 +96,7 @@ SLOT = 272
 MESSAGE_NUMBER = 280
 TOTAL = 288
 ROOT_NODE = 296
-PARTS = 304  # offset and size of the part of each rank, node by node; behind the words of all plans
-PLAN_WORDS = 38
+PARTIAL_BYTES = 304
+PARTS = 312  # offset and size of the part of each rank, node by node; behind the words of all plans. In an uneven
+# all_to_all they are those of what this rank sends to each rank
+PLAN_WORDS = 39

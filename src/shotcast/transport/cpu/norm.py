@@ -1,21 +1,28 @@
-"""Residual add, RMSNorm and FP8 quantization of rows whose sums arrive piece by piece.
+"""Residual add, RMSNorm or LayerNorm, and FP8 quantization of rows whose sums arrive piece by piece.
 
     new_residual = round(round(x_0 + ... + x_{N-1}) + residual)
     normed       = round(new_residual * factor * weight),   factor = 1 / sqrt(sum(new_residual^2) / hidden + eps)
     quantized    = e4m3(normed * (1 / scale)),              scale = the caller's, or max |normed| / 448
 
-All of it is in float32, with the sum, ``new_residual`` and ``normed`` as rounded to the dtype, and with correctly
-rounded divisions and root. A row's own scale ignores NaN and is at least 2^-126, the smallest value whose inverse is
-finite.
+and of a LayerNorm
 
-The square of column c goes to partial sum c % 32, in the order of columns. The partial sums are added pairwise, halves
-onto halves. This order depends on ``hidden`` alone, not on how a row was divided.
+    mean         = sum(new_residual) / hidden,              as a sum of two numbers: see :func:`_centre`
+    normed       = round((new_residual - mean) * factor * weight + bias),      factor = 1 / sqrt(variance + eps)
+
+Weight and bias may be of another dtype than the rest. All of it is in float32, with the sum, ``new_residual`` and
+``normed`` as rounded to the dtype, and with correctly rounded divisions and root. A row's own scale ignores NaN and is
+at least 2^-126, the smallest value whose inverse is finite.
+
+The square (of a LayerNorm: the value, the difference from the mean, and the square of that) of column c goes to partial
+sum c % 32, in the order of columns. The partial sums are added pairwise, halves onto halves. This order depends on
+``hidden`` alone, not on how a row was divided.
 
 The code is LLVM vectors, as in :mod:`shotcast.device.cpu.floats`. An output may be the input of the same element.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -31,6 +38,7 @@ from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_h
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.transport.cpu.layout import (
     ADD,
+    BIAS,
     COLUMN,
     DYNAMIC,
     EPS,
@@ -49,6 +57,7 @@ from shotcast.transport.cpu.layout import (
     START,
     WEIGHT,
 )
+from shotcast.wire import LAYER, LAYER_WITH_BIAS, RMS, Norm
 
 assert SQUARES_LANES == LANES
 _INFINITY = 0x7F800000
@@ -84,16 +93,16 @@ class _Fields:
 
 
 @intrinsic(prefer_literal=True)
-def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    form = FORMATS[dtype.literal_value]
+def _add(_context: Any, dtype: Any, kind: Any, row: Any, sources: Any, world_size: Any, count: Any) -> Any:
+    form, squares = FORMATS[dtype.literal_value], kind.literal_value == RMS
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, row, sources, world_size, count = arguments
+        _, _, row, sources, world_size, count = arguments
         fields = _Fields(builder, row, form.stored)
         residual, new_residual = fields.word(RESIDUAL), fields.word(NEW_RESIDUAL)
         column, start = fields.word(COLUMN), fields.float32(START)
 
-        def squares_of(index: Any, lanes: int) -> Any:
+        def terms_of(index: Any, lanes: int) -> Any:
             total = cgutils.alloca_once(builder, vector(F32, lanes))
             builder.store(broadcast_lanes(builder, start, lanes), total)
             with cgutils.for_range(builder, world_size) as rank:
@@ -105,13 +114,13 @@ def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, cou
             result = form.narrow(builder, added, lanes)
             store_at(builder, result, fields.item(new_residual, index))
             value = form.widen(builder, result, lanes)
-            return builder.fmul(value, value)
+            return builder.fmul(value, value) if squares else value
 
         def add_singles(first: Any, count: Any) -> None:
             with cgutils.for_range(builder, count) as item:
                 index = builder.add(first, item.index)
                 address = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
-                store_at(builder, builder.fadd(load_at(builder, F32, address), squares_of(index, 1)), address)
+                store_at(builder, builder.fadd(load_at(builder, F32, address), terms_of(index, 1)), address)
 
         # Single elements up to a multiple of LANES columns, so that the lanes of vectors are those of the partial sums.
         head = builder.urem(builder.sub(number(0), column), number(LANES))
@@ -123,22 +132,67 @@ def _add(_context: Any, dtype: Any, row: Any, sources: Any, world_size: Any, cou
         builder.store(load_at(builder, wide, fields.squares(number(0))), lanes)
         with cgutils.for_range(builder, blocks) as block:
             index = builder.add(head, builder.mul(block.index, number(LANES)))
-            builder.store(builder.fadd(builder.load(lanes), squares_of(index, LANES)), lanes)
+            builder.store(builder.fadd(builder.load(lanes), terms_of(index, LANES)), lanes)
         store_at(builder, builder.load(lanes), fields.squares(number(0)))
         tail = builder.add(head, builder.mul(blocks, number(LANES)))
         add_singles(tail, builder.sub(count, tail))
         return target.get_dummy_value()
 
-    return signature(types.void, dtype, *(types.int64,) * 4), generate
+    return signature(types.void, dtype, kind, *(types.int64,) * 4), generate
+
+
+def _as_it_is(value: Any, lanes: int) -> Any:
+    return value
+
+
+def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, mean: Any) -> tuple[Any, Any]:
+    """Return the variance of a row, and a function that subtracts the mean from ``lanes`` of its values.
+
+    ``mean`` was rounded more than once. So differences from it, which are nearly exact, are added up too, and their
+    mean ``rest`` is what is missing: the mean is ``mean + rest``, and the variance that of the differences.
+    """
+    wide = vector(F32, LANES)
+    sums = [cgutils.alloca_once(builder, wide) for _ in range(2)]
+    last = cgutils.alloca_once(builder, wide)
+    for lanes in (*sums, last):
+        builder.store(splat(F32, LANES, 0.0), lanes)
+
+    def difference(index: Any, lanes: int) -> Any:
+        value = form.widen(builder, fields.read(values, index, lanes), lanes)
+        return builder.fsub(value, broadcast_lanes(builder, mean, lanes))
+
+    def add(differences: Any) -> None:
+        for total, term in zip(sums, (differences, builder.fmul(differences, differences)), strict=True):
+            builder.store(builder.fadd(builder.load(total), term), total)
+
+    blocks = builder.udiv(hidden, number(LANES))
+    with cgutils.for_range(builder, blocks) as block:
+        add(difference(builder.mul(block.index, number(LANES)), LANES))
+    done = builder.mul(blocks, number(LANES))
+    with cgutils.for_range(builder, builder.sub(hidden, done)) as item:
+        place = builder.gep(builder.bitcast(last, F32.as_pointer()), [item.index])
+        builder.store(difference(builder.add(done, item.index), 1), place)
+    add(builder.load(last))
+    count = builder.sitofp(hidden, F32)
+    rest, square = (builder.fdiv(reduce_lanes(builder, builder.load(one), builder.fadd), count) for one in sums)
+    variance = builder.fsub(square, builder.fmul(rest, rest))
+    negative = builder.fcmp_ordered("<", variance, ir.Constant(F32, 0.0))
+    variance = builder.select(negative, ir.Constant(F32, 0.0), variance)  # by rounding; NaN stays
+
+    def centred(value: Any, lanes: int) -> Any:
+        value = builder.fsub(value, broadcast_lanes(builder, mean, lanes))
+        return builder.fsub(value, broadcast_lanes(builder, rest, lanes))
+
+    return variance, centred
 
 
 @intrinsic(prefer_literal=True)
-def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
-    form = FORMATS[dtype.literal_value]
+def _norm(_context: Any, dtype: Any, weight_dtype: Any, kind: Any, row: Any, values: Any, hidden: Any) -> Any:
+    form, weight_form = FORMATS[dtype.literal_value], FORMATS[weight_dtype.literal_value]
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, row, values, hidden = arguments
-        fields = _Fields(builder, row, form.stored)
+        _, _, _, row, values, hidden = arguments
+        fields, weights = _Fields(builder, row, form.stored), _Fields(builder, row, weight_form.stored)
         weight, normed, quantized = fields.word(WEIGHT), fields.word(NORMED), fields.word(QUANTIZED)
         none = number(0)
         keep_normed = builder.icmp_unsigned("!=", normed, none)
@@ -148,16 +202,23 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
         wide = vector(F32, LANES)
         total = reduce_lanes(builder, load_at(builder, wide, fields.squares(none)), builder.fadd)
         store_at(builder, splat(F32, LANES, 0.0), fields.squares(none))
-        mean = builder.fdiv(total, builder.sitofp(hidden, F32))
+        mean = builder.fdiv(total, builder.sitofp(hidden, F32))  # of the squares, or of the values
+        if kind.literal_value == RMS:
+            spread, centred = mean, _as_it_is
+        else:
+            spread, centred = _centre(builder, form, fields, values, hidden, mean)
         root = builder.module.declare_intrinsic("llvm.sqrt", [F32])
-        root = builder.call(root, [builder.fadd(mean, fields.float32(EPS))])
+        root = builder.call(root, [builder.fadd(spread, fields.float32(EPS))])
         one = ir.Constant(F32, 1.0)
         factor = builder.fdiv(one, root)
 
         def normed_at(index: Any, lanes: int) -> Any:
-            value = form.widen(builder, fields.read(values, index, lanes), lanes)
+            value = centred(form.widen(builder, fields.read(values, index, lanes), lanes), lanes)
             value = builder.fmul(value, broadcast_lanes(builder, factor, lanes))
-            value = builder.fmul(value, form.widen(builder, fields.read(weight, index, lanes), lanes))
+            value = builder.fmul(value, weight_form.widen(builder, weights.read(weight, index, lanes), lanes))
+            if kind.literal_value == LAYER_WITH_BIAS:
+                bias = weight_form.widen(builder, weights.read(fields.word(BIAS), index, lanes), lanes)
+                value = builder.fadd(value, bias)
             return form.narrow(builder, value, lanes)
 
         def quantize(result: Any, index: Any, lanes: int, inverse: Any) -> None:
@@ -209,54 +270,44 @@ def _norm(_context: Any, dtype: Any, row: Any, values: Any, hidden: Any) -> Any:
                 for_each_vector(builder, hidden, write)
         return target.get_dummy_value()
 
-    return signature(types.void, dtype, *(types.int64,) * 3), generate
+    return signature(types.void, dtype, weight_dtype, kind, *(types.int64,) * 3), generate
 
 
-def _add_float32(row: int, sources: int, world_size: int, count: int) -> None:
-    _add("float32", row, sources, world_size, count)
+def form_of(dtype: str) -> str:
+    """Return the key in ``FORMATS`` of the conversions of a dtype that this machine can make."""
+    return "float16 by bits" if dtype == "float16" and not machine_has_half() else dtype
 
 
-def _add_half(row: int, sources: int, world_size: int, count: int) -> None:
-    _add("float16", row, sources, world_size, count)
+@functools.cache
+def adding(form: str, kind: str) -> Arithmetic:
+    """Return ``(row, sources, world_size, count)``: sum and add the next ``count`` elements of a row.
+
+    Their squares, or for a LayerNorm the values, are added to the partial sums of the row.
+    """
+
+    def add(row: int, sources: int, world_size: int, count: int) -> None:
+        _add(form, kind, row, sources, world_size, count)
+
+    add.__name__ = f"add_{form}_{kind}".replace(" ", "_")
+    return Arithmetic(add)
 
 
-def _add_half_bits(row: int, sources: int, world_size: int, count: int) -> None:
-    _add("float16 by bits", row, sources, world_size, count)
+@functools.cache
+def norming(form: str, weight: str, kind: str) -> Arithmetic:
+    """Return ``(row, values, hidden, 0)``: norm a row that has been added; ``values`` is its new residual."""
+
+    def norm(row: int, values: int, hidden: int, _unused: int) -> None:
+        _norm(form, weight, kind, row, values, hidden)
+
+    norm.__name__ = f"norm_{form}_{weight}_{kind}".replace(" ", "_")
+    return Arithmetic(norm)
 
 
-def _add_bfloat16(row: int, sources: int, world_size: int, count: int) -> None:
-    _add("bfloat16", row, sources, world_size, count)
-
-
-def _norm_float32(row: int, values: int, hidden: int, _unused: int) -> None:
-    _norm("float32", row, values, hidden)
-
-
-def _norm_half(row: int, values: int, hidden: int, _unused: int) -> None:
-    _norm("float16", row, values, hidden)
-
-
-def _norm_half_bits(row: int, values: int, hidden: int, _unused: int) -> None:
-    _norm("float16 by bits", row, values, hidden)
-
-
-def _norm_bfloat16(row: int, values: int, hidden: int, _unused: int) -> None:
-    _norm("bfloat16", row, values, hidden)
-
-
-ADDS_HALF_BITS, NORMS_HALF_BITS = Arithmetic(_add_half_bits), Arithmetic(_norm_half_bits)
-ADDS = {
-    "float32": Arithmetic(_add_float32),
-    "float16": Arithmetic(_add_half) if machine_has_half() else ADDS_HALF_BITS,
-    "bfloat16": Arithmetic(_add_bfloat16),
-}
-"""``(row, sources, world_size, count)`` by dtype: sum, add and square the next ``count`` elements of a row."""
-NORMS = {
-    "float32": Arithmetic(_norm_float32),
-    "float16": Arithmetic(_norm_half) if machine_has_half() else NORMS_HALF_BITS,
-    "bfloat16": Arithmetic(_norm_bfloat16),
-}
-"""``(row, values, hidden, 0)`` by dtype: norm a row that has been added; ``values`` is its new residual."""
+def arithmetic_of(dtype: str, norm: Norm) -> tuple[Arithmetic, Arithmetic]:
+    """Return what adds up rows of ``dtype``, and what norms them."""
+    form = form_of(dtype)
+    added = LAYER if norm.kind == LAYER_WITH_BIAS else norm.kind
+    return adding(form, added), norming(form, form_of(norm.weight or dtype), norm.kind)
 
 
 @njit(error_model="numpy")

@@ -13,7 +13,7 @@ from shotcast.device.cpu.compilation import Schedule
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.layout import ITEMSIZE, NBYTES, SOURCES
-from shotcast.transport.cpu.norm import ADDS, NORMS, START_AT_MINUS_ZERO, add_and_norm, begin_rows
+from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, arithmetic_of, begin_rows
 from shotcast.transport.cpu.waiting import DONE
 from shotcast.wire import Norm
 
@@ -27,6 +27,7 @@ def put_tensors(context: array[int], tensors: NormTensors, norm: Norm) -> None:
     put(layout.RESIDUAL, tensors.residual.data_ptr())
     put(layout.NEW_RESIDUAL, tensors.new_residual.data_ptr())
     put(layout.WEIGHT, tensors.weight.data_ptr())
+    put(layout.BIAS, 0 if tensors.bias is None else tensors.bias.data_ptr())
     put(layout.NORMED, 0 if tensors.normed is None else tensors.normed.data_ptr())
     put(layout.QUANTIZED, 0 if tensors.quantized is None else tensors.quantized.data_ptr())
     put(layout.SCALE, 0 if tensors.scale is None else tensors.scale.data_ptr())
@@ -45,7 +46,7 @@ def rows(context: int, plan: int, x: int, _out: int) -> int:
 ROWS = Schedule(rows)
 
 
-def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
+def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
     """Do to a sum what the fused operations do, with the same bits.
 
     ``total`` is [rows, hidden], contiguous, float32, float16 or bfloat16; the tensors have as many rows.
@@ -56,6 +57,7 @@ def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
     record[NBYTES // 8] = total.numel() * total.element_size()
     record[ITEMSIZE // 8] = wire.DTYPES[dtype]
     record[layout.HIDDEN // 8] = norm.hidden
-    record[layout.ADD // 8] = ADDS[dtype].address()
-    record[layout.NORM // 8] = NORMS[dtype].address()
+    add, norm_row = arithmetic_of(dtype, norm)
+    record[layout.ADD // 8] = add.address()
+    record[layout.NORM // 8] = norm_row.address()
     ROWS.get()(context.buffer_info()[0], record.buffer_info()[0], total.data_ptr(), 0)

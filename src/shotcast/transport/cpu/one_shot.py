@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
-from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, for_all_ranks, sums
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, for_all_ranks, reductions
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -88,5 +88,5 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits(room, (512 << 10) // world_size)
 
 
-ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=sums)
-REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=sums)
+ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)
+REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=reductions)

@@ -1,10 +1,13 @@
 """Imports for the server that ranks are forked from, so that every rank starts with what it needs.
 
 numba reads its implementations of functions when it first compiles or loads one, which takes each rank half a second.
+
+It is imported last. What is loaded then is kept out of garbage collections, which would copy its pages for each rank.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 
 logger = logging.getLogger(__name__)
@@ -17,3 +20,5 @@ try:
     cpu_target.target_context.refresh()
 except Exception as error:  # ranks that need it report the error; it must not end the server or other ranks
     logger.info("the server of ranks starts without the compiler of CPU ranks: %s", error)
+
+gc.freeze()

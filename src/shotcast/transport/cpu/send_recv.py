@@ -32,7 +32,8 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, region, wa
 
 
 @njit(error_model="numpy")
-def _outbox_offset(context: int, receiver: int, piece_number: int) -> int:
+def outbox_offset(context: int, receiver: int, piece_number: int) -> int:
+    """Return where the slot of a piece for a receiver lies in the sender's region."""
     slot_bytes = OUTBOX_HEADER_BYTES + load(context + OUTBOX_CHUNK)
     slot = receiver * OUTBOX_SLOTS + piece_number % OUTBOX_SLOTS
     return CONTROL_BYTES + 2 * load(context + GENERATION) + slot * slot_bytes
@@ -54,7 +55,7 @@ def send(context: int, plan: int, x: int, out: int) -> int:
         if status != DONE:
             return status
         size = min(chunk, nbytes - done)
-        slot = own + _outbox_offset(context, peer, sent)
+        slot = own + outbox_offset(context, peer, sent)
         store(slot, load(plan + HEADER))
         store(slot + 8, load(plan + HEADER + 8))
         copy(slot + OUTBOX_HEADER_BYTES, x + done, size)
@@ -84,7 +85,7 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
         if status != DONE:
             return status
         size = min(chunk, nbytes - done)
-        slot = region(context, peer) + _outbox_offset(context, rank, received)
+        slot = region(context, peer) + outbox_offset(context, rank, received)
         if load(slot) != load(plan + HEADER) or load(slot + 8) != load(plan + HEADER + 8):
             return MISMATCHED
         copy(out + done, slot + OUTBOX_HEADER_BYTES, size)

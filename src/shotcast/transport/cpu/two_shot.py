@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
-from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, reductions
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -85,4 +85,4 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits((room - 64) * world_size // (world_size + 1), 256 << 10)
 
 
-ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=sums)
+ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)

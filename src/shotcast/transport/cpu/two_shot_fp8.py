@@ -18,7 +18,7 @@ from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
-from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_dtype
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_sum
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,
     CHUNK,
@@ -102,7 +102,7 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
 
 def arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
     """Return the sum of blocks, and what makes blocks and values of the plan's dtype."""
-    check_dtype(plan, fp8_blocks.ENCODE)
+    check_sum(plan, fp8_blocks.ENCODE)
     return {
         ARITHMETIC: fp8_blocks.SUM,
         ENCODE: fp8_blocks.ENCODE[plan.dtype],

@@ -43,6 +43,8 @@ from shotcast.transport.cpu.layout import (
 
 DONE, TIMED_OUT, MISMATCHED, ABORTED, PEER_GONE, INTERRUPTED = 0, 1, 2, 3, 4, 5
 """The statuses that a schedule returns."""
+PARTS_DIFFER = 6
+"""One more, of an uneven all_to_all: a rank sends a part of another size than this one expects."""
 
 _YIELD_NS = 1_000_000
 _INTERRUPT_NS = 20_000_000

@@ -29,7 +29,7 @@ from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEE
 from shotcast.transport.network import layout
 from shotcast.transport.network.connect import Hosts, connect
 from shotcast.transport.network.control import ControlPlane, RankState
-from shotcast.transport.network.hosts_call import HostsCall
+from shotcast.transport.network.hosts_call import HostsCall, partial_bytes
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
 from shotcast.transport.network.meet import BARRIER
 from shotcast.transport.network.messages import Message, MessageConnections
@@ -81,6 +81,7 @@ class HostsExecutor(CpuExecutor):
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
     """
 
+    batches = False
     kind = "hosts"
 
     def __init__(
@@ -227,14 +228,15 @@ class HostsExecutor(CpuExecutor):
         record = super().record(plan, call)
         if plan.op in (Op.SEND, Op.RECV) and plan.root in self._members:
             record[local_layout.ROOT // 8] = self._members.index(plan.root)
-        if plan.op is Op.BROADCAST and not call.header_only:
+        if plan.op in (Op.BROADCAST, Op.REDUCE) and not call.header_only:
             record[local_layout.ROOT // 8] = self._nodes.local_rank_of(plan.root)
             record[local_layout.ROOT_NODE // 8] = self._nodes.node_of(plan.root)
         slice_bytes = wire.slice_bytes(plan.nbytes, len(self._members))
         slots = call.slots(self._nodes.nodes, slice_bytes) if isinstance(call, HostsCall) else 0
         if slots > 0:
             count = -(-slice_bytes // wire.DTYPES[plan.dtype])
-            slot = align_up(4 * count, 64) + 64 * self._nodes.nodes
+            record[local_layout.PARTIAL_BYTES // 8] = partial_bytes(plan)
+            slot = align_up(partial_bytes(plan) * count, 64) + 64 * self._nodes.nodes
             record[local_layout.SLOT // 8] = slot
             room = slot * (1 + slots)
             record[local_layout.TOTAL // 8] = room
@@ -248,7 +250,7 @@ class HostsExecutor(CpuExecutor):
             record.extend((ends[rank] - sizes[rank], sizes[rank]))
 
     def _make_room(self, nbytes: int) -> None:
-        """Have private memory of at least ``nbytes`` for slices in float32."""
+        """Have private memory of at least ``nbytes`` for slices as nodes exchange them."""
         if nbytes <= self._slices_bytes:
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -274,6 +276,10 @@ class HostsExecutor(CpuExecutor):
         self._mark_fault(wire.encode_fault(kind, int(plan.op), guilty, self.epoch))
         self._control.tell(self._abort_word.value)
         logger.info("rank %d stops: %s", self._global_rank, self.fault())
+
+    def _interrupted(self, op: Op) -> None:
+        self._mark_fault(wire.encode_fault(wire.INTERRUPTED, int(op), [self._global_rank], self.epoch))
+        self._control.tell(self._abort_word.value)
 
     def _blame_message(self, status: int, plan: CallPlan, header: HeaderWords) -> tuple[int, list[int]]:
         """Return the kind of a fault of a message, and the rank at fault."""

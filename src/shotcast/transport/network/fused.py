@@ -1,4 +1,4 @@
-"""All-reduces between nodes whose rows go through residual add, RMSNorm and quantization after the last phase.
+"""All-reduces between nodes whose rows go through residual add, norm and quantization after the last phase.
 
 The sum is gathered in private memory, and normed there in the same compiled call. So the sums, and all that follows
 from them, have the bits of the sum and the norm as calls of their own.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shotcast import wire
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.floats import PARTIAL_SUMS, ROUNDED_SUMS, SUMS
 from shotcast.transport.cpu import layout
-from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_dtype
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_sum, reductions
 from shotcast.wire import CallPlan
 
 
@@ -17,12 +18,28 @@ def partial_sums(plan: CallPlan) -> dict[int, Arithmetic]:
 
     Raises UnsupportedError for a dtype that is not added up.
     """
-    check_dtype(plan, PARTIAL_SUMS)
+    check_sum(plan, PARTIAL_SUMS)
     return {
         layout.PARTIAL: PARTIAL_SUMS[plan.dtype],
         layout.ADD_PARTIAL: SUMS["float32"],
         layout.ROUND: ROUNDED_SUMS[plan.dtype],
     }
+
+
+def node_reductions(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the arithmetic of sums over nodes in float32, or of a reduction in the dtype itself.
+
+    Raises UnsupportedError for a dtype that has none of that name.
+    """
+    if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS:
+        return partial_sums(plan)
+    (arithmetic,) = reductions(plan).values()
+    return dict.fromkeys((layout.PARTIAL, layout.ADD_PARTIAL, layout.ROUND), arithmetic)
+
+
+def partial_bytes(plan: CallPlan) -> int:
+    """Return the bytes of an element as nodes exchange it: sums of floats are in float32."""
+    return 4 if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS else wire.DTYPES[plan.dtype]
 
 
 def chunk_of_slices(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:

@@ -1,6 +1,8 @@
 """All-pairs exchange: every node sends its sum to every other one, and each adds up all of them. One network step.
 
-It has the least latency, and sends H - 1 times the slice.
+It has the least latency, and sends H - 1 times the slice. A reduce sends its slices to the root's node alone.
+
+Sums are in float32. Reductions whose order does not matter, those of integers and extrema, are in the dtype itself.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from numba import njit
 
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
-from shotcast.transport.cpu.layout import NETWORK, SLOT
+from shotcast.transport.cpu.layout import NETWORK, PARTIAL_BYTES, RANK, ROOT, ROOT_NODE, SLOT
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
-from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, partial_sums
+from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, node_reductions
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.phases import (
     add,
     add_rounded,
     first_slot,
+    gather_at_root,
     gather_in_node,
     reduce_in_node,
     slice_count,
@@ -61,14 +64,15 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         return status
     network = load(context + NETWORK)
     nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
+    nbytes = load(plan + PARTIAL_BYTES) * count
     begin_transfer(network)
     for distance in range(1, nodes):
-        add_send(context, network, word, (node + distance) % nodes, load(network + ACCUMULATOR), 4 * count, 0)
+        add_send(context, network, word, (node + distance) % nodes, load(network + ACCUMULATOR), nbytes, 0)
     for distance in range(1, nodes):
         peer = (node + distance) % nodes
         slot = first_slot(network, plan) + peer * load(plan + SLOT)
         store(network + POINTERS + 8 * peer, slot)
-        add_receipt(context, network, word, peer, slot, 4 * count, 0)
+        add_receipt(context, network, word, peer, slot, nbytes, 0)
     store(network + POINTERS + 8 * node, load(network + ACCUMULATOR))
     status = transfer(context, network)
     if status != DONE:
@@ -77,9 +81,50 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     return gather_in_node(context, plan, word, out)
 
 
+def reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on the root. x, out: nbytes; they may be the same, and others have no out.
+
+    Every rank exchanges a frame with each of its peers, if only a header, so no rank finishes before all have begun.
+    """
+    word = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    status = reduce_in_node(context, plan, word, x)
+    if status != DONE:
+        return status
+    network = load(context + NETWORK)
+    nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
+    root_node, nbytes = load(plan + ROOT_NODE), load(plan + PARTIAL_BYTES) * count
+    begin_transfer(network)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        size = nbytes if peer == root_node else 0
+        add_send(context, network, word, peer, load(network + ACCUMULATOR), size, 0)
+    for distance in range(1, nodes):
+        peer = (node + distance) % nodes
+        slot = first_slot(network, plan) + peer * load(plan + SLOT)
+        store(network + POINTERS + 8 * peer, slot)
+        add_receipt(context, network, word, peer, slot, nbytes if node == root_node else 0, 0)
+    store(network + POINTERS + 8 * node, load(network + ACCUMULATOR))
+    status = transfer(context, network)
+    if status != DONE or node != root_node:
+        return status
+    result = first_slot(network, plan) + nodes * load(plan + SLOT)
+    if load(context + RANK) == load(plan + ROOT):
+        result = out + slice_start(context, plan)
+    add_nodes(context, plan, result, count)
+    return gather_at_root(context, plan, word, result, out)
+
+
 ALL_REDUCE = HostsCall(
     schedule=Schedule(all_reduce),
     chunk=chunk_of_slices,
-    arithmetic=partial_sums,
+    arithmetic=node_reductions,
     slots=lambda nodes, slice_bytes: nodes,
+)
+REDUCE = HostsCall(
+    schedule=Schedule(reduce),
+    chunk=chunk_of_slices,
+    arithmetic=node_reductions,
+    slots=lambda nodes, slice_bytes: nodes + 1,
 )

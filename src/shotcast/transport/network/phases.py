@@ -20,7 +20,9 @@ from shotcast.transport.cpu.layout import (
     NBYTES,
     NETWORK,
     PARTIAL,
+    PARTIAL_BYTES,
     RANK,
+    ROOT,
     ROUND,
     SLOT,
     SOURCES,
@@ -55,7 +57,7 @@ def first_slot(network: int, plan: int) -> int:
 
 @njit(error_model="numpy")
 def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
-    """Add up the node's contributions to the slice of this rank into the accumulator, in float32."""
+    """Reduce the node's contributions to the slice of this rank into the accumulator, sums in float32."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     accumulator = load(load(context + NETWORK) + ACCUMULATOR)
     start, count = slice_start(context, plan), slice_count(context, plan)
@@ -65,6 +67,7 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
         call_arithmetic(function, accumulator, context + SOURCES, 1, count)
         return DONE
     nbytes, piece, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    partial_bytes = load(plan + PARTIAL_BYTES)
     part = slice_size(nbytes, world_size)
     own, step, offset = region(context, rank), load(context + STEP), 0
     while True:
@@ -82,7 +85,8 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * piece)
         store(context + SOURCES + 8 * rank, x + start + offset)
-        call_arithmetic(function, accumulator + offset // itemsize * 4, context + SOURCES, world_size, size // itemsize)
+        target = accumulator + offset // itemsize * partial_bytes
+        call_arithmetic(function, target, context + SOURCES, world_size, size // itemsize)
         offset += piece
         if offset >= part:
             store(context + STEP, step)
@@ -118,8 +122,37 @@ def gather_in_node(context: int, plan: int, word: int, out: int) -> int:
 
 
 @njit(error_model="numpy")
+def gather_at_root(context: int, plan: int, word: int, result: int, out: int) -> int:
+    """Gather the slices of the node's ranks at its root, in ``out``; each has its own at ``result``."""
+    rank, world_size, root = load(context + RANK), load(context + WORLD), load(plan + ROOT)
+    if world_size == 1:
+        return DONE
+    nbytes, piece = load(plan + NBYTES), load(plan + CHUNK) * world_size
+    part = slice_size(nbytes, world_size)
+    own, step, offset = region(context, rank), load(context + STEP), 0
+    while offset < part:
+        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        low = min(rank * part + offset, nbytes)
+        high = min(rank * part + min(offset + piece, part), nbytes)
+        if rank != root:
+            copy(own + staging, result + offset, high - low)
+        step = publish(context, step)
+        status = await_all(context, step, word)
+        if status != DONE:
+            return status
+        for peer in range(world_size if rank == root else 0):
+            low = min(peer * part + offset, nbytes)
+            high = min(peer * part + min(offset + piece, part), nbytes)
+            if peer != rank:
+                copy(out + low, region(context, peer) + staging, high - low)
+        offset += piece
+    store(context + STEP, step)
+    return DONE
+
+
+@njit(error_model="numpy")
 def add(context: int, plan: int, target: int, first: int, second: int, count: int) -> None:
-    """Store first + second at ``target``, which may be one of them; all are float32."""
+    """Store first + second at ``target``, which may be one of them; all are as nodes exchange them."""
     network = load(context + NETWORK)
     store(network + OPERANDS, first)
     store(network + OPERANDS + 8, second)
@@ -128,7 +161,7 @@ def add(context: int, plan: int, target: int, first: int, second: int, count: in
 
 @njit(error_model="numpy")
 def add_rounded(context: int, plan: int, out: int, first: int, second: int, count: int) -> None:
-    """Store first + second, which are float32, at ``out`` in the dtype of the call."""
+    """Store first + second, which are as nodes exchange them, at ``out`` in the dtype of the call."""
     network = load(context + NETWORK)
     store(network + OPERANDS, first)
     store(network + OPERANDS + 8, second)

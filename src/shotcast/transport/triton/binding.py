@@ -16,6 +16,7 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
+from shotcast.errors import UnsupportedError
 from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.lanes import LanesOfCalls
@@ -88,6 +89,7 @@ class KernelContext:
         peers_address: the address of the table of all regions' addresses, in device memory.
         cells_address: the address of this GPU's own cells, by which programs of fused kernels add up rows.
         cells_nbytes: bytes of these cells.
+        arrivals_address: the address of this GPU's own words, by which a call tells the kernel beside it what has come.
         multicast: the table ends with a multicast address that kernels may use.
         pdl: kernels begin before the kernel before them has ended (programmatic dependent launch).
         native_fp8: the GPU converts FP8 by an instruction.
@@ -108,6 +110,7 @@ class KernelContext:
     peers_address: int
     cells_address: int
     cells_nbytes: int
+    arrivals_address: int
     multicast: bool
     pdl: bool
     native_fp8: bool
@@ -144,6 +147,9 @@ class KernelContext:
             tensors: which tensors the call has.
             options: of the compilation, beside what all kernels take.
         """
+        # (a kernel without tensors exchanges the header of a call that the library makes)
+        if plan.reduction != "sum" and tensors != "none" and "REDUCTION" not in kernel.arg_names:
+            raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} for {plan.reduction}")
         warps = plan.launch.num_warps if num_warps is None else num_warps
         # both sides of a message name the sender
         named = dataclasses.replace(plan, root=self.rank) if plan.op is Op.SEND else plan

@@ -20,9 +20,12 @@ from shotcast.memory import driver
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
+from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
+from shotcast.transport.triton.bound_kernel import BoundKernel
 from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.uneven import of_no_size
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
@@ -125,20 +128,24 @@ class BoundCall:
             for aligned in (True, False):
                 for piece in self._pieces.get(aligned) or self._bind(aligned):
                     piece.launch.load()
+            if self._plan.op is Op.ALL_TO_ALL_UNEVEN:  # the sizes of other ranks, and of later calls, are not known
+                _launch(self._executor.kernel(of_no_size(self._plan), True)).load()
 
     def _bind(self, aligned: bool) -> tuple[_Piece, ...]:
         pieces = []
         for plan, start in self._executor.pieces(self._plan):
             bound = self._executor.kernel(plan, aligned)
             self._tensors = bound.tensors
-            opened = TENSORS[bound.tensors]
-            if isinstance(bound, EnqueuedCall):
-                launch: Enqueue = bound.launch
-            else:
-                launch = Launch(bound.kernel, bound.programs, bound.arguments, opened, bound.options)
-            pieces.append(_Piece(launch, start))
+            pieces.append(_Piece(_launch(bound), start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
+
+
+def _launch(bound: KernelLaunch | EnqueuedCall) -> Enqueue:
+    """Return what enqueues a kernel or a call, given the addresses of its tensors."""
+    if isinstance(bound, EnqueuedCall):
+        return bound.launch
+    return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
 
 
 class Meeting:
@@ -203,6 +210,8 @@ class TritonExecutor:
         ConfigError: on all ranks; a rank has too little memory.
     """
 
+    batches = False
+    """Each message is a kernel of its own."""
     _puts = False
     """Ranks of other nodes are reached by puts, which are staged."""
 
@@ -246,6 +255,10 @@ class TritonExecutor:
         """Return a call that can be run again and again."""
         return BoundCall(self, plan)
 
+    def bind_kernel(self, call: KernelCall) -> BoundKernel:
+        """Return a call that brings its launches, in the last workspace."""
+        return BoundKernel(call, lambda: self.workspaces[-1].context, self.device)
+
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
 
@@ -261,11 +274,16 @@ class TritonExecutor:
     def form(self, plan: CallPlan) -> str:
         """Return a name for what ``plan`` needs compiled: all that decides values which are known to the compiler."""
         shape, context = plan.launch, self.workspaces[0].context
-        pieces = [piece for piece, _ in self.pieces(plan)]
+        # to and from a root go parts as large as those of an all_gather
+        alike = dataclasses.replace(plan, op=Op.ALL_GATHER) if plan.op in (Op.GATHER, Op.SCATTER) else None
+        if plan.op is Op.ALL_TO_ALL_UNEVEN:
+            alike = of_no_size(plan)  # the form of all ranks, whatever their sizes
+        pieces = [alike] if alike is not None else [piece for piece, _ in self.pieces(plan)]
         sizes = {(context.clears(piece), context.unit(piece), context.in_one_step(piece)) for piece in pieces}
         return (
-            f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{shape.block_words}/{shape.num_warps}/{sorted(sizes)}"
+            f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{shape.block_words}/{shape.num_warps}/{sorted(sizes)}"
             f"/{plan.norm.hidden if plan.norm else 0}/{plan.norm.code if plan.norm else 0}"
+            f"/{shape.chunk_bytes if plan.norm else 0}"
         )
 
     def pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
@@ -275,7 +293,11 @@ class TritonExecutor:
         cells between nodes, through which all of it passes.
         """
         form = self._algorithms.form(plan)
-        most = self._layout(self._rooms[-1]).piece_bytes if form.between_nodes else self._rooms[-1] // 16 * 16
+        most = (
+            self._layout(self._rooms[-1]).piece_bytes
+            if form.between_nodes
+            else layout.piece(plan.dtype, self._rooms[-1])
+        )
         if plan.nbytes <= most or not form.divides:
             return [(plan, 0)]
         pieces = []
@@ -399,6 +421,10 @@ class TritonExecutor:
         """
         return self._stopped_or_last.headers(epoch)
 
+    def parts(self, epoch: int) -> dict[int, str]:
+        """Return, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
+        return self._stopped_or_last.parts(epoch)
+
     @property
     def epoch(self) -> int:
         """The number of collective calls begun so far; replays of graphs with an earlier workspace count apart.
@@ -427,6 +453,9 @@ class TritonExecutor:
         timer = threading.Timer(_SETTLE_S, self._mark_gone, (rank,))
         timer.daemon = True
         timer.start()
+
+    def interrupt(self) -> None:
+        """Do nothing: kernels end at their deadline."""
 
     def _mark_gone(self, rank: int) -> None:
         with self._marking:

@@ -18,6 +18,10 @@ Words carry no flags and nothing is cleared: a program tells its namesakes on th
 
 and then says that it has done s + 1. While one warp waits for the stores of a step to arrive, before it says so, the
 others send the next chunk. Copies move any dtype, exact to the bit.
+
+An all_gather can announce chunks to a product that runs beside it (:mod:`shotcast.kernels.triton.arriving_gemm`). It
+lets the product begin once every program's namesakes have entered, which takes SMs that no program of any rank still
+needs to begin.
 """
 
 from __future__ import annotations
@@ -28,12 +32,13 @@ import triton
 import triton.language as tl
 
 from shotcast import wire
-from shotcast.device.triton.intrinsics import kernel
+from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
+    announce,
     await_progress,
     enter,
     exchange_headers,
@@ -55,10 +60,9 @@ ALL_TO_ALL = tl.constexpr(3)
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
 PLACES = tl.constexpr(layout.PLACES_IN_WINDOW)
-CHUNKS_SENT = tl.constexpr(3)
-"""Chunks of a program in the first part of the window: one is sent while the one before is read, and it may be sent
-before the reader of the one before that has said that it is done."""
-SUMS_SENT = tl.constexpr(layout.PLACES_IN_WINDOW - 3)
+CHUNKS_SENT = tl.constexpr(layout.CHUNKS_IN_WINDOW)
+"""Chunks of a program in the first part of the window."""
+SUMS_SENT = tl.constexpr(layout.PLACES_IN_WINDOW - layout.CHUNKS_IN_WINDOW)
 """Chunks of sums in the second part of the window: one is sent while the one before is read."""
 
 
@@ -221,7 +225,9 @@ def few_sms(
     chunk_nbytes,  # a multiple of 16
     window_at,
     progress_at,
+    arrivals,
     KIND: tl.constexpr,
+    ANNOUNCES: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
@@ -229,7 +235,7 @@ def few_sms(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Carry out the operation of KIND on x into out."""
+    """Carry out the operation of KIND on x into out; ANNOUNCES: say which chunks are there to the kernel after it."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     addresses = peer_addresses(peers, rank, worker, WORLD)
@@ -257,6 +263,8 @@ def few_sms(
     steps = chunks + (2 if SUMS else 1)
     raise_progress(call, progress, 0, WORLD, WARPS)
     call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
+    if ANNOUNCES:
+        release_next_kernel(PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
     for step in range(0, steps):
         turn = rank * 0 + step
         start = ((call.epoch * 0 + step) * workers + worker) * chunk_nbytes
@@ -313,6 +321,8 @@ def few_sms(
                 sums_place = window + (CHUNKS_SENT + turn % SUMS_SENT) * place_quads
                 first = before - workers * chunk_nbytes
                 take_chunk(call, out, sums_place, first, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK)
+        if ANNOUNCES:
+            announce(arrivals, worker, step, WARPS)  # chunks 0 to step - 1
         if step + 1 < steps:
             raise_progress(call, progress, step + 1, WORLD, WARPS)
 
@@ -330,8 +340,10 @@ _KINDS = {
 }
 
 
-def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> KernelLaunch:
     """Return the launch of an all_reduce, a reduce_scatter, an all_gather or an all_to_all.
+
+    An all_gather that ``announces`` lets the next kernel of the stream begin, and tells it which chunks are there.
 
     Raises:
         ConfigError: the launch needs more of the window than there is.
@@ -357,6 +369,7 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
     arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
     arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
+    arguments |= {"arrivals": context.arrivals_address, "ANNOUNCES": announces}
     options: dict[str, Any] = {}
     if context.unit(plan) != layout.QUAD:
         arguments["BLOCK"] = min(shape.block_words, 32 * shape.num_warps * 2)  # each word takes several registers

@@ -1,4 +1,4 @@
-"""All-reduce over nodes with residual add, RMSNorm and FP8 in the same kernel.
+"""All-reduce over nodes with residual add, norm and FP8 in the same kernel.
 
     scatter   in the node: local rank l gets slice l of the tiles of all ranks, and adds up in rank order, in float32
     exchange  between the ranks of one local rank (``exchanges.py``)
@@ -15,9 +15,16 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words
+from shotcast.kernels.triton.norm import LAYER_WITH_BIAS
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, place_of, targets_of
-from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_arguments, tile_bounds
+from shotcast.transport.triton.fused_tiles import (
+    finish_tiles,
+    load_tiles,
+    load_weight_tiles,
+    tile_arguments,
+    tile_bounds,
+)
 from shotcast.transport.triton.network import enter_network
 from shotcast.transport.triton.nvrar import begin_exchange, finish_exchange, partial_sum, tree_arguments
 from shotcast.transport.triton.sync import (
@@ -38,10 +45,11 @@ from shotcast.wire import CallPlan
 
 
 @kernel
-def nvrar_rms_norm(
+def nvrar_norm(
     x,
     residual,
     weight,
+    bias,
     new_residual,
     normed,
     quantized,
@@ -55,6 +63,7 @@ def nvrar_rms_norm(
     header_call,
     nbytes,
     sum_cells,
+    mean_cells,
     amax_cells,
     cell_stride,
     slots_at,
@@ -70,6 +79,8 @@ def nvrar_rms_norm(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,8 +152,15 @@ def nvrar_rms_norm(
                 sent = (offs >= 0) & (rotated_peer(local, worker, i, LOCAL) * slice_tiles + worker < tiles)
                 slots = first_shot + (local * slice_tiles + worker) * TILE
                 store_to(call, mates[i], slots, offs, escape_sentinel(words[i]), sent, False)
-        residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, LOCAL, ROW, BLOCK, ROW_TILES, False)
-        weight_tiles = load_tiles(weight, worker, slice_tiles, tiles, LOCAL, ROW, BLOCK, ROW_TILES, True)
+        residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, LOCAL, ROW, BLOCK, ROW_TILES)
+        weight_tiles = load_weight_tiles(
+            weight, worker, slice_tiles, tiles, LOCAL, HIDDEN, DTYPE, WEIGHT, BLOCK, ROW_TILES
+        )
+        bias_tiles = weight_tiles
+        if KIND == LAYER_WITH_BIAS:
+            bias_tiles = load_weight_tiles(
+                bias, worker, slice_tiles, tiles, LOCAL, HIDDEN, DTYPE, WEIGHT, BLOCK, ROW_TILES
+            )
         if LOCAL > 1:
             own_words = load_words(x, own_start, offs, own_nbytes, 16)
         dirty = leave_epoch(call, extent, LOCAL > 1)
@@ -211,6 +229,7 @@ def nvrar_rms_norm(
         finish_tiles(
             call,
             sum_cells,
+            mean_cells,
             amax_cells,
             cell_stride,
             worker,
@@ -219,6 +238,7 @@ def nvrar_rms_norm(
             sums,
             residual_tiles,
             weight_tiles,
+            bias_tiles,
             new_residual,
             normed,
             quantized,
@@ -228,6 +248,8 @@ def nvrar_rms_norm(
             HIDDEN,
             QUANTIZE,
             KEEPS_NORMED,
+            WEIGHT,
+            KIND,
             DTYPE,
             BLOCK,
             ROW_TILES,
@@ -235,22 +257,18 @@ def nvrar_rms_norm(
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce_rms_norm whose exchange between nodes is by doubling."""
+    """Return the launch of an all-reduce and norm whose exchange between nodes is by doubling."""
     arguments = tile_arguments(plan, context) | tree_arguments(context)
-    return context.launch(
-        nvrar_rms_norm, plan, tensors="x and norm", **arguments, EXCHANGE=DOUBLING.value, cell_stride=1
-    )
+    return context.launch(nvrar_norm, plan, tensors="x and norm", **arguments, EXCHANGE=DOUBLING.value, cell_stride=1)
 
 
 def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce_rms_norm whose exchange between nodes is between all pairs at once."""
+    """Return the launch of an all-reduce and norm whose exchange between nodes is between all pairs at once."""
     arguments = tile_arguments(plan, context) | tree_arguments(context)
-    return context.launch(nvrar_rms_norm, plan, tensors="x and norm", **arguments, EXCHANGE=PAIRS.value, cell_stride=1)
+    return context.launch(nvrar_norm, plan, tensors="x and norm", **arguments, EXCHANGE=PAIRS.value, cell_stride=1)
 
 
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce_rms_norm whose exchange between nodes is by halving and doubling."""
+    """Return the launch of an all-reduce and norm whose exchange between nodes is by halving and doubling."""
     arguments = tile_arguments(plan, context) | tree_arguments(context)
-    return context.launch(
-        nvrar_rms_norm, plan, tensors="x and norm", **arguments, EXCHANGE=HALVING.value, cell_stride=1
-    )
+    return context.launch(nvrar_norm, plan, tensors="x and norm", **arguments, EXCHANGE=HALVING.value, cell_stride=1)

@@ -1,4 +1,4 @@
-"""Reduce-scatter of rows with residual add, RMSNorm and FP8 in one kernel, and optionally an all-gather.
+"""Reduce-scatter of rows with residual add, norm and FP8 in one kernel, and optionally an all-gather.
 
     reduce_scatter:  row_i = sum over r of x_r[i], for the rows i of this rank    each rank norms its rows
     with gather:     and sends them, normed, to all                               sequence parallelism in one kernel
@@ -18,7 +18,7 @@ from shotcast import wire
 from shotcast.device.triton import tiles
 from shotcast.device.triton.intrinsics import INTERPRETED, kernel, release_next_kernel
 from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, pack, store_words
-from shotcast.kernels.triton.norm import DYNAMIC, NONE, finish_row, norm_arguments
+from shotcast.kernels.triton.norm import DYNAMIC, LAYER_WITH_BIAS, NONE, finish_row, load_weights, norm_arguments
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     arrival_masks,
@@ -34,7 +34,7 @@ from shotcast.transport.triton.sync import (
     store_to,
     store_to_all,
 )
-from shotcast.wire import CallPlan, Op
+from shotcast.wire import CallPlan
 
 
 @triton.constexpr_function
@@ -132,10 +132,11 @@ def take_rows(
 
 
 @kernel
-def scatter_rms_norm(
+def scatter_norm(
     x,
     residual,
     weight,
+    bias,
     new_residual,
     normed,
     quantized,
@@ -155,6 +156,8 @@ def scatter_rms_norm(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -209,7 +212,10 @@ def scatter_rms_norm(
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
-        weight_words = load_words(weight, 0, offs, ROW, 16)
+        weights = load_weights(weight, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
+        biases = weights
+        if KIND == LAYER_WITH_BIAS:
+            biases = load_weights(bias, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
@@ -222,7 +228,7 @@ def scatter_rms_norm(
             start = row * ROW
             if EARLY:
                 residual_words = load_words(residual, start, offs, ROW, 16)
-            own_words = weight_words
+            own_words = offs
             if OWN:
                 own_words = load_words(x, start + rank * nbytes, offs, ROW, 16)
             total, call = sum_of_slots(
@@ -230,14 +236,18 @@ def scatter_rms_norm(
             )
             if not EARLY:
                 residual_words = load_words(residual, start, offs, ROW, 16)
-                weight_words = load_words(weight, 0, offs, ROW, 16)
+                weights = load_weights(weight, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
+                biases = weights
+                if KIND == LAYER_WITH_BIAS:
+                    biases = load_weights(bias, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
             norm, packed, factor = finish_row(
                 call.live,
                 row,
                 first_row + row,
                 total,
                 residual_words,
-                weight_words,
+                weights,
+                biases,
                 new_residual,
                 normed,
                 quantized,
@@ -246,6 +256,8 @@ def scatter_rms_norm(
                 HIDDEN,
                 QUANTIZE,
                 KEEPS_NORMED,
+                WEIGHT,
+                KIND,
                 DTYPE,
                 16,
                 ROW_BLOCK,
@@ -315,23 +327,23 @@ COMPILE_OPTIONS = {"maxnreg": 128}
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of a reduce_scatter_rms_norm, with or without the all_gather."""
+    """Return the launch of a reduce-scatter whose rows are normed, with or without the all-gather."""
     assert plan.norm is not None
     row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
     nbytes = plan.nbytes // context.world_size
     row_block, warps = tiles.row_tile(row_words)
     return context.launch(
-        scatter_rms_norm,
+        scatter_norm,
         plan,
         num_warps=warps,
         tensors="x and norm",
         options=COMPILE_OPTIONS,
-        **norm_arguments(plan.norm, context.own_address),
+        **norm_arguments(plan.norm, plan.dtype, context.own_address),
         nbytes=nbytes,
         row_programs=max(1, min(nbytes // (4 * row_words), plan.launch.programs // 2)),
         # rows decide the warps, and a thread that polls has words of its own
         BLOCK=plan.launch.block_words if INTERPRETED else max(plan.launch.block_words, 128 * warps),
         ROW_BLOCK=row_block,
-        GATHER=plan.op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER,
+        GATHER=plan.op in wire.GATHERED_NORMS,
         GROUP=min(context.world_size, tiles.slots_at_once(row_block, warps)),
     )

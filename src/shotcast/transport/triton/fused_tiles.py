@@ -1,11 +1,11 @@
 """The norm of a row by programs that hold one tile of it each: the last part of the fused all-reduces.
 
 Tiles are as small as those of the plain all-reduce, because that is what makes it fast. The programs of a row tell each
-other their part of the sum of squares (and, for FP8 with a scale for each row, of the largest value) through cells in
-this GPU's memory. A cell holds 32 bits of value and 32 of the number of the call, so it is its own flag and is never
-cleared. A program polls all cells of a row at once, except its own: a load seems to wait for the program's own store to
-the same 128 bytes. In calls of few rows, cells are so far apart (``cell_stride``, in cells) that those of other
-programs are not in the same 128 bytes.
+other their part of the sum of squares (for a LayerNorm, their mean and the sum of squares of what differs from it; for
+FP8 with a scale for each row, their largest value) through cells in this GPU's memory. A cell holds 32 bits of value
+and 32 of the number of the call, so it is its own flag and is never cleared. A program polls all cells of a row at
+once, except its own: a load seems to wait for the program's own store to the same 128 bytes. In calls of few rows,
+cells are so far apart (``cell_stride``, in cells) that those of other programs are not in the same 128 bytes.
 
 Every program writes its cell, also when the call was stopped, so no program waits here for longer than the programs of
 its row wait for their peers. Programs start in the order of their numbers, and those of one row fit on any GPU
@@ -24,9 +24,14 @@ from shotcast.device.triton.words import load_words, nan_unless, pack, store_wor
 from shotcast.kernels.triton.norm import (
     DYNAMIC,
     NONE,
+    RMS,
+    load_weights,
     magnitude,
+    merge_moments,
+    moments_of,
     norm_arguments,
     quantized_words,
+    scale_and_shift,
     scale_of,
     tree_sum,
     tree_sum_of_squares,
@@ -116,6 +121,7 @@ def await_parts(
 def finish_tiles(
     call,
     sum_cells,
+    mean_cells,
     amax_cells,
     cell_stride,
     first,
@@ -124,6 +130,7 @@ def finish_tiles(
     sums,
     residual_tiles,
     weight_tiles,
+    bias_tiles,
     new_residual,
     normed,
     quantized,
@@ -133,21 +140,23 @@ def finish_tiles(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
     """Write all outputs of tiles ``first + i * stride``, i < COUNT, given the words of their sums.
 
-    ``residual_tiles`` and ``weight_tiles`` are words of the residual and of the weight. All outputs are NaN when the
-    call was stopped.
+    ``residual_tiles`` are words of the residual; ``weight_tiles`` and ``bias_tiles`` are what :func:`load_weight_tiles`
+    returned (no bias: anything). All outputs are NaN when the call was stopped.
     """
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4
     offs = tl.arange(0, BLOCK)
     fp8_offs = tl.arange(0, BLOCK // ITEM)
-    rows, parts, present, new_residuals, squares = (), (), (), (), ()
+    rows, parts, present, new_residuals, squares, means = (), (), (), (), (), ()
     for i in tl.static_range(COUNT):
         row, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         low, high = unpack(nan_unless(call.live, sums[i], DTYPE), DTYPE)
@@ -155,26 +164,53 @@ def finish_tiles(
         new_residual_words = tl.where(offs < nbytes // 4, pack(low + residual_low, high + residual_high, DTYPE), 0)
         rows, parts, present = rows + (row,), parts + (part,), present + (nbytes,)
         new_residuals = new_residuals + (new_residual_words,)
-        squares = squares + (tree_sum_of_squares(new_residual_words, BLOCK, DTYPE),)
+        if KIND == RMS:
+            squares = squares + (tree_sum_of_squares(new_residual_words, BLOCK, DTYPE),)
+        else:
+            low, high = unpack(new_residual_words, DTYPE)
+            mean, square = moments_of(low, high, nbytes // ITEM, BLOCK, DTYPE)
+            means, squares = means + (mean,), squares + (square,)
     if ROW_TILES > 1:
         bits = ()
         for i in tl.static_range(COUNT):
             bits = bits + (squares[i].to(tl.int32, bitcast=True),)
         own_cells = store_parts(call, sum_cells, cell_stride, rows, parts, bits, present, COUNT, ROW_TILES)
+        if KIND != RMS:
+            bits = ()
+            for i in tl.static_range(COUNT):
+                bits = bits + (means[i].to(tl.int32, bitcast=True),)
+            own_means = store_parts(call, mean_cells, cell_stride, rows, parts, bits, present, COUNT, ROW_TILES)
     for i in tl.static_range(COUNT):  # after the stores that the row's programs wait for
         _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         store_words(new_residual, start, offs, new_residuals[i], nbytes, 16)
     if ROW_TILES > 1:
         all_bits = await_parts(call, sum_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         squares = ()
-        for i in tl.static_range(COUNT):
-            squares = squares + (tree_sum(all_bits[i].to(tl.float32, bitcast=True), triton.next_power_of_2(ROW_TILES)),)
+        if KIND == RMS:
+            for i in tl.static_range(COUNT):
+                squares = squares + (
+                    tree_sum(all_bits[i].to(tl.float32, bitcast=True), triton.next_power_of_2(ROW_TILES)),
+                )
+        else:
+            mean_bits = await_parts(call, mean_cells, cell_stride, rows, parts, own_means, present, COUNT, ROW_TILES)
+            means = ()
+            for i in tl.static_range(COUNT):
+                mean, square = merge_moments(
+                    mean_bits[i].to(tl.float32, bitcast=True),
+                    all_bits[i].to(tl.float32, bitcast=True),
+                    HIDDEN,
+                    triton.next_power_of_2(ROW_TILES),
+                    BLOCK * 4 // ITEM,
+                )
+                means, squares = means + (mean,), squares + (square,)
     norms, largest = (), ()
     for i in tl.static_range(COUNT):
         factor = tl.rsqrt(squares[i] / HIDDEN + eps)
         low, high = unpack(new_residuals[i], DTYPE)
-        weight_low, weight_high = unpack(weight_tiles[i], DTYPE)
-        norm = pack(low * factor * weight_low, high * factor * weight_high, DTYPE)
+        if KIND != RMS:
+            low = low - means[i]
+            high = high - means[i]
+        norm = scale_and_shift(low, high, factor, weight_tiles[i], bias_tiles[i], DTYPE, WEIGHT, KIND)
         norms = norms + (norm,)
         if QUANTIZE == DYNAMIC:
             low, high = unpack(norm, DTYPE)
@@ -214,27 +250,46 @@ def load_tiles(
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    SAME_ROW: tl.constexpr,
 ):
-    """Load the words of tiles ``first + i * stride``, i < COUNT, of rows at ``address``.
-
-    With SAME_ROW, there is one row at ``address``, which stands for every row.
-    """
+    """Load the words of tiles ``first + i * stride``, i < COUNT, of rows at ``address``."""
     words = ()
     for i in tl.static_range(COUNT):
-        _, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-        if SAME_ROW:
-            start = part * (BLOCK * 4)
+        _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
         words = words + (load_words(address, start, tl.arange(0, BLOCK), nbytes, 16),)
     return words
+
+
+@triton.jit
+def load_weight_tiles(
+    address,
+    first,
+    stride,
+    tiles,
+    COUNT: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+):
+    """Load the weights of tiles ``first + i * stride``, i < COUNT; the one row at ``address`` stands for every row."""
+    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    weights = ()
+    for i in tl.static_range(COUNT):
+        _, part, _, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+        first_byte = part * (BLOCK * 4)
+        loaded = load_weights(address, first_byte, tl.arange(0, BLOCK), nbytes, HIDDEN, DTYPE, WEIGHT, 16)
+        weights = weights + (loaded,)
+    return weights
 
 
 def tile_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
     """Return the arguments that kernels of tiles have for the norm of ``plan``, and for the cells of its rows."""
     assert plan.norm is not None
     row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
-    return norm_arguments(plan.norm, context.own_address) | {
+    return norm_arguments(plan.norm, plan.dtype, context.own_address) | {
         "sum_cells": context.cells_address,
-        "amax_cells": context.cells_address + context.cells_nbytes // 2,
+        "mean_cells": context.cells_address + context.cells_nbytes // 3,
+        "amax_cells": context.cells_address + context.cells_nbytes // 3 * 2,
         "ROW_TILES": -(-row_words // plan.launch.block_words),
     }

@@ -1,4 +1,4 @@
-"""Two-shot all-reduce with residual add, RMSNorm and FP8 in the same kernel.
+"""Two-shot all-reduce with residual add, norm and FP8 in the same kernel.
 
     shot 1: rank i sends slice j of its tiles to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in order
     shot 2: rank j sends s_j to all
@@ -15,8 +15,15 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
+from shotcast.kernels.triton.norm import LAYER_WITH_BIAS
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.fused_tiles import finish_tiles, load_tiles, tile_arguments, tile_bounds
+from shotcast.transport.triton.fused_tiles import (
+    finish_tiles,
+    load_tiles,
+    load_weight_tiles,
+    tile_arguments,
+    tile_bounds,
+)
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
@@ -36,10 +43,11 @@ from shotcast.wire import CallPlan
 
 
 @kernel
-def two_shot_rms_norm(
+def two_shot_norm(
     x,
     residual,
     weight,
+    bias,
     new_residual,
     normed,
     quantized,
@@ -52,6 +60,7 @@ def two_shot_rms_norm(
     header_call,
     nbytes,
     sum_cells,
+    mean_cells,
     amax_cells,
     cell_stride,
     slots_at,
@@ -61,6 +70,8 @@ def two_shot_rms_norm(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -99,8 +110,15 @@ def two_shot_rms_norm(
         own_tile = rank * slice_tiles + worker
         _, _, tile_start, tile_nbytes = tile_bounds(own_tile, tiles, ROW, BLOCK, ROW_TILES)
         own_words = load_words(x, tile_start, offs, tile_nbytes, 16)
-        residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES, False)
-        weight_tiles = load_tiles(weight, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES, True)
+        residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES)
+        weight_tiles = load_weight_tiles(
+            weight, worker, slice_tiles, tiles, WORLD, HIDDEN, DTYPE, WEIGHT, BLOCK, ROW_TILES
+        )
+        bias_tiles = weight_tiles
+        if KIND == LAYER_WITH_BIAS:
+            bias_tiles = load_weight_tiles(
+                bias, worker, slice_tiles, tiles, WORLD, HIDDEN, DTYPE, WEIGHT, BLOCK, ROW_TILES
+            )
         dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
@@ -121,6 +139,7 @@ def two_shot_rms_norm(
         finish_tiles(
             call,
             sum_cells,
+            mean_cells,
             amax_cells,
             cell_stride,
             worker,
@@ -129,6 +148,7 @@ def two_shot_rms_norm(
             insert_own(parts, own_sum, rank, WORLD),
             residual_tiles,
             weight_tiles,
+            bias_tiles,
             new_residual,
             normed,
             quantized,
@@ -138,6 +158,8 @@ def two_shot_rms_norm(
             HIDDEN,
             QUANTIZE,
             KEEPS_NORMED,
+            WEIGHT,
+            KIND,
             DTYPE,
             BLOCK,
             ROW_TILES,
@@ -145,6 +167,6 @@ def two_shot_rms_norm(
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce_rms_norm."""
+    """Return the launch of an all-reduce whose rows are normed."""
     # cells of rows need not stand apart here: with four rows a program nothing is gained by it
-    return context.launch(two_shot_rms_norm, plan, tensors="x and norm", **tile_arguments(plan, context), cell_stride=1)
+    return context.launch(two_shot_norm, plan, tensors="x and norm", **tile_arguments(plan, context), cell_stride=1)

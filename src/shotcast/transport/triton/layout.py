@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shotcast.hardware.nodes import folded
 from shotcast.units import align_up
-from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, Norm, slice_bytes
+from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Norm, slice_bytes
 
 # Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN, which
 # have cache lines of their own.
@@ -36,6 +36,7 @@ MESSAGE_COUNTS = RECEIVES_BEGUN + 16
 MESSAGE_READERS = MESSAGE_COUNTS + 32  # programs of the current send or recv that have read MESSAGE_COUNTS
 MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2][HEADER_WORDS] the header received, and the one that this rank expected
 WIDE_HEADERS = 1152  # [2 parities of the epoch][16 ranks][HEADER_WORDS], in place of HEADERS, of more than 8 ranks
+PARTS_CAME = 1216  # the epoch of an all_to_all of which a part differs, then [8 ranks] bytes that came, and expected
 CONTROL_WORDS = 2048
 
 MOST_RANKS = 16
@@ -63,8 +64,14 @@ PROGRESS_STEP_BITS = 20
 """Bits of such a word that count the steps of a call; the epoch is above them."""
 WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
-PLACES_IN_WINDOW = 5
-"""Places in the window for chunks of a program from each rank: three of what is sent, and two of sums."""
+CHUNKS_IN_WINDOW = 3
+"""Places in the window for chunks that a program is sent by each rank: one is sent while the one before is read, and it
+may be sent before the reader of the one before that has said that it is done."""
+PLACES_IN_WINDOW = CHUNKS_IN_WINDOW + 2
+"""Places in the window for chunks of a program from each rank: of what is sent, and two of sums."""
+
+CELLS_TAKE = 4
+"""The room of a divided message in flag cells, in that of as long a one in slots: twice its bytes of half the room."""
 
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
@@ -171,6 +178,15 @@ class Layout:
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
             nbytes=window_at + window,
         )
+
+
+def piece(dtype: str, max_bytes: int) -> int:
+    """Return the longest piece of a divided message in a region for messages up to ``max_bytes``.
+
+    A piece takes its bytes twice, once for each shot: in slots, or in flag cells, which hold half as much in half as
+    many bytes.
+    """
+    return max_bytes // (1 if dtype in REDUCIBLE else CELLS_TAKE) // QUAD * QUAD
 
 
 def window_bytes(max_bytes: int) -> int:

@@ -3,6 +3,8 @@
     all_reduce:      out_i = sum over r of x_r                 each rank sends x to all
     reduce_scatter:  out_i = sum over r of slice_i(x_r)        each rank sends slice j to rank j
 
+and likewise for other reductions. Floats of up to 32 bits go through sentinel slots, any other data as flag cells.
+
 It wins for small messages: one store and one wait, at the cost of (N-1) times the message on the link for an
 all-reduce.
 """
@@ -13,11 +15,14 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
+from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
+from shotcast.device.triton.words import insert_own, load_words, store_words
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
+    cells_offset,
     clear_parts,
     clear_previous,
     enter,
@@ -55,9 +60,11 @@ def one_shot_reduce(
     header_size,
     header_call,
     nbytes,  # bytes of the result of each rank
-    slots_at,
+    slots_at,  # with CELLS, those of the flag cells
     slots_quads,
     SCATTER: tl.constexpr,
+    CELLS: tl.constexpr,
+    REDUCTION: tl.constexpr,
     CLEAR_AFTER_READ: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -66,7 +73,7 @@ def one_shot_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum x over all ranks (all_reduce), or with SCATTER this rank's slice of x (reduce_scatter)."""
+    """Reduce x over all ranks (all_reduce), or with SCATTER this rank's slice of x (reduce_scatter)."""
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     addresses = peer_addresses(peers, rank, worker, WORLD)
@@ -77,26 +84,33 @@ def one_shot_reduce(
     quads = (nbytes + 15) // 16  # quads of one slot
     extent = 0 if CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
     else:
-        slots = slots_offset(call.generation, slots_at, slots_quads)
+        if CELLS:
+            slots = cells_offset(call.epoch, slots_at, slots_quads)
+            stride = quads * 2
+        else:
+            slots = slots_offset(call.generation, slots_at, slots_quads)
+            stride = quads
         span = quads * 4
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
-                words = escape_sentinel(tiles[i if SCATTER else 0])
-                store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
+                tile = tiles[i if SCATTER else 0]
+                words = tile if CELLS else escape_sentinel(tile)
+                store_to(call, addresses[i], slots + rank * stride, offs, words, offs < span, CELLS)
             tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SCATTER, UNIT, WORLD)
-        dirty = leave_epoch(call, extent, True)
+        dirty = leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        if not CELLS:
+            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)
             masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
-            parts, call = await_words(call, slots, quads, offs, masks, 0, False, WORLD, WORLD)
-            words = sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE)
-            words = nan_unless(call.live, words, DTYPE)
+            parts, call = await_words(call, slots, stride, offs, masks, 0, CELLS, WORLD, WORLD)
+            words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE, REDUCTION)
+            words = reduced_unless_stopped(call.live, words, DTYPE)
             store_words(out, 0, offs, words, nbytes, UNIT)
             if CLEAR_AFTER_READ:
                 clear_parts(call, slots, quads, offs, masks, WORLD)
@@ -106,4 +120,4 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce or a reduce_scatter."""
     scatter = plan.op is Op.REDUCE_SCATTER
     nbytes = plan.nbytes // context.world_size if scatter else plan.nbytes
-    return context.launch(one_shot_reduce, plan, nbytes=nbytes, SCATTER=scatter)
+    return context.launch(one_shot_reduce, plan, nbytes=nbytes, SCATTER=scatter, **reduction_arguments(plan, context))

@@ -4,6 +4,8 @@
     shot 2: rank j sends s_j to all: one multicast store where the switch offers it, a store to each peer elsewhere
     out_i = s_0, s_1, ..., s_{N-1}
 
+and likewise for other reductions. Floats of up to 32 bits go through sentinel slots, any other data as flag cells.
+
 It wins from the size at which the (N-1) messages that one-shot puts on the link cost more than a second step. Each rank
 sends 2 (N-1)/N of the message.
 
@@ -17,11 +19,14 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
+from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
+from shotcast.device.triton.words import insert_own, load_words, store_words
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import (
     arrival_masks,
     await_words,
+    cells_offset,
     clear_parts,
     clear_previous,
     enter,
@@ -68,8 +73,10 @@ def two_shot_all_reduce(
     header_size,
     header_call,
     nbytes,
-    slots_at,
+    slots_at,  # with CELLS, those of the flag cells
     slots_quads,
+    CELLS: tl.constexpr,
+    REDUCTION: tl.constexpr,
     MULTICAST: tl.constexpr,
     CLEAR_AFTER_READ: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -79,7 +86,7 @@ def two_shot_all_reduce(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum x over all ranks into out."""
+    """Reduce x over all ranks into out."""
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     quads = (nbytes + 15) // 16
@@ -96,10 +103,15 @@ def two_shot_all_reduce(
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
     else:
-        first_shot = slots_offset(call.generation, slots_at, slots_quads)
-        second_shot = first_shot + slice_quads * WORLD
+        if CELLS:
+            first_shot = cells_offset(call.epoch, slots_at, slots_quads)
+            stride = slice_quads * 2
+        else:
+            first_shot = slots_offset(call.generation, slots_at, slots_quads)
+            stride = slice_quads
+        second_shot = first_shot + stride * WORLD
         total = quads * 4
         for chunk in range(0, rounds):
             offs = (chunk * workers + worker) * BLOCK + tl.arange(0, BLOCK)
@@ -110,34 +122,39 @@ def two_shot_all_reduce(
                     words = tiles[i]
                 else:
                     (words,) = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, WORLD)
-                words = escape_sentinel(words)
-                store_to(call, addresses[i], first_shot + rank * slice_quads, offs, words, mask, False)
+                if not CELLS:
+                    words = escape_sentinel(words)
+                store_to(call, addresses[i], first_shot + rank * stride, offs, words, mask, CELLS)
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, WORLD)
-        dirty = leave_epoch(call, extent, True)
+        dirty = leave_epoch(call, extent, not CELLS)
         release_next_kernel(PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        if not CELLS:
+            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
-        sums = second_shot + rank * slice_quads
+        sums = second_shot + rank * stride
         for chunk in range(0, rounds + 1):
             if chunk < rounds:
                 offs = (chunk * workers + worker) * BLOCK + tl.arange(0, BLOCK)
                 remaining = nbytes - rank * slice_quads * 16
                 own_words = load_words(x, rank * slice_quads * 16, offs, remaining, UNIT)
                 masks = arrival_masks(call, offs, own_span, 0, own_span, WORLD, True)
-                parts, call = await_words(call, first_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
-                words = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
-                store_to_all(call, addresses, sums, offs, words, offs < own_span, False, MULTICAST, WORLD - 1)
+                parts, call = await_words(call, first_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
+                words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE, REDUCTION)
+                if not CELLS:
+                    words = escape_sentinel(words)
+                store_to_all(call, addresses, sums, offs, words, offs < own_span, CELLS, MULTICAST, WORLD - 1)
                 remaining = tl.minimum(slice_quads * 16, remaining)
-                store_words(out, rank * slice_quads * 16, offs, nan_unless(call.live, words, DTYPE), remaining, UNIT)
+                words = reduced_unless_stopped(call.live, words, DTYPE)
+                store_words(out, rank * slice_quads * 16, offs, words, remaining, UNIT)
                 if CLEAR_AFTER_READ:
                     clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
             if chunk > 0:
                 offs = ((chunk - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
                 masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not MULTICAST)
-                parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
+                parts, call = await_words(call, second_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
                 for r in tl.static_range(WORLD):
-                    words = nan_unless(call.live, parts[r], DTYPE)
+                    words = reduced_unless_stopped(call.live, parts[r], DTYPE)
                     remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                     remaining = tl.where(rank == r, 0, remaining)
                     store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
@@ -147,4 +164,5 @@ def two_shot_all_reduce(
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce."""
-    return context.launch(two_shot_all_reduce, plan)
+    by = reduction_arguments(plan, context)
+    return context.launch(two_shot_all_reduce, plan, MULTICAST=context.multicast and not by["CELLS"], **by)

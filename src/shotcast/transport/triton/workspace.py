@@ -63,7 +63,8 @@ class Workspace:
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
         puts = [word for target in targets for word in (target.address, target.pe)]
         self._puts = torch.tensor(puts, dtype=torch.int64, device=device)
-        self._cells = torch.zeros(2 * layout.row_cell_count(where.max_bytes), dtype=torch.int64, device=device)
+        self._cells = torch.zeros(3 * layout.row_cell_count(where.max_bytes), dtype=torch.int64, device=device)
+        self._arrivals = torch.zeros(wire.MAX_SMS + 1, dtype=torch.int64, device=device)
         self.context = KernelContext(
             rank=rank,
             world_size=world_size,
@@ -73,6 +74,7 @@ class Workspace:
             peers_address=self._peers.data_ptr(),
             cells_address=self._cells.data_ptr(),
             cells_nbytes=self._cells.nbytes,
+            arrivals_address=self._arrivals.data_ptr(),
             multicast=bool(memory.multicast_address),
             pdl=supports_pdl(device),
             native_fp8=has_float8_conversions(device),
@@ -130,6 +132,21 @@ class Workspace:
         words = self._read(row, self._world * width)
         return [HeaderWords.of_cells(words[at : at + width], epoch) for at in range(0, len(words), width)]
 
+    def parts(self, epoch: int) -> dict[int, str]:
+        """Return, by rank, the sizes that made this rank stop the uneven all_to_all ``epoch``; empty if it did not."""
+        found, *sizes = self._read(layout.PARTS_CAME, 1 + 2 * self._world)
+        own = self.headers(epoch)[self._rank]
+        if found != epoch or own is None:
+            return {}
+        dtype = wire.Header.decode(own).dtype
+        item = wire.DTYPES[dtype]
+        texts = {}
+        for sender, (came, expected) in enumerate(zip(sizes[::2], sizes[1::2], strict=True)):
+            if came != expected:
+                texts[sender] = f"sends {came // item} of {dtype} to rank {self._rank}"
+                texts.setdefault(self._rank, f"expects {expected // item} from rank {sender}")
+        return texts
+
     def mark_gone(self, ranks: int) -> None:
         """Set the word with a bit for each rank whose process has ended. Any thread may call it, beside kernels."""
         address = self.context.own_address + 8 * layout.GONE
@@ -160,6 +177,7 @@ class Workspace:
         where = self.where
         self._control.zero_()
         self._cells.zero_()
+        self._arrivals.zero_()
         words = self.memory.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
         words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
         words[where.slots_at * 4 : where.network_at * 4].fill_(-1)
@@ -173,4 +191,5 @@ class Workspace:
         A second call does nothing.
         """
         self._control = self._peers = self._puts = self._cells = torch.empty(0, dtype=torch.int64)
+        self._arrivals = self._cells
         self.memory.close()

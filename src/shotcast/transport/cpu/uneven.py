@@ -1,0 +1,112 @@
+"""An all_to_all of parts of any sizes, which only their two ranks know.
+
+In the first step each rank publishes the sizes of what it sends, and a first chunk of each part. So every rank learns
+the longest part of all, which gives the number of steps, and compares what others send to it with what it expects.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import copy, load, store
+from shotcast.device.cpu.compilation import Schedule
+from shotcast.transport.cpu.host_call import ChunkLimits, HostCall
+from shotcast.transport.cpu.layout import (
+    CHUNK,
+    CONTROL_BYTES,
+    EXTENTS,
+    GENERATION,
+    LINE,
+    OFFSETS,
+    PARTS,
+    PARTS_PEER,
+    PARTS_SENT,
+    RANK,
+    STEP,
+    WORLD,
+)
+from shotcast.transport.cpu.slices import wrap_rank
+from shotcast.transport.cpu.waiting import (
+    ABORTED,
+    DONE,
+    PARTS_DIFFER,
+    await_all,
+    begin,
+    finish,
+    publish,
+    region,
+)
+from shotcast.wire import CallPlan
+
+_SIZES = LINE
+"""Bytes before the chunks of a generation: the sizes of what a rank sends to each."""
+
+
+@njit(error_model="numpy")
+def _sent(plan: int, peer: int) -> int:
+    """Return the address of the offset, then the bytes, of what this rank sends to ``peer``."""
+    return plan + PARTS + 16 * peer
+
+
+@njit(error_model="numpy")
+def _look(context: int, plan: int, staging: int, longest: int) -> int:
+    """Compare what others send with what this rank expects; return the longest part of all, -1 if a size differs."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    for peer in range(world_size):
+        sizes = region(context, peer) + staging
+        for other in range(world_size):
+            longest = max(longest, load(sizes + 8 * other))
+        if load(sizes + 8 * rank) != load(plan + EXTENTS + 8 * peer):
+            store(context + PARTS_PEER, peer)
+            store(context + PARTS_SENT, load(sizes + 8 * rank))
+            return -1
+    return longest
+
+
+def all_to_all(context: int, plan: int, x: int, out: int) -> int:
+    """out = what each rank sends to this one, in their order. EXTENTS and OFFSETS of the plan are those of out."""
+    word = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    chunk, generation_bytes = load(plan + CHUNK), load(context + GENERATION)
+    own = region(context, rank)
+    longest, done = 0, 0
+    while True:
+        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        for peer in range(world_size):
+            nbytes = load(_sent(plan, peer) + 8)
+            if done == 0:
+                store(own + staging + 8 * peer, nbytes)
+            size = max(0, min(chunk, nbytes - done))
+            if peer == rank:
+                copy(out + load(plan + OFFSETS + 8 * rank) + done, x + load(_sent(plan, rank)) + done, size)
+            else:
+                copy(own + staging + _SIZES + peer * chunk, x + load(_sent(plan, peer)) + done, size)
+        step = publish(context, step)
+        status = await_all(context, step, word)
+        if status != DONE:
+            return status
+        if done == 0:
+            longest = _look(context, plan, staging, 0)
+            if longest < 0:
+                return PARTS_DIFFER
+        for distance in range(1, world_size):
+            peer = wrap_rank(rank + distance, world_size)
+            size = max(0, min(chunk, load(plan + EXTENTS + 8 * peer) - done))
+            copy(
+                out + load(plan + OFFSETS + 8 * peer) + done,
+                region(context, peer) + staging + _SIZES + rank * chunk,
+                size,
+            )
+        done += chunk
+        if done >= longest:
+            return finish(context, step)
+
+
+def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+    """Return the limits of a step that stages a part for each rank behind their sizes."""
+    return ChunkLimits((room - _SIZES) // world_size, (512 << 10) // world_size)
+
+
+ALL_TO_ALL = HostCall(schedule=Schedule(all_to_all), chunk=chunk_limits)

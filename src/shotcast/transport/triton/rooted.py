@@ -1,0 +1,138 @@
+"""Copies to and from a root in one step: gather and scatter.
+
+    gather:   out_root = x_0, x_1, ..., x_{N-1}       each rank sends x to the root
+    scatter:  out_i = part_i(x_root)                  the root sends part j to rank j
+
+As in :mod:`.copies`, floating-point data goes through sentinel slots, exact but for the payload of NaNs, and any other
+data as flag cells, exact to the bit, at twice the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import triton.language as tl
+
+from shotcast import wire
+from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
+from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.sync import (
+    await_words,
+    cells_offset,
+    clear_parts,
+    clear_previous,
+    enter,
+    escape_sentinel,
+    exchange_headers,
+    leave_epoch,
+    peer_addresses,
+    region_address,
+    rotated_peer,
+    slots_offset,
+    store_to,
+)
+from shotcast.wire import CallPlan, Op
+
+
+@kernel
+def rooted_copy(
+    x,
+    out,
+    own,
+    peers,
+    rank,
+    header_size,
+    header_call,
+    root,
+    part_nbytes,
+    slots_at,
+    slots_quads,
+    cells_at,
+    cells_quads,
+    SCATTER: tl.constexpr,
+    CELLS: tl.constexpr,
+    CLEAR_AFTER_READ: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy x of all ranks into out of the root, or with SCATTER each part of the root's x into out of its rank."""
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
+    senders: tl.constexpr = 1 if SCATTER else WORLD
+    if SCATTER:
+        addresses = peer_addresses(peers, rank, worker, WORLD)
+    else:
+        addresses = (region_address(peers, root),)
+    own_nbytes = tl.where(rank == root, part_nbytes, 0)  # that the root keeps
+    sent_nbytes = own_nbytes if SCATTER else part_nbytes - own_nbytes  # that this rank sends to each of some others
+    await_prior_kernel(PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    quads = (part_nbytes + 15) // 16  # quads of a slot
+    extent = 0 if CLEAR_AFTER_READ else quads * senders
+    if tl.program_id(0) == 0:
+        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
+    else:
+        if CELLS:
+            buffer = cells_offset(call.epoch, cells_at, cells_quads)
+            stride = quads * 2
+        else:
+            buffer = slots_offset(call.generation, slots_at, slots_quads)
+            stride = quads
+        span = quads * 4
+        for start in range(worker * BLOCK, span, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            mask = offs < (sent_nbytes + 15) // 16 * 4
+            if SCATTER:
+                for i in tl.static_range(WORLD - 1):
+                    peer = rotated_peer(rank, worker, i, WORLD).to(tl.int64)
+                    words = load_words(x, peer * part_nbytes, offs, sent_nbytes, UNIT)
+                    words = words if CELLS else escape_sentinel(words)
+                    store_to(call, addresses[i], buffer, offs, words, mask, CELLS)
+                kept = load_words(x, rank.to(tl.int64) * part_nbytes, offs, own_nbytes, UNIT)
+                store_words(out, 0, offs, kept, own_nbytes, UNIT)
+            else:
+                kept = load_words(x, 0, offs, part_nbytes, UNIT)
+                words = kept if CELLS else escape_sentinel(kept)
+                store_to(call, addresses[0], buffer + rank * stride, offs, words, mask, CELLS)
+                store_words(out, rank.to(tl.int64) * part_nbytes, offs, kept, own_nbytes, UNIT)
+        dirty = leave_epoch(call, extent, not CELLS)
+        release_next_kernel(PDL)
+        if not CELLS:
+            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        for start in range(worker * BLOCK, span, workers * BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            sizes = ()
+            masks = ()
+            for r in tl.static_range(senders):
+                arrives = (rank != root) if SCATTER else (rank == root) & (root != r)
+                size = tl.where(arrives, part_nbytes, 0)
+                sizes = sizes + (size,)
+                masks = masks + (offs < (size + 15) // 16 * 4,)
+            first = root if SCATTER else rank * 0
+            parts, call = await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
+            for r in tl.static_range(senders):
+                store_words(
+                    out, part_nbytes.to(tl.int64) * r, offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT
+                )
+            if CLEAR_AFTER_READ:
+                clear_parts(call, buffer, stride, offs, masks, senders)
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of a gather or a scatter."""
+    cells = plan.dtype not in wire.REDUCIBLE
+    alike = dataclasses.replace(plan, op=Op.ALL_GATHER)  # whose parts are as large
+    return context.launch(
+        rooted_copy,
+        plan,
+        part_nbytes=plan.nbytes // context.world_size,
+        SCATTER=plan.op is Op.SCATTER,
+        CELLS=cells,
+        CLEAR_AFTER_READ=context.clears(alike),
+        UNIT=context.unit(alike),
+    )

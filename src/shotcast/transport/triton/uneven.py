@@ -1,0 +1,372 @@
+"""An all_to_all of parts of any sizes, which only their two ranks know.
+
+    out_i = part_i(x_0), ..., part_i(x_{N-1})      each rank sends part j to rank j
+
+No rank knows the longest part of all before the call, so neither the grid nor the way of the data may depend on it. The
+first bytes of each part, its *head*, go as flag cells in one step, at twice their bytes. In front of them lie the size
+of the part and the number of chunks that its sender has beyond the heads. Program 0 compares the sizes with those that
+this rank expects. Where some rank has chunks, all ranks pass them through the window, in as many steps as the longest
+part takes; parts that have ended are empty there. The protocol of the window is that of :mod:`.few_sms`. All data is
+exact to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from shotcast import wire
+from shotcast.device.triton.intrinsics import INTERPRETED, await_prior_kernel, kernel, release_next_kernel
+from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.errors import ConfigError
+from shotcast.transport.triton import layout
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.few_sms import CHUNKS_SENT, bytes_in_chunk, load_window, words_in
+from shotcast.transport.triton.sync import (
+    await_progress,
+    await_words,
+    cells_offset,
+    enter,
+    exchange_headers,
+    leave_epoch,
+    peer_addresses,
+    raise_progress,
+    read_abort_word,
+    stop,
+    store_to,
+    thread_ids,
+    with_status,
+)
+from shotcast.wire import CallPlan
+
+FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
+PARTS_CAME = tl.constexpr(layout.PARTS_CAME)
+FAULT_PARTS_DIFFER = tl.constexpr(wire.PARTS_DIFFER)
+SIZE_WORDS = tl.constexpr(4)
+"""Words in front of a head: the bytes of the part, low word first, the chunks of its sender beyond the heads, and 0."""
+HEAD_QUADS_BEFORE = tl.constexpr(2)
+"""Quads of the flag cells of these words."""
+
+
+@triton.jit
+def size_words(nbytes, chunks, lanes):
+    """Return the words that lie in front of a part."""
+    wide = nbytes.to(tl.int64)
+    low = wide.to(tl.int32)
+    high = (wide >> 32).to(tl.int32)
+    return tl.where(lanes == 0, low, tl.where(lanes == 1, high, tl.where(lanes == 2, chunks, 0)))
+
+
+@triton.jit
+def await_sizes(call, buffer, stride, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Wait for the words in front of the parts of all other ranks. Returns (a tile for each rank, call)."""
+    lanes = thread_ids(WARPS)
+    masks = ()
+    for r in tl.static_range(WORLD):
+        masks = masks + ((lanes < SIZE_WORDS) & (call.rank != r),)
+    return await_words(call, buffer, stride, lanes, masks, call.rank * 0, True, WORLD, WORLD)
+
+
+@triton.jit
+def compare_sizes(call, buffer, stride, starts, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Stop the call if a rank sends a part of another size than ``starts``, those of out, have room for."""
+    came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
+    lanes = thread_ids(WARPS)
+    sizes = lanes < 2
+    differing_cells = lanes * 0
+    for r in tl.static_range(WORLD):
+        expected = size_words(starts[r + 1] - starts[r], call.rank * 0, lanes)
+        differs = sizes & (call.rank != r) & (came[r] != expected)
+        differing_cells = differing_cells | (differs.to(tl.int32) << r)
+    found = tl.sum(differing_cells << tl.where(sizes, 8 * lanes, 0), axis=0)
+    if (found != 0) & (call.live != 0):
+        kept = (call.own + PARTS_CAME + 1).to(tl.pointer_type(tl.int32))
+        for r in tl.static_range(WORLD):
+            expected = size_words(starts[r + 1] - starts[r], call.rank * 0, lanes)
+            tl.store(kept + 4 * r + lanes, tl.where(call.rank == r, expected, came[r]), mask=sizes)
+            tl.store(kept + 4 * r + 2 + lanes, expected, mask=sizes)
+        tl.store(call.own + PARTS_CAME, call.epoch)
+        tl.debug_barrier()
+        stop(call, FAULT_PARTS_DIFFER, (found | found >> 8) & 0xFF, WORLD)
+
+
+@triton.jit
+def most_chunks(call, came, chunks, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Return the most chunks beyond the heads that a rank has, 0 if the call is stopped."""
+    lanes = thread_ids(WARPS)
+    most = tl.where(lanes == 2, chunks, 0)
+    for r in tl.static_range(WORLD):
+        most = tl.maximum(most, tl.where((lanes == 2) & (call.rank != r), came[r], 0))
+    return tl.max(most, axis=0) * call.live
+
+
+@triton.jit
+def keep_part(
+    x, x_start, out, out_start, nbytes, step, steps, worker, workers, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy this program's share in a step of the part that the rank keeps, so that ``steps`` of them copy all of it."""
+    shares = (x_start.to(tl.int64) * 0 + workers) * steps
+    share = ((nbytes + shares - 1) // shares + 15) // 16 * 16
+    start = (step * workers + worker) * share
+    size = bytes_in_chunk(nbytes, start, share)
+    for at in range(0, words_in(size), BLOCK):
+        offs = at + tl.arange(0, BLOCK)
+        store_words(out, out_start + start, offs, load_words(x, x_start + start, offs, size, UNIT), size, UNIT)
+
+
+@triton.jit
+def send_parts(
+    call,
+    addresses,
+    x,
+    firsts,
+    sizes,
+    place,
+    first_word,
+    stride,
+    start,
+    longest,
+    nbytes,
+    CELLS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Send each peer ``nbytes`` from byte ``start`` of its part on: tiles at ``first_word``, ``stride`` words apart."""
+    for at in range(first_word, words_in(bytes_in_chunk(longest, start, nbytes)), stride):
+        offs = at + tl.arange(0, BLOCK)
+        tiles = ()
+        for i in tl.static_range(WORLD - 1):
+            size = bytes_in_chunk(sizes[i], start, nbytes)
+            tiles = tiles + (load_words(x, firsts[i] + start, offs, size, UNIT),)
+        for i in tl.static_range(WORLD - 1):
+            mask = offs < words_in(bytes_in_chunk(sizes[i], start, nbytes))
+            store_to(call, addresses[i], place, offs, tiles[i], mask, CELLS)
+
+
+@kernel
+def exchange_parts(
+    x,
+    out,
+    own,
+    peers,
+    rank,
+    header_size,
+    header_call,
+    first0: tl.int64,  # the part for the i-th peer, rank + 1 + i, is size_i bytes from first_i on
+    first1: tl.int64,
+    first2: tl.int64,
+    first3: tl.int64,
+    first4: tl.int64,
+    first5: tl.int64,
+    first6: tl.int64,
+    size0: tl.int64,
+    size1: tl.int64,
+    size2: tl.int64,
+    size3: tl.int64,
+    size4: tl.int64,
+    size5: tl.int64,
+    size6: tl.int64,
+    own_first: tl.int64,  # the part that the rank keeps
+    own_start: tl.int64,
+    own_nbytes: tl.int64,
+    start0: tl.int64,  # part r of out is the bytes from start_r to start_(r + 1)
+    start1: tl.int64,
+    start2: tl.int64,
+    start3: tl.int64,
+    start4: tl.int64,
+    start5: tl.int64,
+    start6: tl.int64,
+    start7: tl.int64,
+    start8: tl.int64,
+    longest_sent: tl.int64,  # bytes, to another rank
+    longest_received: tl.int64,
+    chunks_sent,  # the chunks of the longest part that is sent, beyond its head
+    head_nbytes,  # multiples of 16
+    chunk_nbytes,
+    cells_at,
+    cells_quads,
+    window_at,
+    progress_at,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy part j of x into part ``rank`` of rank j's out."""
+    worker = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
+    addresses = peer_addresses(peers, rank, 0, WORLD)
+    firsts = (first0, first1, first2, first3, first4, first5, first6)
+    sizes = (size0, size1, size2, size3, size4, size5, size6)
+    starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
+    await_prior_kernel(PDL)
+    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    zero = call.epoch * 0  # 64 bits wide, as sizes are; the interpreter takes a small number for one of 32 bits
+    buffer = cells_offset(call.epoch, cells_at, cells_quads)
+    stride = HEAD_QUADS_BEFORE + head_nbytes // 16 * 2
+    mine = buffer + rank * stride
+    if tl.program_id(0) == 0:
+        lanes = thread_ids(WARPS)
+        for i in tl.static_range(WORLD - 1):
+            words = size_words(sizes[i], chunks_sent, lanes)
+            store_to(call, addresses[i], mine, lanes, words, lanes < SIZE_WORDS, True)
+        exchange_headers(call, rank * 0, False, WORLD, WARPS, PDL)
+        call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
+        compare_sizes(call, buffer, stride, starts, WORLD, WARPS)
+    else:
+        send_parts(
+            call,
+            addresses,
+            x,
+            firsts,
+            sizes,
+            mine + HEAD_QUADS_BEFORE,
+            worker * HEAD_BLOCK,
+            workers * HEAD_BLOCK,
+            zero,
+            longest_sent,
+            head_nbytes,
+            True,
+            UNIT,
+            WORLD,
+            HEAD_BLOCK,
+        )
+        leave_epoch(call, rank * 0, False)
+        release_next_kernel(PDL)
+        heads = buffer + HEAD_QUADS_BEFORE
+        for at in range(
+            worker * HEAD_BLOCK, words_in(bytes_in_chunk(longest_received, zero, head_nbytes)), workers * HEAD_BLOCK
+        ):
+            offs = at + tl.arange(0, HEAD_BLOCK)
+            came_nbytes = ()
+            masks = ()
+            for r in tl.static_range(WORLD):
+                size = bytes_in_chunk(starts[r + 1] - starts[r], zero, head_nbytes)
+                size = tl.where(rank == r, 0, size)
+                came_nbytes = came_nbytes + (size,)
+                masks = masks + (offs < words_in(size),)
+            parts, call = await_words(call, heads, stride, offs, masks, rank * 0, True, WORLD, WORLD)
+            for r in tl.static_range(WORLD):
+                store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), came_nbytes[r], UNIT)
+        came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
+        most = most_chunks(call, came, chunks_sent, WORLD, WARPS)
+        steps = (most + workers - 1) // workers  # the most that a program has, so that all divide the kept part alike
+        turns = tl.maximum(steps, 1)
+        if steps == 0:
+            keep_part(x, own_first, out, own_start, own_nbytes, zero, turns, worker, workers, UNIT, BLOCK)
+        else:
+            progress = progress_at + worker * FLAG_ROW_QUADS
+            place_quads = chunk_nbytes // 16 * WORLD
+            window = window_at + worker * CHUNKS_SENT * place_quads
+            raise_progress(call, progress, 0, WORLD, WARPS)
+            call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call left there
+            for step in range(0, steps + 1):
+                turn = rank * 0 + step
+                start = head_nbytes + ((zero + step) * workers + worker) * chunk_nbytes
+                if step < steps:
+                    place = window + turn % CHUNKS_SENT * place_quads + rank * (chunk_nbytes // 16)
+                    send_parts(
+                        call,
+                        addresses,
+                        x,
+                        firsts,
+                        sizes,
+                        place,
+                        rank * 0,
+                        BLOCK,
+                        start,
+                        longest_sent,
+                        chunk_nbytes,
+                        False,
+                        UNIT,
+                        WORLD,
+                        BLOCK,
+                    )
+                    keep_part(
+                        x, own_first, out, own_start, own_nbytes, zero + step, turns, worker, workers, UNIT, BLOCK
+                    )
+                if step > 0:
+                    call = await_progress(call, progress, step, WORLD, WARPS)
+                    place = window + (turn - 1) % CHUNKS_SENT * place_quads
+                    before = start - workers * chunk_nbytes
+                    for at in range(0, words_in(bytes_in_chunk(longest_received, before, chunk_nbytes)), BLOCK):
+                        offs = at + tl.arange(0, BLOCK)
+                        came_nbytes = ()
+                        parts = ()
+                        for r in tl.static_range(WORLD):
+                            size = bytes_in_chunk(starts[r + 1] - starts[r], before, chunk_nbytes)
+                            size = tl.where(rank == r, 0, size)
+                            came_nbytes = came_nbytes + (size,)
+                            chunk = place + r * (chunk_nbytes // 16)
+                            parts = parts + (load_window(call, chunk, offs, offs < words_in(size)),)
+                        for r in tl.static_range(WORLD):
+                            words = nan_unless(call.live, parts[r], DTYPE)
+                            store_words(out, starts[r] + before, offs, words, came_nbytes[r], UNIT)
+                if step < steps:
+                    raise_progress(call, progress, step + 1, WORLD, WARPS)
+
+
+HEAD_BYTES = 128 << 10
+"""The most bytes of a head: from there on, passing through the window is quicker than cells at twice the bytes."""
+
+
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
+    """Return the launch of an all_to_all of uneven parts.
+
+    Raises:
+        ConfigError: a part takes more steps through the window than are counted.
+    """
+    item, world_size, shape = wire.DTYPES[plan.dtype], context.world_size, plan.launch
+    sent, received = ([item * size for size in half] for half in (plan.sizes[:world_size], plan.sizes[world_size:]))
+    others = [r for r in range(world_size) if r != context.rank]
+    longest_sent, longest_received = max(sent[r] for r in others), max(received[r] for r in others)
+    head = head_bytes(context)
+    chunks = -(-max(longest_sent - head, 0) // shape.chunk_bytes)
+    steps = -(-chunks // shape.programs)
+    if steps + 1 >= 1 << layout.PROGRESS_STEP_BITS:
+        raise ConfigError(
+            f"all_to_all: a part of {longest_sent} bytes takes {steps} steps through a window of "
+            f"{context.layout.window_quads * layout.QUAD} bytes; a larger max_bytes makes them fewer"
+        )
+    x_starts, starts = ([sum(sizes[:rank]) for rank in range(world_size + 1)] for sizes in (sent, received))
+    peers = [(context.rank + 1 + i) % world_size for i in range(world_size - 1)]
+    unused = [0] * (wire.MAX_WORLD_SIZE - world_size)
+    arguments: dict[str, Any] = {}
+    for name, values in (
+        ("first", [x_starts[peer] for peer in peers] + unused),
+        ("size", [sent[peer] for peer in peers] + unused),
+        ("start", starts + [starts[-1]] * len(unused)),
+    ):
+        arguments |= {f"{name}{i}": value for i, value in enumerate(values)}
+    return context.launch(
+        exchange_parts,
+        plan,
+        own_first=x_starts[context.rank],
+        own_start=starts[context.rank],
+        own_nbytes=sent[context.rank],
+        longest_sent=longest_sent,
+        longest_received=longest_received,
+        chunks_sent=chunks,
+        head_nbytes=head,
+        chunk_nbytes=shape.chunk_bytes,
+        HEAD_BLOCK=shape.block_words if INTERPRETED else 32 * shape.num_warps,
+        **arguments,
+    )
+
+
+def head_bytes(context: KernelContext) -> int:
+    """Return the bytes of a head: what there is room for in the cells of a call, all ranks having as much."""
+    room = context.layout.cells_quads // context.world_size - HEAD_QUADS_BEFORE.value
+    return min(HEAD_BYTES, room // 2 * layout.QUAD)
+
+
+def of_no_size(plan: CallPlan) -> CallPlan:
+    """Return a plan of parts without bytes, whose kernel is the one for sizes that are multiples of 16 bytes."""
+    return dataclasses.replace(plan, sizes=(0,) * len(plan.sizes))
