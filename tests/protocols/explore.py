@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+import functools
+import gc
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +65,23 @@ class Result:
     violation: Violation | None
 
 
+def _without_collections(fn: Callable[..., Result]) -> Callable[..., Result]:
+    """Collect no garbage in calls of ``fn``, which keeps nearly all that it makes: a third of its time went there."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Result:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return called
+
+
+@_without_collections
 def explore(model: Model, max_states: int = 1_000_000) -> Result:
     """Visit the states breadth first, so that no trace to a violation is shorter than the one returned."""
     initial = model.initial()

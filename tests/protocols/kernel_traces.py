@@ -33,7 +33,7 @@ CHANNELS = 1
 """Channels of a mailbox in traces: as many as the model has, so that all chunks pass through one."""
 WITHHELD = 6
 """Words of a poll that come later than all others, each in its turn."""
-POLLED = ("slots", "cells", "network", "mailbox", "header", "flags", "credits", "receives_begun_cell")
+POLLED = ("slots", "cells", "network", "mailbox", "header", "flags", "credits", "receives_begun_cell", "progress")
 """Regions in which programs wait for words."""
 
 
@@ -113,6 +113,8 @@ class Recorder:
     def place_of(self, offset: int) -> tuple[Any, ...] | None:
         """Return the model's word at byte ``offset`` of a region."""
         layout, where = self.layout, self.where
+        if where.window_quads and offset >= 16 * where.window_at:
+            return "window", (offset - 16 * where.window_at) // 4
         if where.network_quads and offset >= 16 * where.network_at:
             generation, rest = divmod(offset - 16 * where.network_at, 16 * where.network_quads)
             return "network", generation, rest // 8
@@ -122,6 +124,9 @@ class Recorder:
         if offset >= 16 * where.cells_at:
             generation, rest = divmod(offset - 16 * where.cells_at, 16 * where.cells_quads)
             return "cells", generation, rest // 8
+        if offset >= 16 * where.progress_at:
+            program, rest = divmod((offset - 16 * where.progress_at) // 8, 2 * layout.FLAG_ROW_QUADS)
+            return "progress", rest, program
         if offset >= 16 * where.flags_at:
             worker, rest = divmod((offset - 16 * where.flags_at) // 8, 2 * layout.FLAG_ROW_QUADS)
             return "flags", rest, worker
@@ -365,6 +370,9 @@ def tensors_of(plan: CallPlan, rank: int, world_size: int) -> tuple[torch.Tensor
     if plan.op is Op.BARRIER:
         return None, None
     dtype = getattr(torch, plan.dtype)
+    if plan.op is Op.ALL_TO_ALL_UNEVEN:
+        sent, received = sum(plan.sizes[:world_size]), sum(plan.sizes[world_size:])
+        return torch.full((sent,), rank + 1).to(dtype), torch.empty(received, dtype=dtype)
     count = plan.nbytes // dtype.itemsize
     part = count // world_size
     x = torch.full((count,), rank + 1).to(dtype)

@@ -100,7 +100,7 @@ def test_calls_that_go_wrong(culprit: str) -> None:
 CHANGES = {
     "a rank tells nobody else": (
         "absent",
-        Change("sync", "+ ABORT, fault, mask=lanes < WORLD)", "+ ABORT, fault, mask=lanes == call.rank)"),
+        Change("sync", "+ ABORT, fault, mask=(lanes < WORLD) &", "+ ABORT, fault, mask=(lanes == call.rank) &"),
         "tells ranks",
     ),
     "the wrong rank is named": (

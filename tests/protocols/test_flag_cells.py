@@ -10,14 +10,14 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, KernelBoundary, Machine, Program, Read, Start, Steps, Store
-from .words import ZERO, Call, HeaderRules, Input, header_programs
+from .words import ZERO, Call, HeaderRules, Input, Sum, header_programs
 
 STRIDE = 100
 """Cells of each rank: enough for any call here."""
 
 
 class Cell(NamedTuple):
-    data: Input | None
+    data: Input | Sum | None
     flag: int
 
 
@@ -39,12 +39,16 @@ class Rules:
 
 
 def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> Steps:
-    """A one-shot all-reduce or all-gather ("all_gather": part r comes from rank r), or a broadcast."""
+    """A one-shot reduction or all-gather ("all_gather": part r comes from rank r), a two-shot, or a broadcast."""
     for number, call in enumerate(calls):
         epoch = rules.first_epoch + number
         generation, flag = epoch % rules.generations, epoch % rules.flag_values
         senders = [call.root] if call.op == "broadcast" else list(range(ranks))
         yield Start(number)
+        if call.op == "two_shot":
+            yield from two_shot(rank, ranks, number, call, generation, flag)
+            yield KernelBoundary(number)
+            continue
         for owner in range(ranks):
             for i in range(call.words if rank in senders else 0):
                 address = owner, "cells", generation, rank * STRIDE + i
@@ -72,6 +76,37 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
         yield KernelBoundary(number)
 
 
+def two_shot(rank: int, ranks: int, number: int, call: Call, generation: int, flag: int) -> Steps:
+    """Slice r of every rank goes to rank r; then the reduced slices, to cells of their own at all ranks."""
+    width = max(call.sizes)
+
+    def address(owner: int, sender: int, i: int) -> tuple[int, str, int, int]:
+        return owner, "cells", generation, sender * STRIDE + i
+
+    def arrived(cell: Any) -> bool:
+        return cell.flag == flag
+
+    for owner in range(ranks):
+        for i in range(call.sizes[owner]):
+            yield Store(address(owner, rank, i), Cell(Input(rank, number, owner * width + i), flag))
+    own = {
+        address(rank, r, i): Cell(Input(r, number, rank * width + i), flag)
+        for r in range(ranks)
+        for i in range(call.sizes[rank])
+    }
+    if own:
+        yield Await(own, arrived)
+    for owner in range(ranks):
+        for i in range(call.sizes[rank]):
+            yield Store(address(owner, ranks + rank, i), Cell(Sum(ranks, number, rank * width + i), flag))
+    results = {
+        address(rank, ranks + r, i): Cell(Sum(ranks, number, r * width + i), flag)
+        for r in range(ranks)
+        for i in range(call.sizes[r])
+    }
+    yield Await(results, arrived)
+
+
 def model(ranks: int, calls: Sequence[Call], rules: Rules | None = None, **options: bool) -> Machine:
     rules = rules or Rules()
 
@@ -90,6 +125,11 @@ def calls_of(op: str, sizes: Sequence[int] = (2, 1, 1, 2, 1)) -> list[Call]:
 @pytest.mark.parametrize("op", ["all_gather", "broadcast"])
 def test_protocol_holds(op: str, ranks: int, verify) -> None:
     verify(model(ranks, calls_of(op)))
+
+
+def test_two_shots_hold(verify) -> None:
+    """Slices may be shorter, or empty."""
+    verify(model(2, [Call("two_shot", sizes) for sizes in ((1, 1), (1, 0), (2, 1), (1, 1))]))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

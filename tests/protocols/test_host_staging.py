@@ -167,6 +167,66 @@ def barrier(state: RankState, number: int, call: Call, chunks: int) -> Steps:
     yield from state.await_peers(*state.others)
 
 
+def to_root(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """All ranks but the root stage, and it alone reads: a gather, or a reduce in one step."""
+    for chunk in range(chunks):
+        if state.rank != call.root:
+            yield Store(state.staging(state.rank, state.step), Input(state.rank, number, chunk))
+        yield from state.publish()
+        yield from state.await_peers(*state.others)
+        if state.rank == call.root:
+            yield Read({state.staging(peer, state.step - 1): Input(peer, number, chunk) for peer in state.others})
+
+
+def from_root(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """The root stages, and each of the others reads its part."""
+    for chunk in range(chunks):
+        if state.rank == call.root:
+            yield Store(state.staging(state.rank, state.step), Input(state.rank, number, chunk))
+        yield from state.publish()
+        yield from state.await_peers(*state.others)
+        if state.rank != call.root:
+            yield Read({state.staging(call.root, state.step - 1): Input(call.root, number, chunk)})
+
+
+def slices_to_root(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """Take the steps of two_shot, but with a root that alone reads the sums, and stages none."""
+    for chunk in range(chunks + 1):
+        staged_step = state.step
+        for peer in state.others:
+            if chunk < chunks and call.sizes[peer]:
+                yield Store(state.staging(state.rank, staged_step, "x", peer), Input(state.rank, number, (chunk, peer)))
+        yield from state.publish()
+        yield from state.await_peers(*state.others)
+        if chunk < chunks and call.sizes[state.rank]:
+            for peer in state.others:
+                yield Read(
+                    {state.staging(peer, staged_step, "x", state.rank): Input(peer, number, (chunk, state.rank))}
+                )
+            if state.rank != call.root:
+                yield Store(state.staging(state.rank, state.step, "sum"), Sum(state.ranks, number, (chunk, state.rank)))
+        results = {
+            state.staging(peer, staged_step, "sum"): Sum(state.ranks, number, (chunk - 1, peer))
+            for peer in state.others
+            if call.sizes[peer] and chunk > 0 and state.rank == call.root
+        }
+        if results:
+            yield Read(results)
+
+
+def uneven(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """All ranks stage, and all read everything; in the first step the sizes too, with those of their own."""
+    for chunk in range(chunks):
+        own = state.staging(state.rank, state.step), Input(state.rank, number, chunk)
+        yield Store(*own)
+        yield from state.publish()
+        yield from state.await_peers(*state.others)
+        if chunk == 0:
+            yield Read(dict([own]))
+        yield Read({state.staging(peer, state.step - 1): Input(peer, number, chunk) for peer in state.others})
+
+
+ROOTED = ("broadcast", "to_root", "from_root", "slices_to_root")
 SCHEDULES = {
     "one_shot": one_shot,
     "two_shot": two_shot,
@@ -175,6 +235,10 @@ SCHEDULES = {
     "ring_all_gather": ring_all_gather,
     "broadcast": broadcast,
     "barrier": barrier,
+    "to_root": to_root,
+    "from_root": from_root,
+    "slices_to_root": slices_to_root,
+    "uneven": uneven,
 }
 
 
@@ -189,10 +253,10 @@ def rank_program(rank: int, ranks: int, calls: Sequence[Call], chunks: int, rule
 def model(
     ranks: int, ops: Sequence[str], rules: Rules | None = None, chunks: int = 1, empty: int = 0, **options: bool
 ) -> Machine:
-    """Return a model of these calls. ``empty`` ranks at the end have empty slices; roots of broadcasts take turns."""
+    """Return a model of these calls. ``empty`` ranks at the end have empty slices; roots take turns."""
     rules = rules or Rules()
     sizes = (1,) * (ranks - empty) + (0,) * empty
-    calls = [Call(op, sizes, root=number % ranks if op == "broadcast" else 0) for number, op in enumerate(ops)]
+    calls = [Call(op, sizes, root=number % ranks if op in ROOTED else 0) for number, op in enumerate(ops)]
 
     def program(rank: int) -> Program:
         return Program(rank, "", lambda: rank_program(rank, ranks, calls, chunks, rules))
@@ -207,6 +271,8 @@ MIXED = [
     ["ring", "broadcast", "broadcast", "barrier", "two_shot"],
     ["one_shot", "ring", "two_shot", "barrier", "ring"],
     ["broadcast", "two_shot", "one_shot", "ring", "barrier"],
+    ["to_root", "from_root", "slices_to_root", "broadcast", "to_root"],
+    ["from_root", "uneven", "ring", "slices_to_root", "from_root"],
 ]
 
 
@@ -232,7 +298,7 @@ def test_slices_may_be_empty(verify) -> None:
     verify(model(3, ["two_shot", "two_shot", "broadcast", "two_shot", "one_shot"], empty=1))
 
 
-@pytest.mark.parametrize("op", ["one_shot", "two_shot", "ring"])
+@pytest.mark.parametrize("op", ["one_shot", "two_shot", "ring", "to_root", "from_root", "slices_to_root", "uneven"])
 def test_one_generation_is_overwritten_while_it_is_read(op: str, refute) -> None:
     refute(model(2, [op] * 2, Rules(generations=1), chunks=2), Kind.WRONG_VALUE)
 
@@ -262,6 +328,7 @@ def test_a_ring_needs_the_permission_of_its_reader(verify, refute) -> None:
     verify(model(2, ["ring"] * 3, Rules(ring_permission=False)))
 
 
+@pytest.mark.full
 def test_a_ring_after_another_call_overwrites_what_anybody_may_read(verify, refute) -> None:
     """Four ranks are needed: with three, both others are neighbours."""
     verify(model(3, ["one_shot", "ring", "one_shot"], Rules(ring_awaits_all=False)))

@@ -25,7 +25,7 @@ from shotcast.wire import CallPlan, LaunchShape, Op
 
 from . import test_send_recv as send_recv
 from .machine import Await, Start, Steps, Store
-from .test_host_staging import SCHEDULES, Rules, rank_program
+from .test_host_staging import ROOTED, SCHEDULES, Rules, rank_program
 from .words import Call
 
 PACKAGE = "shotcast.transport.cpu"
@@ -42,13 +42,24 @@ OPERATIONS = {
     "ring_all_gather": (Op.ALL_GATHER, "ring"),
     "broadcast": (Op.BROADCAST, "one_shot"),
     "barrier": (Op.BARRIER, "one_shot"),
+    "max": (Op.ALL_REDUCE, "one_shot"),
+    "two_shot_max": (Op.ALL_REDUCE, "two_shot"),
+    "uneven": (Op.ALL_TO_ALL_UNEVEN, "one_shot"),
+    "gather": (Op.GATHER, "one_shot"),
+    "scatter": (Op.SCATTER, "one_shot"),
+    "reduce": (Op.REDUCE, "one_shot"),
+    "slices_to_root": (Op.REDUCE, "two_shot"),
 }
 """Operations and algorithms, by the model's schedule or, where every rank reads from all, by their own name."""
-PARTS = ("reduce_scatter", "all_gather", "all_to_all", "ring_reduce_scatter", "ring_all_gather")
+MODELS = {"gather": "to_root", "reduce": "to_root", "scatter": "from_root", "two_shot_max": "two_shot"}
+"""The models of other schedules than those of their name."""
+PARTS = ("reduce_scatter", "all_gather", "all_to_all", "ring_reduce_scatter", "ring_all_gather", "gather", "scatter")
 """Those in which each rank has a part of the message."""
 SEQUENCE = (
     *("one_shot", "ring", "broadcast", "two_shot", "barrier", "broadcast", "ring", "two_shot", "one_shot"),
     *("ring_reduce_scatter", "reduce_scatter", "all_gather", "ring_all_gather", "all_to_all", "ring_all_gather"),
+    *("gather", "reduce", "scatter", "max", "slices_to_root", "uneven", "slices_to_root", "gather", "two_shot_max"),
+    *("scatter", "uneven", "broadcast", "reduce"),
 )
 
 
@@ -189,8 +200,16 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
 def plan_of(op: str, number: int, ranks: int) -> CallPlan:
     operation, algorithm = OPERATIONS[op]
     nbytes = 0 if op == "barrier" else CHUNKS * CHUNK_BYTES * (ranks if op in PARTS else 1)
-    root = number % ranks if op == "broadcast" else 0
-    return CallPlan(operation, algorithm, "float32", nbytes, root=root, launch=LaunchShape(1, 128, 1, CHUNK_BYTES))
+    launch = LaunchShape(1, 128, 1, CHUNK_BYTES)
+    if op == "uneven":
+        return CallPlan(operation, algorithm, "float32", 0, sizes=(nbytes // 4,) * 2 * ranks, launch=launch)
+    root, reduction = number % ranks if schedule_of(op) in ROOTED else 0, "max" if op.endswith("max") else "sum"
+    return CallPlan(operation, algorithm, "float32", nbytes, root=root, launch=launch, reduction=reduction)
+
+
+def schedule_of(op: str) -> str:
+    """Return the model's schedule of a call."""
+    return MODELS.get(op, op if op in SCHEDULES else "one_shot")
 
 
 def message_plan(number: int, rank: int, chunk_bytes: int) -> CallPlan | None:
@@ -222,14 +241,16 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
             continue
         call = executor.bind(plan).call
         record = executor.record(plan, call)
-        x, out = torch.full((plan.nbytes // 4,), group.rank + 1.0), torch.zeros(plan.nbytes // 4)
+        count = sum(plan.sizes) // 2 if plan.sizes else plan.nbytes // 4
+        x, out = torch.full((count,), group.rank + 1.0), torch.zeros(count)
         begin(number)
         addresses = executor.context_address, record.buffer_info()[0], x.data_ptr(), out.data_ptr()
         if call.schedule._function(*addresses) != 0:
             assert change is not None
             break
         if change is None and plan.op is Op.ALL_REDUCE:
-            assert out.tolist() == [sum(range(1, group.world_size + 1))] * len(out)
+            combine = max if plan.reduction == "max" else sum
+            assert out.tolist() == [combine(range(1, group.world_size + 1))] * len(out)
     group.barrier()
     executor.close()
     return events
@@ -265,8 +286,8 @@ def sections(items: Sequence[tuple[str, int, int]], rank: int) -> list[tuple[Sec
 def modelled(rank: int, ranks: int, ops: Sequence[str]) -> list[list[tuple[str, int, int]]]:
     """Return what the model's program of a rank does in each call."""
     calls = [
-        Call(op if op in SCHEDULES else "one_shot", (1,) * ranks, root=number % ranks if op == "broadcast" else 0)
-        for number, op in enumerate(ops)
+        Call(op, (1,) * ranks, root=number % ranks if op in ROOTED else 0)
+        for number, op in enumerate(map(schedule_of, ops))
     ]
     steps: Steps = rank_program(rank, ranks, calls, CHUNKS, Rules())
     found: list[list[tuple[str, int, int]]] = []
@@ -407,6 +428,75 @@ CHANGES = {
             "two_shot",
             "        step = publish(context, step)\n        status = await_all(context, step, word)\n",
             "        step = publish(context, step)\n        copy(out, region(context, 1 - rank) + staging, 16)\n"
+            "        status = await_all(context, step, word)\n",
+        ),
+        "does",
+    ),
+    "a gather of one generation": (
+        "gather",
+        Change(
+            "rooted",
+            "        staging = CONTROL_BYTES + (step & 1) * generation_bytes\n        if rank != root:\n"
+            "            copy(region(context, rank) + staging, x + done, size)\n        step = publish(context, step)\n"
+            "        if rank == root:\n            copy(out + rank * part",
+            "        staging = CONTROL_BYTES\n        if rank != root:\n"
+            "            copy(region(context, rank) + staging, x + done, size)\n        step = publish(context, step)\n"
+            "        if rank == root:\n            copy(out + rank * part",
+        ),
+        "does",
+    ),
+    "a scatter read before its wait": (
+        "scatter",
+        Change(
+            "rooted",
+            "            copy(out + done, x + rank * part + done, size)\n"
+            "        status = await_all(context, step, word)\n",
+            "            copy(out + done, x + rank * part + done, size)\n        if rank != root:\n"
+            "            copy(out, region(context, root) + staging, 16)\n"
+            "        status = await_all(context, step, word)\n",
+        ),
+        "does",
+    ),
+    "a reduce that waits for nobody": (
+        "reduce",
+        Change(
+            "rooted",
+            "        step = publish(context, step)\n        status = await_all(context, step, word)\n"
+            "        if status != DONE:\n            return status\n        if rank == root:\n"
+            "            for peer in range(world_size):\n"
+            "                store(",
+            "        step = publish(context, step)\n        status = DONE\n"
+            "        if status != DONE:\n            return status\n        if rank == root:\n"
+            "            for peer in range(world_size):\n"
+            "                store(",
+        ),
+        "waits for",
+    ),
+    "sums of a reduce where they are read": (
+        "slices_to_root",
+        Change(
+            "rooted",
+            "            result = own + CONTROL_BYTES + (step & 1) * generation_bytes\n",
+            "            result = own + staging\n",
+        ),
+        "does",
+    ),
+    "uneven parts of one generation": (
+        "uneven",
+        Change(
+            "uneven",
+            "        staging = CONTROL_BYTES + (step & 1) * generation_bytes\n",
+            "        staging = CONTROL_BYTES\n",
+        ),
+        "does",
+    ),
+    "sizes read before they are there": (
+        "uneven",
+        Change(
+            "uneven",
+            "        step = publish(context, step)\n        status = await_all(context, step, word)\n",
+            "        step = publish(context, step)\n"
+            "        longest = _look(context, plan, staging, 0) if done == 0 else longest\n"
             "        status = await_all(context, step, word)\n",
         ),
         "does",

@@ -153,7 +153,13 @@ CASES = {
     "a rank waits for what it sends to itself": Case("all_gather", "copies", "if not MULTICAST:", "if MULTICAST:"),
     "all ranks send a broadcast": Case("broadcast", "copies", "tl.where(rank == root, part_nbytes, 0)", "part_nbytes"),
     "sums go to the slots of the first shot": Case(
-        "two_shot", "two_shot", "sums = second_shot + rank * slice_quads", "sums = first_shot + rank * slice_quads"
+        "two_shot", "two_shot", "sums = second_shot + rank * stride", "sums = first_shot + rank * stride"
+    ),
+    "reduced cells lie as close as slots": Case(
+        "reduced_cells", "two_shot", "            stride = slice_quads * 2\n", "            stride = slice_quads\n"
+    ),
+    "reduced words go as cells of the epoch before": Case(
+        "reduced_cells", "sync", "0xFFFFFFFF) | (call.epoch << 32)", "0xFFFFFFFF) | ((call.epoch - 1) << 32)"
     ),
     "sums are sent before all words have come": Case(
         "two_shot",
@@ -200,7 +206,7 @@ CASES = {
     ),
     # headers
     "one header cell for both parities": Case(
-        "one_shot", "sync", "HEADERS + (call.epoch % 2) *", "HEADERS + (call.epoch * 0) *"
+        "one_shot", "sync", "row = HEADERS + (call.epoch % 2) *", "row = HEADERS + (call.epoch * 0) *"
     ),
     "a word of the header has another epoch": Case(
         "mixed",
@@ -242,7 +248,10 @@ CASES = {
         "tl.store(flags, call.epoch + threads * 0, mask=",
     ),
     "a flag is raised without a barrier": Case(
-        "multimem", "sync", "    tl.debug_barrier()\n    threads = thread_ids", "    threads = thread_ids"
+        "multimem",
+        "sync",
+        'needs flags of its own.\n    """\n    tl.debug_barrier()\n',
+        'needs flags of its own.\n    """\n',
     ),
     "flags are awaited without a fence": without("multimem", "sync", "    fence_acquire()\n"),
     "any flag that was raised will do": Case(

@@ -56,10 +56,17 @@ def slices(quads: int, ranks: int) -> tuple[int, ...]:
     return tuple(4 * max(0, min(width, quads - rank * width)) for rank in range(ranks))
 
 
-def reduced(op: str, ranks: int, quads: int, launch: LaunchShape = LAUNCH) -> TracedCall:
+def reduced(
+    op: str, ranks: int, quads: int, launch: LaunchShape = LAUNCH, dtype: str = "float32", reduction: str = "sum"
+) -> TracedCall:
     """Return an all-reduce of ``quads``."""
+    if dtype != "float32":
+        call = Call("all_gather", (4 * quads,)) if op == "one_shot" else Call(op, slices(quads, ranks))
+        plan = CallPlan(Op.ALL_REDUCE, op, dtype, 16 * quads, launch=launch, reduction=reduction)
+        return TracedCall(call, plan, cells=True)
     sizes = {"one_shot": (4 * quads,), "ring": (4 * -(-quads // ranks),) * ranks}.get(op, slices(quads, ranks))
-    return TracedCall(Call(op, sizes), CallPlan(Op.ALL_REDUCE, op, "float32", 16 * quads, launch=launch))
+    plan = CallPlan(Op.ALL_REDUCE, op, dtype, 16 * quads, launch=launch, reduction=reduction)
+    return TracedCall(Call(op, sizes), plan)
 
 
 def in_parts(op: Op, ranks: int, quads: int, algorithm: str = "one_shot", dtype: str = "float32") -> TracedCall:
@@ -175,7 +182,8 @@ def replay(
             def cell_of(address: Any, value: Any, call: Call = call) -> tuple[Any, Any]:
                 owner, _, generation, word = address
                 sender, i = divmod(word, flag_cells.STRIDE)
-                return (owner, "cells", generation, sender * call.words * (call.op != "broadcast") + i), value.flag
+                slot = max(call.sizes) if call.op == "two_shot" else call.words * (call.op != "broadcast")
+                return (owner, "cells", generation, sender * slot + i), value.flag
 
             # a multicast comes back to the rank that sends it
             keeps = {"two_shot": 1, "all_gather": 0, "broadcast": 0, "multimem": 0}.get(call.op, 2) if multicast else 2
@@ -244,6 +252,15 @@ def sequences(ranks: int) -> dict[str, list[TracedCall]]:
             in_parts(Op.ALL_TO_ALL, ranks, 12, dtype="int32"),
             broadcast(1, 0, "int32"),
             in_parts(Op.ALL_GATHER, ranks, 5, dtype="int32"),
+        ],
+        "reduced_cells": [
+            reduced("one_shot", ranks, 9, dtype="int32"),
+            reduced("two_shot", ranks, 12, dtype="float64", reduction="avg"),
+            in_parts(Op.REDUCE_SCATTER, ranks, 4, dtype="int32"),
+            reduced("two_shot", ranks, 1, dtype="int8", reduction="bxor"),
+            reduced("two_shot", ranks, 9, reduction="max"),
+            reduced("one_shot", ranks, 5, reduction="prod"),
+            reduced("two_shot", ranks, 9, dtype="uint64", reduction="min"),
         ],
         "mixed": [
             reduced("one_shot", ranks, 9),
