@@ -35,6 +35,7 @@ class GpuSpec:
         memory_bytes: as sold, in decimal gigabytes; CUDA reports slightly less as usable.
         memory_bw_gbps: GB/s of device memory.
         bf16_tflops: dense bfloat16 tensor-core throughput, without sparsity.
+        fp8_tflops: the same of FP8; None where the GPU has no such units.
         multicast: the switch of its node offers multicast stores and in-switch reduction (NVLink SHARP).
         source: of the figures.
     """
@@ -45,6 +46,7 @@ class GpuSpec:
     memory_bytes: int
     memory_bw_gbps: float
     bf16_tflops: float
+    fp8_tflops: float | None
     link: LinkSpec
     multicast: bool
     source: str

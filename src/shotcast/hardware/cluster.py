@@ -1,0 +1,396 @@
+"""Clusters as data: a GPU, the GPUs of a node, and the network between nodes, each figure with its source.
+
+A description is a YAML file. The packaged ones are in ``hardware/clusters``; a path names any other. Fields are those
+of AIConfigurator's system files (``gpu``, ``node``, in bytes, seconds and floating-point operations a second), so these
+load as they are. Instead of figures, ``gpu`` may be a name of :mod:`shotcast.hardware.catalog`. Two things that these
+files have no fields for are ours: ``num_nics_per_node`` of ``node``, where GPUs share network adapters, and ``switch``,
+with ``num_nodes_per_leaf``, ``oversubscription`` and ``hop_latency``. Network files of ASTRA-sim (``topology``,
+``npus_count``, ``bandwidth``, ``latency``) describe links alone, and load together with the name of a GPU
+(:func:`with_astra_sim_network`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shotcast.errors import ConfigError
+from shotcast.hardware import catalog
+from shotcast.hardware.spec import GpuSpec, LinkSpec
+
+_GIGA, _TERA = 1e9, 1e12
+_GPU_FIELDS = {
+    "mem_bw",
+    "mem_capacity",
+    "float16_tc_flops",
+    "bfloat16_tc_flops",
+    "float32_tc_flops",
+    "fp8_tc_flops",
+    "int8_tc_flops",
+    "fp4_tc_flops",
+    "mem_bw_empirical_scaling_factor",
+    "mem_empirical_constant_latency",
+    "power",
+    "sm_version",
+    "name",
+    "source",
+}
+_NODE_FIELDS = {
+    "num_gpus_per_node",
+    "inter_node_bw",
+    "intra_node_bw",
+    "p2p_latency",
+    "pcie_bw",
+    "num_gpus_per_rack",
+    "inter_rack_bw",
+    "inter_rack_latency",
+    "num_nics_per_node",
+    "cpu_vendor",
+    "name",
+    "multicast",
+    "source",
+    "inter_node_name",
+    "inter_node_source",
+}
+_SWITCH_FIELDS = {"num_nodes_per_leaf", "oversubscription", "hop_latency", "source"}
+_TOP_FIELDS = {"name", "gpu", "node", "switch", "misc", "data_dir"}
+_ASTRA_FIELDS = {"topology", "npus_count", "bandwidth", "latency"}
+_ASTRA_GIGA = 1 << 30
+_ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
+"""Links that a message passes in a dimension, each with its latency; of a ring, to the neighbour."""
+CPU_VENDORS = ("intel", "amd")
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchSpec:
+    """The switches between nodes: leaves, which join nodes, and a spine, which joins leaves.
+
+    Attributes:
+        nodes_per_leaf: nodes that a leaf joins.
+        oversubscription: the bandwidth of all nodes of a leaf, over that of the leaf to others.
+        hop_us: microseconds of a further switch; a message to another leaf passes two more than one within a leaf.
+        source: of the figures.
+    """
+
+    nodes_per_leaf: int
+    oversubscription: float
+    hop_us: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSpec:
+    """The network between nodes.
+
+    Attributes:
+        bw_gbps: GB/s of each GPU in each direction, where all GPUs of a node send.
+        latency_us: microseconds from a GPU's store to its arrival at a GPU of another node of the same leaf.
+        source: of the figures.
+        gpus_per_nic: GPUs that share a network adapter.
+        switch: the switches; None where all nodes are as near to each other, and nothing is shared on the way.
+    """
+
+    name: str
+    bw_gbps: float
+    latency_us: float
+    source: str
+    gpus_per_nic: int = 1
+    switch: SwitchSpec | None = None
+
+    @property
+    def nic_bw_gbps(self) -> float:
+        """GB/s of a network adapter in each direction."""
+        return self.bw_gbps * self.gpus_per_nic
+
+    def over(self, nodes: int) -> tuple[float, float]:
+        """Return microseconds and GB/s of each GPU where all GPUs of ``nodes`` consecutive nodes send at once.
+
+        If these have several leaves, both are those of messages to another leaf, so of the slowest.
+        """
+        if self.switch is None or nodes <= self.switch.nodes_per_leaf:
+            return self.latency_us, self.bw_gbps
+        return self.latency_us + 2 * self.switch.hop_us, self.bw_gbps / self.switch.oversubscription
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal GPUs.
+
+    Attributes:
+        gpus_per_node: GPUs that the link of ``gpu`` joins.
+        network: what joins nodes; None where there is one node.
+        nodes: how many there are; None for as many as are asked for.
+        link_latency_us: microseconds of a step within a node; None for those of the calibration.
+        cpu_vendor: of the hosts, "intel" or "amd"; NCCL takes another rate of short messages for each.
+    """
+
+    name: str
+    gpu: GpuSpec
+    gpus_per_node: int
+    network: NetworkSpec | None
+    nodes: int | None = None
+    link_latency_us: float | None = None
+    cpu_vendor: str = "intel"
+
+
+def packaged() -> tuple[str, ...]:
+    """Return the names of the packaged descriptions."""
+    folder = resources.files("shotcast.hardware") / "clusters"
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")))
+
+
+def load(name: str) -> Cluster:
+    """Return the cluster of a packaged description or of a YAML file.
+
+    Raises:
+        ConfigError: there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
+    """
+    path = Path(name)
+    if name.endswith((".yaml", ".yml")) or path.is_file():
+        return parse(read_text(path, "the cluster"), name)
+    known = packaged()
+    if name not in known:
+        similar = difflib.get_close_matches(name.lower(), known, 3, 0.4)
+        hint = f"similar names: {', '.join(similar)}; " if similar else ""
+        raise ConfigError(f"there is no cluster {name!r}; {hint}accepted: {', '.join(known)}, or a YAML file")
+    file = resources.files("shotcast.hardware") / "clusters" / f"{name}.yaml"
+    return parse(file.read_text(), name)
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file. Raises ConfigError, which names ``what`` it is, if it cannot be read or is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {what} {path}: it is no text in UTF-8 ({error.reason})") from error
+
+
+def parse(text: str, origin: str) -> Cluster:
+    """Return the cluster that a description in YAML says. Raises ConfigError as :func:`load` does."""
+    fields = _Fields(_yaml(text, origin), origin)
+    if set(fields.values) >= _ASTRA_FIELDS:
+        raise ConfigError(
+            f"{origin} is a network of ASTRA-sim, which says nothing of GPUs; give it as --network with a cluster"
+        )
+    fields.only(_TOP_FIELDS)
+    node = fields.part("node", _NODE_FIELDS)
+    gpu = _gpu(fields, node)
+    gpus_per_node = node.count("num_gpus_per_node")
+    network = _network(fields, node)
+    if network is not None and _is_rack(node):
+        gpus_per_node = node.count("num_gpus_per_rack")
+    vendor = node.values.get("cpu_vendor", "intel")
+    if vendor not in CPU_VENDORS:
+        raise ConfigError(f"{node.origin}: cpu_vendor must be one of {', '.join(CPU_VENDORS)}, not {vendor!r}")
+    name = str(fields.values.get("name", Path(origin).stem))
+    return Cluster(name, gpu, gpus_per_node, network, cpu_vendor=vendor)
+
+
+def _is_rack(node: _Fields) -> bool:
+    """Return whether the GPUs of a rack have the link of those of a node, which makes the rack one node of ours."""
+    if "num_gpus_per_rack" not in node.values or "intra_node_bw" not in node.values:
+        return False
+    return node.number("inter_node_bw") >= node.number("intra_node_bw")
+
+
+def _network(fields: _Fields, node: _Fields) -> NetworkSpec | None:
+    """Return what joins nodes; of AIConfigurator's racks, what joins racks, or a leaf of switches for each rack."""
+    if "inter_node_bw" not in node.values:
+        for name in ("num_nics_per_node", "num_gpus_per_rack", "inter_rack_bw", "inter_rack_latency"):
+            if name in node.values:
+                raise ConfigError(f"{node.origin}: {name} is of a network, and there is no inter_node_bw")
+        if "switch" in fields.values:
+            raise ConfigError(f"{fields.origin}: switch is of a network, and node has no inter_node_bw")
+        return None
+    name = str(node.values.get("inter_node_name", "network"))
+    source = str(node.values.get("inter_node_source") or node.values.get("source") or fields.origin)
+    gpus, bw_gbps, latency_us = (
+        node.count("num_gpus_per_node"),
+        node.number("inter_node_bw") / _GIGA,
+        node.number("p2p_latency") * 1e6,
+    )
+    switch = None
+    if "num_gpus_per_rack" in node.values:
+        if "switch" in fields.values:
+            raise ConfigError(f"{fields.origin}: num_gpus_per_rack and switch both say what joins nodes; give one")
+        rack = node.count("num_gpus_per_rack")
+        if rack % gpus:
+            raise ConfigError(f"{node.origin}: a rack of {rack} GPUs is no whole number of nodes of {gpus}")
+        rack_gbps = node.number("inter_rack_bw") / _GIGA
+        rack_us = node.number("inter_rack_latency") * 1e6 if "inter_rack_latency" in node.values else latency_us
+        if _is_rack(node):
+            gpus, bw_gbps, latency_us = rack, rack_gbps, rack_us
+        else:
+            hop_us = max(0.0, rack_us - latency_us) / 2
+            switch = _switch(node, rack // gpus, bw_gbps / rack_gbps, hop_us, source)
+    elif "switch" in fields.values:
+        part = fields.part("switch", _SWITCH_FIELDS)
+        hop_us = part.not_negative("hop_latency") * 1e6
+        said = str(part.values.get("source", fields.origin))
+        switch = _switch(part, part.count("num_nodes_per_leaf"), part.number("oversubscription"), hop_us, said)
+    gpus_per_nic = 1
+    if "num_nics_per_node" in node.values:
+        nics = node.count("num_nics_per_node")
+        if gpus % nics:
+            raise ConfigError(f"{node.origin}: {gpus} GPUs do not share {nics} adapters evenly; accepted: a divisor")
+        gpus_per_nic = gpus // nics
+    return NetworkSpec(name, bw_gbps, latency_us, source, gpus_per_nic, switch)
+
+
+def _switch(fields: _Fields, nodes: int, oversubscription: float, hop_us: float, source: str) -> SwitchSpec:
+    if oversubscription < 1:
+        raise ConfigError(
+            f"{fields.origin}: oversubscription is {oversubscription:.3g}, so what leaves a leaf, or a rack, has more "
+            "bandwidth than its nodes; accepted: 1 or more"
+        )
+    return SwitchSpec(nodes, oversubscription, hop_us, source)
+
+
+def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
+    """Return ``cluster`` with the bandwidths (GiB/s, as ASTRA-sim takes them) and latencies (ns) of its network files.
+
+    The first dimension is that of GPUs of a node, the second joins nodes; without it there is one node. A third one
+    joins leaves of as many nodes as the second has. A message passes one link, or two where there is a switch, each
+    with the latency; on a ring that is the way to the neighbour.
+
+    Raises:
+        ConfigError: it is no such file, has more dimensions than that, or a number that makes no sense.
+    """
+    fields = _Fields(_yaml(text, origin), origin)
+    fields.only(_ASTRA_FIELDS)
+    columns: dict[str, list[Any]] = {}
+    for name in sorted(_ASTRA_FIELDS):
+        column = fields.values.get(name)
+        if not isinstance(column, list) or len(column) not in (1, 2, 3):
+            raise ConfigError(f"{origin}: {name} must be a list of one, two or three dimensions, not {column!r}")
+        columns[name] = column
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ConfigError(f"{origin}: topology, npus_count, bandwidth and latency must have equally many dimensions")
+    names = [str(value) for value in columns["topology"]]
+    if unknown := [name for name in names if name not in _ASTRA_LINKS]:
+        raise ConfigError(f"{origin}: unknown topology {unknown[0]!r}; accepted: {', '.join(_ASTRA_LINKS)}")
+    counts = [fields.whole(f"npus_count[{i}]", value) for i, value in enumerate(columns["npus_count"])]
+    rates = [
+        fields.positive(f"bandwidth[{i}]", value) * _ASTRA_GIGA / _GIGA for i, value in enumerate(columns["bandwidth"])
+    ]
+    latencies = [
+        (0.0 if value == 0 else fields.positive(f"latency[{i}]", value)) * _ASTRA_LINKS[names[i]] / 1e3
+        for i, value in enumerate(columns["latency"])
+    ]
+    network = switch = None
+    if len(names) == 3:
+        hop_us = max(0.0, latencies[2] - latencies[1]) / 2
+        switch = _switch(fields, counts[1], rates[1] / rates[2], hop_us, origin)
+    if len(names) > 1:
+        network = NetworkSpec(names[1], rates[1], latencies[1], origin, switch=switch)
+    return replace(
+        cluster,
+        gpu=replace(cluster.gpu, link=LinkSpec(names[0], rates[0], None, origin)),
+        gpus_per_node=counts[0],
+        network=network,
+        nodes=math.prod(counts[1:]),
+        link_latency_us=latencies[0],
+    )
+
+
+def _gpu(fields: _Fields, node: _Fields) -> GpuSpec:
+    value = fields.values.get("gpu")
+    if isinstance(value, str):
+        spec = next((spec for spec in catalog.CATALOG if spec.name == value), None)
+        if spec is None:
+            known = ", ".join(spec.name for spec in catalog.CATALOG)
+            raise ConfigError(
+                f"{fields.origin}: there is no GPU {value!r} in the catalog; accepted: {known}, or figures"
+            )
+        if "intra_node_bw" in node.values:
+            raise ConfigError(f"{fields.origin}: intra_node_bw is that of the catalog for {value}; leave it out")
+        return spec
+    gpu = fields.part("gpu", _GPU_FIELDS)
+    source = str(gpu.values.get("source", fields.origin))
+    flops = "bfloat16_tc_flops" if "bfloat16_tc_flops" in gpu.values else "float16_tc_flops"
+    link = LinkSpec(
+        str(node.values.get("name", "link")),
+        node.number("intra_node_bw") / _GIGA,
+        None,
+        str(node.values.get("source", fields.origin)),
+    )
+    version = gpu.count("sm_version") if "sm_version" in gpu.values else 0
+    return GpuSpec(
+        name=str(gpu.values.get("name", Path(fields.origin).stem)),
+        pattern="$^",  # a description is not what CUDA calls a device
+        compute_capability=(version // 10, version % 10),
+        memory_bytes=gpu.count("mem_capacity"),
+        memory_bw_gbps=gpu.number("mem_bw") / _GIGA,
+        bf16_tflops=gpu.number(flops) / _TERA,
+        fp8_tflops=gpu.number("fp8_tc_flops") / _TERA if gpu.values.get("fp8_tc_flops") else None,
+        link=link,
+        multicast=bool(node.values.get("multicast", False)),
+        source=source,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """A mapping of a description, and where it is from."""
+
+    values: Mapping[str, Any]
+    origin: str
+
+    def only(self, known: set[str]) -> None:
+        if unknown := [str(name) for name in self.values if name not in known]:
+            raise ConfigError(f"{self.origin}: unknown field {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
+
+    def part(self, name: str, known: set[str]) -> _Fields:
+        value = self.values.get(name)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.origin}: {name} must be a mapping of figures, not {value!r}")
+        part = _Fields(value, f"{self.origin}: {name}")
+        part.only(known)
+        return part
+
+    def number(self, name: str) -> float:
+        if name not in self.values:
+            raise ConfigError(f"{self.origin} lacks {name}")
+        return self.positive(name, self.values[name])
+
+    def positive(self, name: str, value: Any) -> float:
+        # YAML 1.1 reads 1e12 as text
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise ConfigError(f"{self.origin}: {name} must be a number above 0, not {value!r}")
+        return number
+
+    def not_negative(self, name: str) -> float:
+        value = self.values.get(name)
+        return 0.0 if not isinstance(value, bool) and value == 0 else self.number(name)
+
+    def count(self, name: str) -> int:
+        return self.whole(name, self.number(name))
+
+    def whole(self, name: str, value: Any) -> int:
+        number = self.positive(name, value)
+        if number != int(number):
+            raise ConfigError(f"{self.origin}: {name} must be a whole number, not {number}")
+        return int(number)
+
+
+def _yaml(text: str, origin: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin} is not a description: it must be a mapping with gpu and node")
+    return value

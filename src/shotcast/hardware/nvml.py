@@ -1,0 +1,46 @@
+"""Ask NVIDIA's management library of GPUs of this machine, also of those that CUDA_VISIBLE_DEVICES hides."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+_READ, _WRITE = 0, 1  # NVML_P2P_CAPS_INDEX_*; status 0 is NVML_P2P_STATUS_OK
+
+
+@functools.cache
+def library() -> Any:
+    """Return the library, which comes with the driver; None where it is not there or does not start."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return nvml if nvml.nvmlInit_v2() == 0 else None
+
+
+def peer_access(uuid: str, other: str) -> bool | None:
+    """Return whether a GPU may read and write the memory of another; None if the library cannot tell.
+
+    It cannot where a container or a control group hides a GPU, and for parts of a GPU (MIG).
+
+    Args:
+        uuid, other: as PyTorch gives them, with or without ``GPU-`` before.
+    """
+    nvml = library()
+    if nvml is None:
+        return None
+    gpus = []
+    for name in (uuid, other):
+        gpu = ctypes.c_void_p()
+        full = name if name.startswith("GPU-") else f"GPU-{name}"
+        if nvml.nvmlDeviceGetHandleByUUID(full.encode(), ctypes.byref(gpu)) != 0:
+            return None
+        gpus.append(gpu)
+    for ability in (_READ, _WRITE):
+        status = ctypes.c_int(-1)
+        if nvml.nvmlDeviceGetP2PStatus(*gpus, ability, ctypes.byref(status)) != 0:
+            return None
+        if status.value != 0:
+            return False
+    return True
