@@ -1,13 +1,15 @@
-"""Fit the constants of the cost model to measurements."""
+"""Fit the constants of the cost models to measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from shotcast.cost.collective import LinkCost, Work
+from shotcast.cost.inference import ORDER, KernelCost, KernelWork
 from shotcast.errors import ConfigError
 
 
@@ -42,3 +44,101 @@ def fit(points: Iterable[Measured]) -> LinkCost:
             f"1/b {per_bw:.3g}, 1/m {per_local:.3g} ns a byte)"
         )
     return LinkCost(fixed_us, step_us, 1 / per_bw, 1 / per_local)
+
+
+class KernelPoint(NamedTuple):
+    """The work of a kernel, and the microseconds that it took."""
+
+    work: KernelWork
+    time_us: float
+
+
+class KernelFit(NamedTuple):
+    """Constants of a kind of kernel.
+
+    Attributes:
+        cost: the constants.
+        residual: the root mean square of the relative errors of the measurements: the error bar of a prediction.
+        worst: the largest of them.
+        points: the number of measurements.
+    """
+
+    cost: KernelCost
+    residual: float
+    worst: float
+    points: int
+
+
+_RANGE = math.log(1e3)
+"""Constants are sought within a factor of this around where the fit begins, so that those that measurements leave open
+stay finite."""
+_MOST_STEPS = 200
+
+
+def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
+    r"""Fit f, x and y of a kind of kernel, by least squares of the logarithms' differences:
+
+    .. math:: \min \sum_p (\log T_p - \log t_p)^2
+
+    by the method of Levenberg and Marquardt, on the logarithms of the constants. A constant whose amount is 0 in all
+    measurements stays as it is in ``start``, and so does x where both amounts are in the same ratio in all of them:
+    such measurements do not tell which of the two bounds a kernel.
+
+    Raises:
+        ConfigError: there are fewer measurements than constants, or one of no positive time.
+    """
+    firsts, seconds, times = (
+        (
+            np.array(column, dtype=float)
+            for column in zip(*((*point.work, point.time_us) for point in points), strict=True)
+        )
+        if points
+        else (np.zeros(0),) * 3
+    )
+    begin = np.log([start.fixed_us, start.first_rate, start.second_rate])
+    free = [0, *(number for number, amounts in ((1, firsts), (2, seconds)) if amounts.any())]
+    if len(free) == 3 and np.allclose(firsts * seconds[0], seconds * firsts[0], rtol=1e-6, atol=0.0):
+        free.remove(1)
+    if len(points) < len(free):
+        raise ConfigError(f"{len(points)} measurements do not determine the {len(free)} constants of a kernel")
+    if not np.all(times > 0):
+        raise ConfigError("a kernel takes more than 0 us; measure it again")
+
+    def errors(constants: np.ndarray) -> np.ndarray:
+        fixed, first, second = np.exp(constants)
+        bound = ((1e6 * firsts / first) ** ORDER + (1e6 * seconds / second) ** ORDER) ** (1 / ORDER)
+        return np.log((fixed + bound) / times)
+
+    now, damping = begin.copy(), 1e-2
+    wrong = errors(now)
+    for _ in range(_MOST_STEPS):
+        slopes = np.stack([(errors(now + _nudge(number)) - wrong) / _NUDGE for number in free], axis=1)
+        normal = slopes.T @ slopes
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slopes.T @ wrong)
+        moved = now.copy()
+        moved[free] = np.clip(now[free] + step, begin[free] - _RANGE, begin[free] + _RANGE)
+        moved_wrong = errors(moved)
+        if moved_wrong @ moved_wrong < wrong @ wrong:
+            done = wrong @ wrong - moved_wrong @ moved_wrong < 1e-12
+            now, wrong, damping = moved, moved_wrong, damping / 3
+            if done:
+                break
+        elif damping > 1e9:
+            break
+        else:
+            damping *= 3
+    relative = np.exp(wrong) - 1
+    constants = [start.fixed_us, start.first_rate, start.second_rate]
+    for number in free:
+        constants[number] = float(np.exp(now[number]))
+    cost = KernelCost(*constants)
+    return KernelFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+
+
+_NUDGE = 1e-6
+
+
+def _nudge(number: int) -> np.ndarray:
+    step = np.zeros(3)
+    step[number] = _NUDGE
+    return step

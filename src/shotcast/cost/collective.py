@@ -96,7 +96,12 @@ class NetworkCost(NamedTuple):
 
 NO_NETWORK = NetworkCost(0.0, math.inf)
 INFINIBAND = NetworkCost(step_us=5.0, bw_gbps=45.0)
-"""GPUs with an NDR adapter each, as published; not measured here."""
+"""GPUs with an NDR adapter each; not measured here.
+
+Both are assumed: 5 us is what NCCL's own model takes for a step of a tree between nodes (``hwLatencies``, LL,
+src/graph/tuning.cc of NCCL 2.30.7), and 45 GB/s are somewhat less than the 46 to 48 that its maintainers expect of 400
+Gbit/s (https://github.com/NVIDIA/nccl-tests/issues/290).
+"""
 
 
 class Work(NamedTuple):

@@ -1,0 +1,171 @@
+r"""The cost of what a model computes on one GPU: a roofline for each kind of kernel, with measured efficiency.
+
+A kernel has a fixed cost f, and takes the time of what bounds it. Near the corner of the roofline two bounds delay each
+other, which a norm of order 4 describes:
+
+.. math:: T = f + \left( (X / x)^4 + (Y / y)^4 \right)^{1/4}
+
+with X and Y the amounts of work that bound it, and x and y the rates at which it does them. The consequence: a product
+of few rows takes the time of reading its weights however many rows there are, until F / c passes B / b.
+
+=================  ==========================================  ==================================================
+kernel             X, the first amount                         Y, the second amount
+=================  ==========================================  ==================================================
+product            bytes of weights, b                         operations 2 m n k, c
+decode attention   bytes of keys and values, b                 keys that one program reads in turn
+prompt attention   operations of scores and values, c          keys that the last program reads in turn
+pass over rows     bytes read and written, b                   0
+=================  ==========================================  ==================================================
+
+Products have three sets of constants, as they have three kernels: of one row, of few, and of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ORDER = 4
+"""The order of the norm that joins two bounds: 1 would add them up, infinity take the larger."""
+FEW_ROWS = 64
+"""The most rows of a product that the engine's own kernels for GPUs compute; the library computes those of more."""
+MOST_SPLITS = 64
+_SPLIT_PROGRAMS = 256
+"""Decode attention divides contexts, at most by 64, while it has fewer programs than this."""
+
+
+class KernelWork(NamedTuple):
+    """The amounts that bound a kernel: GB, Gflop or thousands of keys, as the table above says."""
+
+    first: float
+    second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """The constants of one kind of kernel.
+
+    Attributes:
+        fixed_us: f.
+        first_rate: x, a second: GB or Gflop.
+        second_rate: y, a second: Gflop or thousands of keys; 1 where there is no second amount.
+    """
+
+    fixed_us: float
+    first_rate: float
+    second_rate: float = 1.0
+
+    def time_us(self, work: KernelWork) -> float:
+        """Return the time of a kernel in microseconds, by the equation above."""
+        first, second = 1e6 * work.first / self.first_rate, 1e6 * work.second / self.second_rate
+        return self.fixed_us + (first**ORDER + second**ORDER) ** (1 / ORDER)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """The time that the host of an engine takes for a step, besides what the ranks compute and communicate.
+
+    It schedules, builds the inputs, samples, and reports the tokens.
+
+    Attributes:
+        fixed_us: a step.
+        per_sequence_us: each sequence of it.
+        per_row_us: each token of it.
+        hidden: the device computes meanwhile, since steps are enqueued ahead of it.
+        source: the measurement; "not measured" if there is none.
+    """
+
+    fixed_us: float
+    per_sequence_us: float
+    per_row_us: float
+    hidden: bool
+    source: str
+
+    def time_us(self, sequences: int, rows: int) -> float:
+        """Return the microseconds of a step of so many sequences, with so many tokens together."""
+        return self.fixed_us + sequences * self.per_sequence_us + rows * self.per_row_us
+
+
+NO_HOST = HostCost(0.0, 0.0, 0.0, True, "not measured")
+
+
+def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
+    """Return the kind of a product's kernel.
+
+    Args:
+        rows: of the activations.
+        fp8: whether the weights are in FP8; if not, they are in the dtype of the calibration.
+        few_rows: the most rows that the engine's own kernels compute.
+    """
+    rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
+    return f"product_{rows_kind}{'_fp8' if fp8 else ''}"
+
+
+def product(rows: int, outputs: int, inputs: int, weight_bytes: int) -> KernelWork:
+    """Return the work of ``[rows, inputs] x [inputs, outputs]``, each weight of so many bytes.
+
+    One row has two operations a weight, which never bound it.
+    """
+    operations = 2 * rows * outputs * inputs if rows > 1 else 0
+    return KernelWork(outputs * inputs * weight_bytes / 1e9, operations / 1e9)
+
+
+def decode_splits(sequences: int, kv_heads: int) -> int:
+    """Return the parts in which decode attention reads a context."""
+    return max(1, min(MOST_SPLITS, _SPLIT_PROGRAMS // max(1, sequences * kv_heads)))
+
+
+def decode_attention(sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: int) -> KernelWork:
+    """Return the work of the attention of ``sequences`` with one query each, over ``context`` tokens on average."""
+    nbytes = 2 * sequences * context * kv_heads * head_dim * itemsize
+    return KernelWork(nbytes / 1e9, context / decode_splits(sequences, kv_heads) / 1e3)
+
+
+def prompt_attention(parts: list[tuple[int, int]], heads: int, head_dim: int) -> KernelWork:
+    """Return the work of the attention of parts of prompts: for each its tokens, and the tokens before them.
+
+    A token sees those before it and itself, each with 4 operations a head and dimension: scores, and sums of values.
+    """
+    seen = sum(tokens * (before + (tokens + 1) / 2) for tokens, before in parts)
+    longest = max((tokens + before for tokens, before in parts), default=0)
+    return KernelWork(4 * seen * heads * head_dim / 1e9, longest / 1e3)
+
+
+def rows_pass(nbytes: float) -> KernelWork:
+    """Return the work of a kernel that reads and writes so many bytes of activations."""
+    return KernelWork(nbytes / 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCosts:
+    """The constants of all kinds of kernels on a GPU, by the names in :data:`KINDS`."""
+
+    kinds: Mapping[str, KernelCost]
+
+    def time_us(self, kind: str, work: KernelWork) -> float:
+        """Return the time of a kernel of a kind in microseconds."""
+        return self.kinds[kind].time_us(work)
+
+
+KINDS = (
+    *(f"product_{rows}{dtype}" for dtype in ("", "_fp8") for rows in ("one_row", "few_rows", "many_rows")),
+    "decode_attention",
+    "prompt_attention",
+    "rows_pass",
+)
+
+HEAD_OF_PROMPTS = "head_of_prompts"
+"""The kind of the logits after many rows: threads of the library that multiplied them still wait for more."""
+CPU_KINDS = (
+    "product",
+    "large_product",
+    "head",
+    HEAD_OF_PROMPTS,
+    "norm",
+    "embedding",
+    "activation",
+    "decode_attention",
+    "prompt_attention",
+)
+"""The kinds of kernels on a CPU, each with constants by number of rows, such as ``product@16``."""

@@ -1,0 +1,214 @@
+r"""All-reduces of NCCL over several nodes, by the model that NCCL chooses by: what own algorithms are compared with.
+
+NCCL predicts each algorithm and protocol by a latency and a bandwidth (``src/graph/tuning.cc`` of NCCL 2.30.7, from
+which all constants here are; those that matter are the same since 2.23), and takes the fastest. For H nodes of L ranks,
+N = HL, and a message of M bytes, with :math:`a` its latency of a step within a node, :math:`a_n` that of one between
+nodes and f its fixed part, each of the algorithm and protocol,
+
+.. math::
+    T_{ring} &= f + (2N - 2H)\, \max(a, o) + (2H - 2)\, a_n + \frac{2 (N - 1)}{N} \frac{M}{B} \\
+    T_{tree} &= f + 2 (L - 1)\, a + 2 \lfloor \log_2 H \rfloor\, a_n + \frac{2 M}{B c(M)}
+
+o is the time of the proxy thread for a step. B is what the adapters of a node move together, less what the protocol
+costs and no more than its channels can; :math:`c(M)` is a correction of trees that NCCL has found by measuring. Short
+messages go by LL, whose flags take half of the bandwidth and which a host's CPU limits; middle ones by LL128; long ones
+by Simple, whose steps take longest.
+
+The model is NCCL's, so it is not fitted to anything here; ``tests/cost/test_nccl.py`` holds it against times that NCCL
+printed, and against published measurements, which take up to twice its times for short messages on two nodes, and are
+near elsewhere. Of NVLink multicast, which this package leaves off, and of reductions in switches it has nothing.
+
+Within one node the times are those of measured rings: :math:`T = f + 2 (N - 1)\, a + 2 \frac{N-1}{N} M / b`.
+
+The consequence: over nodes rings take time by the number of ranks and trees by the logarithm of the nodes, and between
+some 64 KiB and some MiB a change of the protocol costs as much as several steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from shotcast.cost.collective import INFINIBAND, LinkCost, NetworkCost
+from shotcast.errors import ConfigError
+from shotcast.wire import NodeShape
+
+ALGORITHMS, PROTOCOLS = ("tree", "ring"), ("LL", "LL128", "Simple")
+_BASE_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
+"""``baseLatencies``, by protocol."""
+_NVLINK_US = {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)}
+_NETWORK_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)}
+"""``hwLatencies`` of NVLINK and NET, by protocol."""
+_PROXY_US = {"intel": 1.0, "amd": 2.0}
+"""``getNetOverhead``; three times as much for Simple."""
+_LL_GBPS = {"intel": (39.0, 20.4), "amd": (22.5, 19.0)}
+"""``llMaxBws`` of two nodes and of more."""
+_TREE_CORRECTION = (
+    (1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0),
+    (1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0),
+    (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+)
+"""``treeCorrectionFactor`` by protocol, for 64 bytes and each further doubling."""
+_RING_PLATEAU = 1.4
+"""By what the latency of long rings over nodes is multiplied from Ampere on."""
+
+
+class _Generation(NamedTuple):
+    """The most that channels of a generation of GPUs move, in GB/s, on two nodes and on more.
+
+    ``speeds`` are those that NCCL looks for in the channels of a network (``src/graph/search.cc``), ascending.
+    """
+
+    ring_ll128: tuple[float, float]
+    tree_ll128: tuple[float, float]
+    tree: tuple[float, float]
+    speeds: tuple[float, ...]
+
+
+_AMPERE = _Generation(
+    (20.0, 20.0), (20.0, 20.0), (23.6, 17.8), (0.1, 0.2, 1.2, 2.4, 3, 4, 5, 6, 7, 9, 10, 12, 15, 18, 20, 24, 28, 30, 48)
+)
+_HOPPER = _Generation(
+    (36.7, 36.7), (36.7, 29.0), (41.4, 36.0), (0.12, 0.24, 1.2, 2.4, 3, 6, 12, 15, 17.5, 20, 22, 24, 30, 40, 42, 45, 48)
+)
+_BLACKWELL = _Generation(
+    (40.0, 40.0),
+    (31.67, 20.0),
+    (42.8, 24.0),
+    (0.12, 0.24, 1.2, 2.4, 3, 6, 12, 15, 17.5, 20, 22, 24, 30, 40, 42, 45.1, 48, 80, 86, 96),
+)
+_SPLIT_GBPS = 25.0
+"""Channels from this speed on are split into two of half of it."""
+
+
+class Host(NamedTuple):
+    """A node as NCCL's model sees it besides its network: the generation of its GPUs and who made its CPU.
+
+    ``plain_trees`` says that trees have one child in a node, which takes 15% of their bandwidth; NCCL builds them where
+    the adapters of a node are not balanced between its GPUs.
+    """
+
+    compute_capability: tuple[int, int] = (9, 0)
+    cpu_vendor: str = "intel"
+    plain_trees: bool = False
+
+
+HOPPER = Host()
+
+
+class Choice(NamedTuple):
+    """An algorithm and protocol, with the time that NCCL predicts for it in microseconds."""
+
+    time_us: float
+    algorithm: str
+    protocol: str
+
+
+def ring_us(nbytes: int, ranks: int, link: LinkCost) -> float:
+    """Return the microseconds of NCCL's ring on one node."""
+    moved_us = 2 * (ranks - 1) / ranks * nbytes / (link.bw_gbps * 1e3)
+    return link.fixed_us + 2 * (ranks - 1) * link.step_us + moved_us
+
+
+def all_reduce_us(nbytes: int, shape: NodeShape, link: LinkCost, network: NetworkCost, host: Host = HOPPER) -> float:
+    """Return the microseconds of an all-reduce.
+
+    Args:
+        nbytes: of the message.
+        shape: its nodes and ranks.
+        link: constants of NCCL's rings on one node.
+        network: without flags.
+        host: what else the model takes.
+    """
+    if shape.nodes == 1:
+        return ring_us(nbytes, shape.world_size, link)
+    return between_nodes(nbytes, shape, network, host).time_us
+
+
+def between_nodes(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> Choice:
+    """Return what NCCL takes over several nodes: the fastest of all that it may take."""
+    return min(choices(nbytes, shape, network, host))
+
+
+def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> tuple[Choice, ...]:
+    """Return every algorithm and protocol over several nodes, with its time.
+
+    The constants are those of InfiniBand. What a step of the network takes longer than that of InfiniBand here is added
+    to theirs, as NCCL does with the latency that a network names (``latencyInter``).
+    """
+    return tuple(
+        Choice(_time_us(algorithm, protocol, nbytes, shape, network, host), algorithm, PROTOCOLS[protocol])
+        for algorithm, protocol in itertools.product(ALGORITHMS, range(len(PROTOCOLS)))
+    )
+
+
+def _time_us(algorithm: str, protocol: int, nbytes: int, shape: NodeShape, network: NetworkCost, host: Host) -> float:
+    nodes, local, ranks = shape.nodes, shape.ranks_per_node, shape.world_size
+    simple = PROTOCOLS[protocol] == "Simple"
+    further_us = max(0.0, network.step_us - INFINIBAND.step_us) * (2 if simple else 1)
+    # with one rank a node nothing hides the latency of the network: rings take that of trees
+    network_us = _NETWORK_US["tree" if local == 1 else algorithm][protocol] + further_us
+    inside_us, fixed_us = _NVLINK_US[algorithm][protocol], _BASE_US[algorithm][protocol]
+    gbps, channels = _bus_gbps(algorithm, protocol, shape, network, host)
+    if algorithm == "tree":
+        latency_us = fixed_us + 2 * ((local - 1) * inside_us + (nodes.bit_length() - 1) * network_us)
+        size = (nbytes >> 6).bit_length() - 1
+        correction = _TREE_CORRECTION[protocol][size] if 0 <= size < len(_TREE_CORRECTION[protocol]) else 1.0
+        return latency_us + nbytes / (gbps / 2 * correction * 1e3)
+    hops, between = 2 * (ranks - 1), 2 * (nodes - 1)
+    proxy_us = _PROXY_US[host.cpu_vendor] * (3 if simple else 1)
+    latency_us = fixed_us + (hops - between) * max(inside_us, proxy_us) + between * network_us
+    if simple and nbytes // (channels * ranks) >= 64:
+        latency_us *= _RING_PLATEAU
+    return latency_us + nbytes / (gbps * ranks / hops * 1e3)
+
+
+def _bus_gbps(algorithm: str, protocol: int, shape: NodeShape, network: NetworkCost, host: Host) -> tuple[float, int]:
+    """Return what all channels of a node move, in GB/s, and how many there are."""
+    major, more = host.compute_capability[0], min(shape.nodes, 3) - 2
+    generation = _BLACKWELL if major >= 10 else _HOPPER if major >= 9 else _AMPERE
+    speeds = generation.speeds
+    speed = speeds[max(0, bisect_right(speeds, network.bw_gbps) - 1)] if math.isfinite(network.bw_gbps) else speeds[-1]
+    channels = shape.ranks_per_node * (2 if speed >= _SPLIT_GBPS else 1)
+    gbps, ll_gbps = shape.ranks_per_node * speed, _LL_GBPS[host.cpu_vendor][more]
+    if algorithm == "ring":
+        if PROTOCOLS[protocol] == "LL":
+            gbps = min(ll_gbps, gbps / 2)
+        elif PROTOCOLS[protocol] == "LL128":
+            gbps = min(0.92 * gbps, channels * generation.ring_ll128[more])
+        return gbps, channels
+    gbps = min(0.92 * gbps, channels * generation.tree[more])
+    if PROTOCOLS[protocol] == "LL":
+        gbps = min(gbps / 3.8, ll_gbps)
+    elif PROTOCOLS[protocol] == "LL128":
+        gbps = min(gbps * 120 / 128, channels * generation.tree_ll128[more])
+    return gbps * (0.85 if host.plain_trees else 1.0), channels
+
+
+def fit_rings(points: Iterable[tuple[int, int, float]]) -> LinkCost:
+    """Return f, a and b of rings on one node, by least squares of the relative errors.
+
+    Args:
+        points: for each measured ring its ranks, its bytes and its microseconds.
+
+    Raises:
+        ConfigError: the measurements do not determine them.
+    """
+    measured = list(points)
+    rows = [
+        [1 / time_us, 2 * (ranks - 1) / time_us, 2 * (ranks - 1) / ranks * nbytes / time_us / 1e3]
+        for ranks, nbytes, time_us in measured
+    ]
+    matrix = np.array(rows).reshape(-1, 3)
+    solution, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=None)
+    fixed_us, step_us, per_bw = (float(value) for value in solution)
+    if rank < 3 or min(fixed_us, step_us, per_bw) <= 0:
+        raise ConfigError(
+            f"{len(rows)} rings do not determine NCCL's constants; use several sizes and numbers of ranks"
+        )
+    return LinkCost(fixed_us, step_us, 1 / per_bw)
