@@ -39,6 +39,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (from_environment, "SHOTCAST_ALGORITHM", "auto", "two_shot_fp8", "two_shot_fp8"),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "1", True),
         (env.allow_fp8, "SHOTCAST_ALLOW_FP8", False, "false", False),
+        (env.batch_invariant, "SHOTCAST_BATCH_INVARIANT", False, "1", True),
+        (env.vllm, "SHOTCAST_VLLM", False, "1", True),
+        (env.sglang, "SHOTCAST_SGLANG", False, "1", True),
         (env.nvtx, "SHOTCAST_NVTX", False, "1", True),
         (env.share_gpus, "SHOTCAST_SHARE_GPUS", False, "1", True),
         (env.check_vendor, "SHOTCAST_CHECK_VENDOR", True, "0", False),
@@ -113,6 +116,7 @@ class TestJob:
                 monkeypatch.setenv(name, text)
         with pytest.raises(ConfigError, match=f"incomplete: {absent} not set"):
             env.job()
+        assert env.whole_job() is None
 
     @pytest.mark.parametrize("bad", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"WORLD_SIZE": "0"}])
     def test_nonsense(self, monkeypatch: pytest.MonkeyPatch, bad: dict[str, str]) -> None:

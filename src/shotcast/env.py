@@ -71,6 +71,24 @@ def allow_fp8() -> bool:
     return _read("SHOTCAST_ALLOW_FP8", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
+def batch_invariant() -> bool:
+    """SHOTCAST_BATCH_INVARIANT: 1 keeps reductions to algorithms whose bits do not depend on the size of the message.
+
+    It holds for communicators that are constructed without ``batch_invariant``.
+    """
+    return _read("SHOTCAST_BATCH_INVARIANT", lambda text: _FLAG[text.lower()], False, "0 or 1")
+
+
+def vllm() -> bool:
+    """SHOTCAST_VLLM: 1 turns the plug-in of vLLM on."""
+    return _read("SHOTCAST_VLLM", lambda text: _FLAG[text.lower()], False, "0 or 1")
+
+
+def sglang() -> bool:
+    """SHOTCAST_SGLANG: 1 turns the plug-in of SGLang on."""
+    return _read("SHOTCAST_SGLANG", lambda text: _FLAG[text.lower()], False, "0 or 1")
+
+
 def nvtx() -> bool:
     """SHOTCAST_NVTX: 1 puts an NVTX range around each CUDA call, for profilers; this costs a microsecond or two."""
     return _read("SHOTCAST_NVTX", lambda text: _FLAG[text.lower()], False, "0 or 1")
@@ -173,6 +191,9 @@ class JobEnv:
     local_rank: int
 
 
+_JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def job() -> JobEnv | None:
     """Return the job from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
@@ -180,8 +201,7 @@ def job() -> JobEnv | None:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    absent = [name for name in needed if not os.environ.get(name)]
+    absent = [name for name in _JOB if not os.environ.get(name)]
     if absent:
         raise ConfigError(
             f"the environment is incomplete: {', '.join(absent)} not set. "
@@ -194,3 +214,11 @@ def job() -> JobEnv | None:
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK={rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}")
     return JobEnv(rank, world_size, local_rank)
+
+
+def whole_job() -> JobEnv | None:
+    """Return the job of the environment, or None where it describes none or only a part.
+
+    A program that initialises torch.distributed by a file or a store may use some of these variables for itself.
+    """
+    return job() if all(os.environ.get(name) for name in _JOB) else None

@@ -31,9 +31,11 @@ class CollectiveTimeout(ShotcastError):
         epoch: the number of the call on this communicator, counted from 1.
         timeout_s: the deadline of the call, in seconds.
         reason: ``"late"``: the missing ranks did not come within ``timeout_s``, though no process is known to have
-            ended; ``"dead"``: their processes have ended, which is said at once; ``"interrupted"``: a signal, such as
-            that of Ctrl-C, ended the call on them; ``"unreachable"``: the connection to them was lost, which is said at
-            once, or their node did not answer within ``timeout_s``.
+            ended; ``"pending"``: a wait for the call ended before the call, which goes on, and ``missing`` has the
+            ranks whose processes have ended; ``"dead"``: their processes have ended, which is said at once;
+            ``"interrupted"``: a signal, such as that of Ctrl-C, or an abort ended the call on them;
+            ``"unreachable"``: the connection to them was lost, which is said at once, or their node did not answer
+            within ``timeout_s``.
         where: the missing ranks with their nodes, such as ``2, 3 (node b)``; empty where all ranks are on one node.
     """
 
@@ -55,10 +57,17 @@ class CollectiveTimeout(ShotcastError):
         self.reason = reason
         self.where = where
         ranks = where or ", ".join(map(str, self.missing))
+        after = (
+            "The communicator is stopped: reset() it when every rank is alive, otherwise close() it and build a new one"
+        )
         if reason == "dead":
             happened = f"cannot complete, as processes have ended; dead ranks: {ranks}"
+        elif reason == "pending":
+            happened = f"was not over after {timeout_s:g} s (Work.wait)"
+            happened += f"; dead ranks: {ranks}" if ranks else ""
+            after = "The call goes on: wait for it again"
         elif reason == "interrupted":
-            happened = f"cannot complete, as a signal interrupted it; interrupted ranks: {ranks}"
+            happened = f"cannot complete, as a signal or an abort interrupted it; interrupted ranks: {ranks}"
         elif reason == "unreachable":
             happened = (
                 f"cannot complete, as connections were lost or nodes do not answer (within {timeout_s:g} s); "
@@ -66,11 +75,8 @@ class CollectiveTimeout(ShotcastError):
             )
         else:
             ranks = ranks or "none (all started the call, but data did not arrive)"
-            happened = f"did not complete within {timeout_s:g} s (timeout_s); missing ranks: {ranks}"
-        super().__init__(
-            f"rank {rank}: {op} (call {epoch}) {happened}. The communicator is stopped: reset() it when every rank is "
-            f"alive, otherwise close() it and build a new one"
-        )
+            happened = f"did not complete within its timeout of {timeout_s:g} s (timeout_s); missing ranks: {ranks}"
+        super().__init__(f"rank {rank}: {op} (call {epoch}) {happened}. {after}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason, self.where)
@@ -83,7 +89,8 @@ class CollectiveMismatch(ShotcastError):
         rank: the rank that reports.
         calls: a description of each rank's call, by rank, as far as it is known.
         differing: the ranks outside the largest group of equal calls, ascending.
-        fields: the fields that differ, a subset of ``("op", "dtype", "algorithm", "root", "nbytes")``.
+        fields: the fields that differ, a subset of ``("op", "dtype", "algorithm", "root", "reduction", "nbytes")``, or
+            ``("sizes",)`` where the parts of an uneven all_to_all have other sizes than their receiver expects.
         epoch: the number of the call on this communicator, counted from 1.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import shotcast
 from shotcast import CollectiveTimeout, ConfigError, RankFailed
 from shotcast.launcher import rank_process
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.timing]
+pytestmark = pytest.mark.timeout(150)
 
 
 def has_ended(pid: int) -> bool:
@@ -56,6 +57,7 @@ class TestResults:
     def test_ranks_draw_different_numbers(self) -> None:
         assert len(set(shotcast.spawn(targets.numpy_draw, 3))) == 3
 
+    @pytest.mark.timing
     def test_starting_is_fast_once_the_server_runs(self) -> None:
         shotcast.spawn(targets.threads, 2)
         start = time.monotonic()
@@ -69,6 +71,7 @@ def test_a_rank_begins_with_all_loaded_that_collectives_need() -> None:
     assert {"numba.np.npyfuncs", "shotcast.transport.cpu.executor", "shotcast.collectives.communicator"} <= set(before)
     assert [name for name in added if name.startswith(("numba", "shotcast"))] == []
     assert "triton" not in before, "it reads TRITON_INTERPRET when it is imported"
+    assert shotcast.spawn(gc.get_freeze_count, 1)[0] > 100_000, "its first collection would copy what the server has"
 
 
 def test_the_server_goes_without_what_it_cannot_load(
@@ -148,7 +151,7 @@ class TestEnvironment:
                     print(shotcast.spawn(seen, 2, env={"SHOTCAST_TEST_C": "early"}))
             """)
         )
-        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
         assert result.stdout.strip() == "['early', 'early']", result.stderr
 
 
@@ -187,7 +190,7 @@ class TestFailures:
         start = time.monotonic()
         with pytest.raises(RankFailed, match=text):
             shotcast.spawn(targets.one_exits, 2, 1, how)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 45
 
     def test_crash_on_the_way_out_is_a_failure(self) -> None:
         with pytest.raises(RankFailed, match="SIGSEGV after it had returned"):
@@ -199,7 +202,7 @@ class TestFailures:
         try:
             with pytest.raises(RankFailed, match="SIGKILL"):
                 shotcast.spawn(targets.leaves_a_child, 2, str(marker))
-            assert time.monotonic() - start < 15
+            assert time.monotonic() - start < 45
         finally:
             marker.unlink()
 
@@ -224,6 +227,7 @@ class TestFailures:
         assert "victim_reports_first" in str(results[0].__cause__)
 
 
+@pytest.mark.timing
 class TestTimeout:
     def test_names_who_had_not_finished_and_where(self) -> None:
         start = time.monotonic()
@@ -267,26 +271,26 @@ class TestParent:
         )
         with (tmp_path / "stderr").open("w") as stderr:
             parent = subprocess.Popen([sys.executable, script], stderr=stderr, start_new_session=True)
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100
         while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         yield parent, int(pid_file.read_text())
         parent.kill()
         parent.wait()
 
-    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
     def test_ranks_die_with_a_killed_parent(self, running, signum: signal.Signals) -> None:
         parent, rank = running
         assert not has_ended(rank)
         parent.send_signal(signum)
-        parent.wait(10)
-        assert wait_until_gone(rank, 5)
+        parent.wait(30)
+        assert wait_until_gone(rank, 20)
 
     def test_interrupt_ends_the_ranks(self, running, tmp_path: Path) -> None:
         parent, rank = running
         os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: ranks get it too
-        assert parent.wait(20) != 0
-        assert wait_until_gone(rank, 5)
+        assert parent.wait(30) != 0
+        assert wait_until_gone(rank, 20)
         stderr = (tmp_path / "stderr").read_text()
         assert stderr.count("KeyboardInterrupt") == 1, stderr
 
@@ -314,7 +318,7 @@ class TestParent:
             shotcast.spawn(targets.one_hangs, 2, 1, True, str(tmp_path / "pid"))
         assert kept.traceback
         assert len(begun) == 2
-        assert all(wait_until_gone(pid, 10) for pid in begun)
+        assert all(wait_until_gone(pid, 30) for pid in begun)
         assert set(multiprocessing.active_children()) == before
 
     def test_interrupt_while_the_server_loads(self, tmp_path: Path) -> None:
@@ -342,7 +346,7 @@ class TestParent:
                         print(len(shotcast.spawn(spawn_targets.threads, 2)))
             """)
         )
-        result = subprocess.run([sys.executable, script], capture_output=True, timeout=50, start_new_session=True)
+        result = subprocess.run([sys.executable, script], capture_output=True, timeout=120, start_new_session=True)
         assert (result.returncode, result.stdout, result.stderr) == (0, b"2\n", b"")
 
     def test_a_fork_of_the_caller_has_ranks_of_its_own_and_leaves_others_alone(self, tmp_path: Path) -> None:
@@ -368,7 +372,7 @@ class TestParent:
                     job.end()
             """)
         )
-        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
         assert (result.returncode, result.stdout) == (0, "2\nNone done\n"), result.stderr
 
     def test_interrupt_is_the_parents_to_handle(self) -> None:
@@ -405,7 +409,7 @@ class TestMisuse:
         with pytest.raises(ConfigError, match=text):
             shotcast.spawn(targets.threads, 1, env=env)
 
-    @pytest.mark.parametrize("args", [["-m", "package"], ["package"]])
+    @pytest.mark.parametrize("args", [["-m", "package"], pytest.param(["package"], marks=pytest.mark.full)])
     def test_function_of_a_main_that_ranks_do_not_import(self, tmp_path: Path, args: list[str]) -> None:
         (tmp_path / "package").mkdir()
         code = "import shotcast\ndef f(): return 1\nif __name__ == '__main__': shotcast.spawn(f, 2)\n"
@@ -416,12 +420,12 @@ class TestMisuse:
     def test_unguarded_script_is_told_so(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text("import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n")
-        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
         assert result.returncode == 1
         assert 'if __name__ == "__main__":' in result.stderr
         assert "start ranks without end" in result.stderr
 
     def test_function_typed_into_an_interpreter(self) -> None:
         code = "import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n"
-        result = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=120)
         assert "ranks must import their function from a file" in result.stderr

@@ -51,6 +51,7 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         emptied=0,
         groups={},
         shared=[],
+        repeated=[],
         failure="",
     )
 
@@ -61,6 +62,7 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return torch.full((nbytes,), 7, dtype=dtype)
 
     def rendezvous(tensor: torch.Tensor, group: str) -> SimpleNamespace:
+        offered.repeated.append(os.environ.get(OVERLAPPING))
         ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
         ranks.get_group_store().set("from", group)
         offered.groups[group] = ranks.rank(), ranks.size()
@@ -79,8 +81,8 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return offered
 
 
-def build(shared: bool = False, group: Any = None) -> CudaBuffer:
-    return CudaBuffer(group or Ranks(), 64, torch.device("cuda", 0), shared)
+def build(repeated: bool = False, group: Any = None) -> CudaBuffer:
+    return CudaBuffer(group or Ranks(), 64, torch.device("cuda", 0), repeated)
 
 
 def test_memory_is_shared_among_the_ranks_without_a_process_group(pytorch: SimpleNamespace) -> None:
@@ -150,15 +152,23 @@ def test_switched_off_before_the_allocation_and_after(
     assert pytorch.disabled == "1"
 
 
-def test_pytorch_is_told_of_ranks_that_share_a_gpu_and_only_then(
+def test_pytorch_is_told_of_ranks_whose_gpus_have_one_number_and_only_then(
     pytorch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocator would not set up multicast in that mode either."""
-    monkeypatch.setenv(OVERLAPPING, "")
-    build()
-    assert os.environ[OVERLAPPING] == ""
-    build(shared=True)
-    assert os.environ[OVERLAPPING] == "1"
+    """Ranks that PyTorch has been told of have no multicast, and those of later memory have to agree on that."""
+    for before in (None, "", "1"):
+        if before is None:
+            monkeypatch.delenv(OVERLAPPING, raising=False)
+        else:
+            monkeypatch.setenv(OVERLAPPING, before)
+        build()
+        build(repeated=True)
+        assert pytorch.repeated[-2:] == [before, "1"]
+        assert os.environ.get(OVERLAPPING) == before
+    pytorch.failure = "no handles"
+    with pytest.raises(ConfigError):
+        build(repeated=True)
+    assert os.environ.get(OVERLAPPING) == before
 
 
 def test_nothing_sets_multicast_up_but_the_allocator() -> None:

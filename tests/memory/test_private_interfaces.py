@@ -23,9 +23,9 @@ def test_the_store_of_the_job() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        from shotcast.memory.host_group import StoreGroup
+        from shotcast.memory.host_group import Meeting, StoreGroup
 
-        group = StoreGroup(dist.group.WORLD, 5.0, [0])
+        group = StoreGroup(Meeting.of_group(dist.group.WORLD), 5.0)
         assert group.all_gather({"a": 1}) == [{"a": 1}]
         assert group.all_gather({"a": 2}) == [{"a": 2}]
         left = [key for key in store.list_keys() if "shotcast/" in key]

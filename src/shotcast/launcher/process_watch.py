@@ -40,14 +40,31 @@ class ProcessId:
             space = f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
         return cls(space, os.getpid(), _start_time(os.getpid()))
 
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended; those of other machines are not known."""
+        if not self.space or self.space != ProcessId.own().space:
+            return False
+        return _start_time(self.pid) != self.started or _state(self.pid) in ("Z", "X")
+
 
 def _start_time(pid: int) -> int:
     """Return when a process started; 0 if it is gone, or the system does not say."""
+    fields = _fields(pid)
+    return int(fields[_START_TIME]) if len(fields) > _START_TIME else 0
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process, such as ``R`` or ``Z``; empty if it is gone, or the system does not say."""
+    return "".join(_fields(pid)[:1])
+
+
+def _fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the command; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[_START_TIME])
-    except (OSError, ValueError, IndexError):
-        return 0
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 class ProcessWatch:

@@ -94,8 +94,8 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     __name__,
-    "shotcast.transport.cpu.preload",
     "shotcast.collectives.communicator",
+    "shotcast.transport.cpu.preload",
 ]
 
 

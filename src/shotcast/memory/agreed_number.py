@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -27,21 +27,31 @@ from shotcast.errors import CollectiveTimeout
 
 _HOLDS = "holds "
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
+_LOOK_S = 0.25
+"""Time between two looks for the ends of processes."""
 
 
-def agreed_number(store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "construction") -> int:
+def agreed_number(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    what: str = "construction",
+    ended: Callable[[], Sequence[int]] = tuple,
+) -> int:
     """Return a number from 0 up, the same on all ranks. Collective.
 
     Args:
         store: what these ranks, and nobody else, use for this.
         what: for the error.
+        ended: returns the ranks whose processes are known to have ended, for which nobody waits.
 
     Raises:
         CollectiveTimeout: naming the ranks that did not come, or whose processes ended meanwhile.
     """
     token = secrets.token_hex(8)
     store.set(f"here/{rank}", token)
-    deadline = time.monotonic() + timeout_s
+    deadline = _Deadline(time.monotonic() + timeout_s, ended)
     if rank == 0:
         number = store.add("numbers", 1) - 1
         missing = _lead(store, number, world_size, deadline)
@@ -51,8 +61,33 @@ def agreed_number(store: dist.Store, rank: int, world_size: int, timeout_s: floa
         if missing:
             store.delete_key(f"invited/{token}")
     if missing:
-        raise CollectiveTimeout(rank, missing, what, 0, timeout_s)
+        reason = "dead" if deadline.dead else "late"
+        raise CollectiveTimeout(rank, deadline.dead or missing, what, 0, timeout_s, reason)
     return number
+
+
+class _Deadline:
+    """The time until which ranks wait for each other, unless the process of one has ended.
+
+    Args:
+        until: by ``time.monotonic``.
+        ended: as of :func:`agreed_number`.
+
+    Attributes:
+        dead: the ranks whose end has ended the wait.
+    """
+
+    def __init__(self, until: float, ended: Callable[[], Sequence[int]]):
+        self._until, self._ended, self._looked = until, ended, time.monotonic()
+        self.dead: list[int] = []
+
+    def passed(self) -> bool:
+        """Return whether to wait no longer."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self.dead = list(self._ended())
+        return bool(self.dead) or now > self._until
 
 
 def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
@@ -69,7 +104,7 @@ def _token(store: dist.Store, rank: int) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> list[int]:
+def _lead(store: dist.Store, number: int, world_size: int, deadline: _Deadline) -> list[int]:
     """Invite the other ranks until all have accepted ``number``; return the ranks that are missing, if any are."""
     others = range(1, world_size)
     here, accepted = [f"here/{rank}" for rank in others], [f"accepted/{number}/{rank}" for rank in others]
@@ -107,7 +142,7 @@ def _lead(store: dist.Store, number: int, world_size: int, deadline: float) -> l
     return []
 
 
-def _follow(store: dist.Store, rank: int, token: str, deadline: float) -> tuple[int, bool]:
+def _follow(store: dist.Store, rank: int, token: str, deadline: _Deadline) -> tuple[int, bool]:
     """Accept invitations until one holds; return the last number, -1 for none, and whether it holds."""
     key, number = f"invited/{token}", -1
 
@@ -129,11 +164,11 @@ def _follow(store: dist.Store, rank: int, token: str, deadline: float) -> tuple[
     return number, True
 
 
-def _poll(reached: Callable[[], bool], deadline: float) -> bool:
+def _poll(reached: Callable[[], bool], deadline: _Deadline) -> bool:
     """Return True once ``reached`` does, and False when the deadline has passed before."""
     pause = _FIRST_PAUSE_S
     while not reached():
-        if time.monotonic() > deadline:
+        if deadline.passed():
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)

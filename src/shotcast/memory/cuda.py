@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.symmetric import HostGroup, raise_failures
 from shotcast.units import about_size
+
+_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class StoreRanks(HostGroup, Protocol):
@@ -37,18 +40,17 @@ class CudaBuffer:
         group: the ranks; all their GPUs have peer access to each other.
         nbytes: bytes on each rank.
         device: this rank's GPU.
-        shared: several ranks share a GPU.
+        repeated: several ranks share a GPU, or know different GPUs by one number, as where each sees its own alone.
+            PyTorch then needs to be told, and there is no multicast.
 
     Raises:
         ConfigError: on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or
             for which PyTorch cannot map the memory.
     """
 
-    def __init__(self, group: StoreRanks, nbytes: int, device: torch.device, shared: bool):
+    def __init__(self, group: StoreRanks, nbytes: int, device: torch.device, repeated: bool):
         if not env.multicast():
             os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        if shared:
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.nbytes = nbytes
         failure, tensor = "", None
         with torch.cuda.device(device):
@@ -64,7 +66,8 @@ class CudaBuffer:
             assert tensor is not None
             name = min(group.all_gather(f"shotcast/{secrets.token_hex(8)}"))
             try:
-                self._handle = _shared(tensor, group, name)
+                with _numbers_may_repeat() if repeated else contextlib.nullcontext():
+                    self._handle = _shared(tensor, group, name)
                 tensor.zero_()
             except RuntimeError as error:
                 failure = f"PyTorch could not share {about_size(nbytes)} of {device} with the other GPUs: {error}"
@@ -87,6 +90,23 @@ class CudaBuffer:
             return
         self._tensor = None
         del self._handle
+
+
+@contextlib.contextmanager
+def _numbers_may_repeat() -> Iterator[None]:
+    """Let PyTorch share memory between ranks whose devices have equal numbers, within this context alone.
+
+    It goes without multicast then, which ranks must agree on: later memory may be of ranks that never were in here.
+    """
+    before = os.environ.get(_OVERLAPPING)
+    os.environ[_OVERLAPPING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_OVERLAPPING]
+        else:
+            os.environ[_OVERLAPPING] = before
 
 
 def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:

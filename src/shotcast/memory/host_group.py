@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -24,15 +24,37 @@ def _job_store() -> dist.Store:
     return _get_default_store()
 
 
+class Meeting(NamedTuple):
+    """Ranks that meet in a key-value store, before anything else joins them.
+
+    Attributes:
+        store: of which they may write every key that begins with ``shotcast/``.
+        rank, world_size: among them.
+        name: a name that no other ranks of the store have.
+        ended: returns the ranks whose processes are known to have ended, before the ranks watch each other.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    name: str
+    ended: Callable[[], Sequence[int]] = tuple
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Meeting:
+        """Return the ranks of a process group, of which this one is a member, and the job's store."""
+        return cls(_job_store(), dist.get_rank(group), dist.get_world_size(group), group.group_name)
+
+
 class StoreGroup:
-    """A :class:`~shotcast.memory.symmetric.HostGroup` on the store of a torch.distributed process group.
+    """A :class:`~shotcast.memory.symmetric.HostGroup` on a key-value store.
 
     ``steps`` is the number of exchanges that this rank has completed.
 
     Args:
-        group: a process group that has all the ranks, and perhaps others.
+        meeting: all the ranks, and perhaps others.
         timeout_s: the default for how long a rank is awaited.
-        order: for each rank of the communicator, its rank in the process group.
+        order: for each rank of the communicator, its rank in the meeting; None for all ranks as they are.
         name: a name that no other object of the job has, on which the ranks agree; None to agree on one now, which is
             collective.
 
@@ -44,17 +66,18 @@ class StoreGroup:
         layout: the nodes of the ranks; one node until they are known.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int], name: str | None = None):
-        self._group = group
-        self.order = tuple(order)
-        self.rank = self.order.index(dist.get_rank(group))
+    def __init__(self, meeting: Meeting, timeout_s: float, order: Sequence[int] | None = None, name: str | None = None):
+        self._meeting = meeting
+        self.order = tuple(range(meeting.world_size) if order is None else order)
+        self.rank = self.order.index(meeting.rank)
         self.world_size = len(self.order)
         self._timeout_s = timeout_s
         if name is None:
-            job = dist.PrefixStore(f"shotcast/{group.group_name}", _job_store())
-            name = f"{group.group_name}/{agreed_number(job, self.rank, self.world_size, timeout_s)}"
+            ours = dist.PrefixStore(f"shotcast/{meeting.name}", meeting.store)
+            number = agreed_number(ours, self.rank, self.world_size, timeout_s, ended=meeting.ended)
+            name = f"{meeting.name}/{number}"
         self.name = name
-        self._store = dist.PrefixStore(f"shotcast/{name}", _job_store())
+        self._store = dist.PrefixStore(f"shotcast/{name}", meeting.store)
         self.steps = 0
         self.gone: Collection[int] = ()
         self.layout = NodeLayout.one_node(self.world_size)
@@ -65,8 +88,8 @@ class StoreGroup:
 
     @property
     def meeting_point(self) -> str:
-        """The host whose process has the job's store; empty if the ranks do not meet over a network."""
-        store = _job_store()
+        """The host whose process has the store; empty if the ranks do not meet over a network."""
+        store = self._meeting.store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         return store.host if isinstance(store, dist.TCPStore) else ""
@@ -77,10 +100,10 @@ class StoreGroup:
         ``name`` is one that no other part of this group has.
         """
         order = [self.order[rank] for rank in ranks]
-        return StoreGroup(self._group, self._timeout_s, order, f"{self.name}/{name}")
+        return StoreGroup(self._meeting, self._timeout_s, order, f"{self.name}/{name}")
 
     def store(self, name: str) -> dist.Store:
-        """Return a part of the job's store that is reserved for ``name``."""
+        """Return a part of the store that is reserved for ``name``."""
         return dist.PrefixStore(name, self._store)
 
     def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
