@@ -6,8 +6,8 @@ Code written for those functions runs with these: pass a communicator where they
   PyTorch's own) returns them unchanged.
 - Results are differentiable, except those of :func:`broadcast`, under every name: the ``_autograd`` names are the same
   functions. PyTorch's plain names are differentiable from 2.12 on.
-- ``avg`` is the sum, rounded to the dtype, divided by the number of ranks and rounded again. It takes floating point.
-- ``src`` is a rank of the communicator. Uneven splits are refused.
+- ``avg`` takes floating point. Reductions have the bits of ``docs/reference/numerics.md``.
+- ``src`` is a rank of the communicator.
 
 The functions can be traced under ``torch.compile(fullgraph=True)``, alone and mixed with PyTorch's.
 """
@@ -20,7 +20,8 @@ import torch
 from torch.compiler import is_compiling
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.errors import ConfigError
+from shotcast.wire import REDUCTIONS
 
 __all__ = [
     "all_gather_single",
@@ -38,7 +39,8 @@ __all__ = [
     "wait_tensor",
 ]
 
-_REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "prod"}
+_REDUCTIONS = {name: name for name in REDUCTIONS if name != "prod"} | {"product": "prod"}
+"""Our names by those of these functions."""
 
 
 def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str = "") -> torch.Tensor:  # noqa: N803
@@ -46,13 +48,11 @@ def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str 
 
     Args:
         self: any shape.
-        reduceOp: ``sum``, ``avg``, ``max``, ``min`` or ``product``, in upper or lower case.
+        reduceOp: ``sum``, ``avg``, ``max``, ``min``, ``product``, ``band``, ``bor`` or ``bxor``, upper or lower case.
         group: the communicator.
         tag: not used.
     """
-    reduction = _reduction(reduceOp, self)
-    total = _communicator(group).all_reduce(_plain(self), reduction=_REDUCTIONS[reduction])
-    return total / group.world_size if reduction == "avg" else total
+    return _communicator(group).all_reduce(_plain(self), reduction=_reduction(reduceOp))
 
 
 def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Communicator, tag: str = "") -> torch.Tensor:
@@ -75,12 +75,11 @@ def reduce_scatter_tensor(
     tag: str = "",
 ) -> torch.Tensor:
     """Reduce as :func:`all_reduce` does; return this rank's part of ``scatter_dim``, divided into equal parts."""
-    parts, reduction, dim = _communicator(group).world_size, _reduction(reduceOp, self), _dimension(scatter_dim, self)
+    parts, reduction, dim = _communicator(group).world_size, _reduction(reduceOp), _dimension(scatter_dim, self)
     if self.shape[dim] % parts:
         raise ConfigError(f"dimension {scatter_dim} of {list(self.shape)} is not divisible among {parts} ranks")
     x = self if dim == 0 else self.unflatten(dim, (parts, -1)).movedim(dim, 0).flatten(0, 1)
-    part = group.reduce_scatter(_plain(x), reduction=_REDUCTIONS[reduction])
-    return part / parts if reduction == "avg" else part
+    return group.reduce_scatter(_plain(x), reduction=reduction)
 
 
 def all_to_all_single(
@@ -92,13 +91,10 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """Send part i of this rank's tensor to rank i; return the received parts, concatenated by rank.
 
-    Split sizes must be None or equal. Raises UnsupportedError otherwise.
+    All ranks give both split sizes, or none does and parts are equal.
     """
-    parts, x = _communicator(group).world_size, _plain(self)
-    for sizes in (output_split_sizes, input_split_sizes):
-        if sizes is not None and list(sizes) != [x.shape[0] // parts] * parts:
-            raise UnsupportedError(f"all_to_all_single takes equal parts of {list(x.shape)}, not {list(sizes)}")
-    return group.all_to_all(x)
+    _communicator(group)
+    return group.all_to_all(_plain(self), input_sizes=input_split_sizes, output_sizes=output_split_sizes)
 
 
 def broadcast(self: torch.Tensor, src: int, group: Communicator, tag: str = "") -> torch.Tensor:
@@ -123,12 +119,10 @@ def _communicator(group: Communicator) -> Communicator:
     return group
 
 
-def _reduction(name: str, x: torch.Tensor) -> str:
-    reduction = name.lower() if isinstance(name, str) else name
-    if reduction not in _REDUCTIONS:
+def _reduction(name: str) -> str:
+    reduction = _REDUCTIONS.get(name.lower()) if isinstance(name, str) else None
+    if reduction is None:
         raise ConfigError(f"reduceOp must be one of {', '.join(_REDUCTIONS)}, not {name!r}")
-    if reduction == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise UnsupportedError(f"avg takes floating-point tensors, not {x.dtype}")
     return reduction
 
 

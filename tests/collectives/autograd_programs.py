@@ -113,6 +113,7 @@ def reductions(name: str, reduced: Callable[[torch.Tensor], torch.Tensor]) -> di
 
 
 PROGRAMS |= reductions("sum", lambda parts: parts.sum(0))
+PROGRAMS |= reductions("avg", lambda parts: parts.mean(0))
 PROGRAMS |= reductions("max", lambda parts: parts.amax(0))
 PROGRAMS |= reductions("min", lambda parts: parts.amin(0))
 PROGRAMS |= reductions("prod", lambda parts: parts.prod(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +181,60 @@ def tensor_parallel() -> None:
         torch.testing.assert_close(columns.grad, whole.grad.chunk(size, 1)[rank])
 
 
+def reduced_in_place() -> None:
+    """Compare the gradients of reduce in place, for every reduction and root, with plain PyTorch."""
+    reductions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": lambda parts: parts.sum(0),
+        "avg": lambda parts: parts.mean(0),
+        "max": lambda parts: parts.amax(0),
+        "min": lambda parts: parts.amin(0),
+        "prod": lambda parts: parts.prod(0),
+    }
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        for root, (name, plain) in itertools.product(range(comm.world_size), reductions.items()):
+            xs = [x.requires_grad_() for x in rank_tensors(comm, (4, 3), torch.float64, 5)]
+            weight = torch.arange(12.0).view(4, 3)
+            wanted = torch.autograd.grad((plain(torch.stack([x * 2 for x in xs])) * weight).sum(), xs)[comm.rank]
+            x = xs[comm.rank].detach().clone().requires_grad_()
+            y = x * 2
+            got = comm.reduce(y, root, out=y, reduction=name)
+            assert (got is y) == (comm.rank == root)
+            (got * (weight if comm.rank == root else 1)).sum().backward()
+            torch.testing.assert_close(x.grad, wanted, rtol=0, atol=0, msg=name)
+
+
+def forgotten_histories() -> None:
+    """Check that constants written over a tensor leave no gradient for what it was computed from."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        rank, size = comm.rank, comm.world_size
+        ones, right, left = torch.ones(size, 3), (rank + 1) % size, (rank - 1) % size
+        for call, given in ((comm.reduce, ones), (comm.gather, ones[:1])):
+            for root in range(size):
+                x = torch.ones(size, 3, requires_grad=True)
+                y = x * 2
+                assert (call(given, root, out=y) is y) == (rank == root)
+                y.sum().backward()
+                left_alone = rank != root  # of other ranks, out is not used
+                assert torch.equal(x.grad, torch.full((size, 3), 2.0 * left_alone)), (call, root)
+        for root in range(size):
+            for given in (ones, ones if rank == root else None):
+                x = torch.ones(1, 3, requires_grad=True)
+                y = x * 2
+                assert comm.scatter(given, root, out=y) is y
+                y.sum().backward()
+                assert torch.equal(y, ones[:1])
+                assert torch.equal(x.grad, torch.zeros(1, 3)), ("scatter", root)
+        x = torch.ones(3, requires_grad=True)
+        y, z = x * 2, torch.zeros(3)
+        messages = [(ones[0] * 5, right), (ones[0] * 7, right)]
+        came = comm.batch_send_recv(messages, [(y, left), (z, left)])
+        assert came[0] is y
+        assert came[1] is z
+        assert (y[0].item(), z[0].item()) == (5.0, 7.0)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.zeros(3))
+
+
 def fused(comm: Communicator, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, the residual with this rank's share of its rows, and the weight, of a fused call."""
     return torch.ones(comm.world_size * rows, 8), torch.ones(rows, 8), torch.ones(8)
@@ -303,33 +358,39 @@ def norm_gradients() -> None:
                 new_residual * weights[1][: len(new_residual)]
             ).sum()
 
-        for scatter, gather in ((False, False), (True, False), (True, True)):
+        functional = torch.nn.functional
+        forms = ((False, False), (True, False), (True, True))
+        for (scatter, gather), layer in itertools.product(forms, (False, True)):
             for with_out in (False, True):
                 rows = 2 * size
                 own = 2 if scatter else rows
                 xs, residuals, gains = leaves(size, rows, 3, 8), leaves(size, own, 3, 8), leaves(size, 8)
+                biases = leaves(size, 8) if layer else []
                 weights = leaves(2 * size, rows, 3, 8)
                 total = sum(xs)
                 parts = [part + residuals[r] for r, part in enumerate(total.chunk(size) if scatter else [total] * size)]
-                normed = [torch.nn.functional.rms_norm(part, (8,), gains[r], eps) for r, part in enumerate(parts)]
+                if layer:
+                    normed = [
+                        functional.layer_norm(part, (8,), gains[r], biases[r], eps) for r, part in enumerate(parts)
+                    ]
+                else:
+                    normed = [functional.rms_norm(part, (8,), gains[r], eps) for r, part in enumerate(parts)]
                 gathered = [torch.cat(normed)] * size if gather else normed
                 loss = sum(losses(gathered[r], parts[r], weights[r::size]) for r in range(size))
-                mine = [xs[rank], residuals[rank], gains[rank]]
+                mine = [xs[rank], residuals[rank], gains[rank], *biases[rank : rank + 1]]
                 wanted = torch.autograd.grad(loss, mine, create_graph=True)
                 wanted += torch.autograd.grad(
                     sum(
                         g.square().sum()
-                        for g in torch.autograd.grad(loss, [*xs, *residuals, *gains], create_graph=True)
+                        for g in torch.autograd.grad(loss, [*xs, *residuals, *gains, *biases], create_graph=True)
                     ),
                     mine,
                 )
                 out = (torch.empty_like(gathered[rank]), residuals[rank] * 1) if with_out else None
                 if with_out:
                     out = (out[0].detach(), out[1])
-                if scatter:
-                    got = comm.reduce_scatter_rms_norm(*mine, eps, gather, out=out)
-                else:
-                    got = comm.all_reduce_rms_norm(*mine, eps, out=out)
+                name = f"{'reduce_scatter' if scatter else 'all_reduce'}_{'layer' if layer else 'rms'}_norm"
+                got = getattr(comm, name)(*mine, eps, *((gather,) if scatter else ()), out=out)
                 if out is not None:
                     assert got[0] is out[0]
                     assert got[1] is out[1]
@@ -338,6 +399,12 @@ def norm_gradients() -> None:
                 for ours, plain in zip((*first, *second), wanted, strict=True):
                     torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-4)
         x, residual, weight = fused(comm, 2)
+        gain = weight.clone().requires_grad_()
+        for call in (comm.reduce_scatter_rms_norm, comm.reduce_scatter_layer_norm):
+            call(x.bfloat16(), residual.bfloat16(), gain)[0].float().sum().backward()
+            assert gain.grad.dtype == torch.float32
+        with pytest.raises(shotcast.UnsupportedError, match="bias requires grad"):
+            comm.reduce_scatter_layer_norm_fp8(x, residual, weight, gain)
         for number in range(3):
             operands = [tensor.clone().requires_grad_(number == n) for n, tensor in enumerate((x, residual, weight))]
             with pytest.raises(

@@ -55,15 +55,12 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "nothing, send": (lambda c: c.send(None, (c.rank + 1) % c.world_size), ConfigError, ("not NoneType",)),
     "nothing, recv": (lambda c: c.recv(None, (c.rank + 1) % c.world_size), ConfigError, ("not NoneType",)),
     "nothing, explain": (lambda c: c.explain(None), ConfigError, ("not NoneType",)),
-    "strided": (
-        lambda c: c.all_reduce(x(4, 6).t()),
+    "strided, recv": (
+        lambda c: c.recv(x(4, 6).t(), (c.rank + 1) % c.world_size),
         ConfigError,
         ("not contiguous", "[6, 4]", "[1, 6]", ".contiguous()"),
     ),
-    "strided, send": (lambda c: c.send(x(4, 6).t(), (c.rank + 1) % c.world_size), ConfigError, ("not contiguous",)),
-    "strided, recv": (lambda c: c.recv(x(4, 6).t(), (c.rank + 1) % c.world_size), ConfigError, ("not contiguous",)),
     "strided, broadcast": (lambda c: c.broadcast(x(6)[::2], 0), ConfigError, ("not contiguous",)),
-    "expanded": (lambda c: c.reduce_scatter(x(1).expand(6)), ConfigError, ("not contiguous",)),
     "strided out": (lambda c: c.all_reduce(x(3), out=x(6)[::2]), ConfigError, ("out is not contiguous",)),
     "other device": (lambda c: c.all_reduce(x(6).to("meta")), ConfigError, ("x lies on meta", "serves cpu")),
     "out on another device": (
@@ -86,7 +83,27 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         UnsupportedError,
         ("all_reduce(sum) of float8_e5m2", "gloo"),
     ),
-    "sum of int16": (lambda c: c.reduce_scatter(x(6, dtype=torch.int16)), UnsupportedError, ("int16", "gloo")),
+    "sum of int16 by gloo": (
+        lambda c: c.reduce_scatter(x(6, dtype=torch.int16), algorithm="vendor"),
+        UnsupportedError,
+        ("int16", "gloo"),
+    ),
+    "average of integers": (
+        lambda c: c.all_reduce(x(6, dtype=torch.int32), reduction="avg"),
+        UnsupportedError,
+        ("avg takes floating-point tensors, not int32",),
+    ),
+    "or of floats": (
+        lambda c: c.all_reduce(x(6), reduction=dist.ReduceOp.BOR),
+        UnsupportedError,
+        ("bor takes integers and bool, not float32",),
+    ),
+    "sum with a factor": (
+        lambda c: c.all_reduce(x(6), reduction=dist._make_nccl_premul_sum(2.0)),
+        ConfigError,
+        ("PREMUL_SUM is not served", "multiply x"),
+    ),
+    "no reduction": (lambda c: c.reduce_scatter(x(6), reduction=3), ConfigError, ("unknown reduction 3",)),
     "out of another shape": (
         lambda c: c.all_reduce(x(6), out=x(7)),
         ConfigError,
@@ -97,6 +114,36 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         lambda c: c.all_reduce(x(6), out=x(6).double()),
         ConfigError,
         ("out must be [6] of torch.float32", "torch.float64"),
+    ),
+    "out behind the input": (
+        lambda c: (lambda y: c.all_reduce(y[:-1], out=y[1:]))(x(7)),
+        ConfigError,
+        ("share memory",),
+    ),
+    "out before the input": (
+        lambda c: (lambda y: c.all_reduce(y[4:], out=y[:-4], algorithm="one_shot"))(x(10)),
+        ConfigError,
+        ("out begins -16 bytes behind x", "all of it"),
+    ),
+    "out of a reduce over the input": (
+        lambda c: (lambda y: c.reduce(y[:-1], c.rank, out=y[1:]))(x(7)),
+        ConfigError,
+        ("share memory",),
+    ),
+    "another part of the input": (
+        lambda c: (lambda y: c.reduce_scatter(y, out=y.chunk(c.world_size)[c.rank - 1]))(x(6 * c.world_size)),
+        ConfigError,
+        ("the rank's own part, from byte",),
+    ),
+    "half of the own part": (
+        lambda c: (lambda y: c.all_gather(y[c.rank * 6 + 3 :][:6], out=y[: 6 * c.world_size]))(x(6 * c.world_size + 6)),
+        ConfigError,
+        ("the rank's own part, from byte",),
+    ),
+    "exchanged over the input": (
+        lambda c: (lambda y: c.all_to_all(y[:-6], out=y[6:]))(x(6 * c.world_size + 6)),
+        ConfigError,
+        ("share memory",),
     ),
     "out of the input's shape": (lambda c: c.reduce_scatter(x(6), out=x(6)), ConfigError, ("out must be",)),
     "gathered into too little": (lambda c: c.all_gather(x(6), out=x(6)), ConfigError, ("out must be",)),
@@ -124,13 +171,16 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "unknown algorithm": (
         lambda c: c.all_reduce(x(6), algorithm="tree"),
         ConfigError,
-        ("unknown algorithm 'tree'", ", ".join(("auto", *registered()))),
+        ("unknown algorithm 'tree'", ", ".join(("auto", "lossless", *registered()))),
     ),
     "unknown algorithm to explain": (lambda c: c.explain(x(6), algorithm="tree"), ConfigError, ("'tree'",)),
     "unknown reduction": (
         lambda c: c.all_reduce(x(6), reduction="mean"),
         ConfigError,
-        ("unknown reduction 'mean'", "sum, max, min, prod"),
+        (
+            "unknown reduction 'mean'",
+            "sum, max, min, prod, avg, band, bor, bxor, and those of torch.distributed.ReduceOp",
+        ),
     ),
     "unknown operation": (lambda c: c.explain(x(6), "sum"), ConfigError, ("unknown operation 'sum'", "all_reduce, ")),
     "ring of uneven parts": (
@@ -146,12 +196,12 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "own sum of integers": (
         lambda c: c.all_reduce(x(6, dtype=torch.int64), algorithm="ring"),
         ConfigError,
-        ("own kernels add up float32, float16, bfloat16, and this is int64",),
+        ("do more than sum float32, float16, bfloat16, and this is sum of int64",),
     ),
     "own maximum": (
         lambda c: c.all_reduce(x(6), algorithm="ring", reduction="max"),
         ConfigError,
-        ("own kernels only sum, and this is max",),
+        ("only one_shot and two_shot do more than sum", "this is max of float32"),
     ),
     "norm of float64": (
         lambda c: c.all_reduce_rms_norm(x(2, 6).double(), x(2, 6).double(), x(6)),
@@ -168,10 +218,20 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ConfigError,
         ("weight [hidden]", "[2, 6], [2, 6], [2]"),
     ),
-    "norm with a weight of another dtype": (
-        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6).half()),
+    "norm with a weight of float64": (
+        lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6).double()),
         UnsupportedError,
-        ("of one dtype", "torch.float32, torch.float32 and torch.float16"),
+        ("a weight of any of these", "torch.float32, torch.float32 and torch.float64"),
+    ),
+    "layer norm with a bias of another dtype": (
+        lambda c: c.all_reduce_layer_norm(x(2, 6), x(2, 6), x(6), x(6).half()),
+        ConfigError,
+        ("all_reduce_layer_norm takes a bias of the weight's dtype and shape", "it is [6] of torch.float16"),
+    ),
+    "layer norm with a bias of another shape": (
+        lambda c: c.all_reduce_layer_norm_fp8(x(2, 6), x(2, 6), x(6), x(3)),
+        ConfigError,
+        ("all_reduce_layer_norm_fp8 takes a bias", "[6] of torch.float32; it is [3]"),
     ),
     "norm with a negative eps": (
         lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), -1e-6),
@@ -191,7 +251,44 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
     "norm into one tensor twice": (
         lambda c: (lambda y: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(y, y)))(x(2, 6)),
         ConfigError,
-        ("normed and new_residual of out are one tensor",),
+        ("normed of out and new_residual of out are one tensor", "and normed all of x"),
+    ),
+    "norm into a part of x": (
+        lambda c: (lambda y: c.all_reduce_rms_norm(y[:2], x(2, 6), x(6), out=(y[1:], x(2, 6))))(x(3, 6)),
+        ConfigError,
+        ("normed of out begins 24 bytes behind x, and overlaps it", "new_residual may be all of residual, and normed"),
+    ),
+    "norm into what ends in the residual": (
+        lambda c: (lambda y: c.all_reduce_layer_norm(x(2, 6), y[1:], x(6), out=(x(2, 6), y[:2])))(x(3, 6)),
+        ConfigError,
+        ("new_residual of out begins -24 bytes behind residual, and overlaps it",),
+    ),
+    "norm into a result that overlaps the other": (
+        lambda c: (lambda y: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(y[1:], y[:2])))(x(3, 6)),
+        ConfigError,
+        ("normed of out begins 24 bytes behind new_residual of out, and overlaps it",),
+    ),
+    "norm into the weight": (
+        lambda c: (lambda y: c.all_reduce_rms_norm(x(2, 6), x(2, 6), y[1], out=(y, x(2, 6))))(x(2, 6)),
+        ConfigError,
+        ("normed of out begins -24 bytes behind weight, and overlaps it",),
+    ),
+    "norm crosswise in place": (
+        lambda c: (lambda y: c.all_reduce_rms_norm(x(2, 6), y, x(6), out=(y, x(2, 6))))(x(2, 6)),
+        ConfigError,
+        ("normed of out and residual are one tensor; new_residual may be all of residual",),
+    ),
+    "norm in FP8 into the bytes of x": (
+        lambda c: (
+            lambda y: c.all_reduce_rms_norm_fp8(
+                y,
+                x(2, 6),
+                x(6),
+                out=(y.view(torch.float8_e4m3fn).view(-1)[:12].view(2, 6), x(2, 1), x(2, 6), None),
+            )
+        )(x(2, 6)),
+        ConfigError,
+        ("quantized of out begins 0 bytes behind x, and overlaps it",),
     ),
     "norm into another shape": (
         lambda c: c.all_reduce_rms_norm(x(2, 6), x(2, 6), x(6), out=(x(2, 6), x(3, 6))),
@@ -302,6 +399,10 @@ METHODS: dict[str, Call] = {
     "all_reduce_rms_norm_fp8": lambda c: c.all_reduce_rms_norm_fp8(x(6), x(6), x(6)),
     "reduce_scatter_rms_norm": lambda c: c.reduce_scatter_rms_norm(x(2, 6), x(1, 6), x(6)),
     "reduce_scatter_rms_norm_fp8": lambda c: c.reduce_scatter_rms_norm_fp8(x(2, 6), x(1, 6), x(6), gather=True),
+    "all_reduce_layer_norm": lambda c: c.all_reduce_layer_norm(x(6), x(6), x(6)),
+    "all_reduce_layer_norm_fp8": lambda c: c.all_reduce_layer_norm_fp8(x(6), x(6), x(6)),
+    "reduce_scatter_layer_norm": lambda c: c.reduce_scatter_layer_norm(x(2, 6), x(1, 6), x(6)),
+    "reduce_scatter_layer_norm_fp8": lambda c: c.reduce_scatter_layer_norm_fp8(x(2, 6), x(1, 6), x(6), gather=True),
     "integers": lambda c: c.all_reduce(x(6).long()),
     "check": lambda c: c.check(),
     "reset": lambda c: c.reset(),

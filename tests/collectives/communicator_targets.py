@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import threading
@@ -12,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from workers import FLOATS, check, inputs, shifted
+from workers import FLOATS, check, differing, inputs, shifted
 
 import shotcast
 from shotcast import wire
 from shotcast.collectives import reference
-from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.host_group import Meeting, StoreGroup
 
 DTYPES = {name: getattr(torch, name) for name in wire.DTYPES}
 INTEGERS = {torch.uint8, torch.int8, torch.int32, torch.int64}
-FOLDS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
 
 
 def patterns(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -69,31 +67,99 @@ def copies_of_every_dtype(counts: list[int], shift: int) -> int:
     return done
 
 
-def reductions_by_gloo() -> list[str]:
-    """Check reductions that our own kernels do not support. Return what explain says of them."""
-    explanations = []
+def reductions_by_gloo() -> None:
+    """Compare reductions by Gloo with plain torch."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         rank, size = comm.rank, comm.world_size
         for dtype in (*INTEGERS, torch.bool, torch.float64, torch.complex64, torch.float32, torch.float16):
             generator = torch.Generator().manual_seed(7)
             xs = [torch.randint(1, 4, (6 * size,), generator=generator).to(dtype) for _ in range(size)]
             if dtype is torch.bool:
-                xs = [torch.rand(6 * size, generator=generator) < 0.5 for _ in range(size)]
+                raw = [torch.randint(4, (6 * size,), generator=generator) * 85 for _ in range(size)]
+                xs = [x.to(torch.uint8).view(dtype) for x in raw]  # a byte that is not 0 is true
             elif dtype.is_complex:
                 xs = [x * (1 + 2j) for x in xs]
-            for name, fold in FOLDS.items():
-                if dtype.is_complex and name != "sum":
-                    continue
-                if dtype is torch.bool:
-                    fold = {"sum": torch.logical_or, "max": torch.logical_or}.get(name, torch.logical_and)
-                wanted = functools.reduce(fold, xs)
-                got = comm.all_reduce(xs[rank], reduction=name)
+            for name in wire.REDUCED[str(dtype).removeprefix("torch.")]:
+                wanted = reference.reduced(xs, name)
+                got = comm.all_reduce(xs[rank], reduction=name, algorithm="vendor")
                 same_bits(got, wanted, (dtype, name, "all_reduce"))
-                got = comm.reduce_scatter(xs[rank], reduction=name)
+                got = comm.reduce_scatter(xs[rank], reduction=name, algorithm="vendor")
                 same_bits(got, wanted.chunk(size)[rank], (dtype, name, "reduce_scatter"))
-            explanations.append(str(comm.explain(xs[rank])))
+
+
+TORCH_NAMES = {name: getattr(dist.ReduceOp, {"prod": "product"}.get(name, name).upper()) for name in wire.REDUCTIONS}
+
+
+def every_reduction(part: int, parts: int, device: str = "cpu") -> None:
+    """Compare every reduction of every dtype with plain torch, bit for bit, by its name and by that of PyTorch."""
+    with shotcast.Communicator(device=device, timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        every = [(dtype, name) for dtype, names in wire.REDUCED.items() for name in names]
+        for seed, (dtype, name) in enumerate(every[part::parts]):
+            kind = getattr(torch, dtype)
+            count = (1, 3, 67, 1025)[seed % 4]
+            xs = [patterns(count * size, kind, 11 * seed + r) for r in range(size)]
+            x, wanted = xs[rank].to(comm.device), reference.reduced(xs, name)
+            for reduction in (name, TORCH_NAMES[name], dist.ReduceOp(TORCH_NAMES[name])):
+                got = comm.all_reduce(x, reduction=reduction)
+                assert not differing_reals(got.cpu(), wanted), (dtype, name, "all_reduce", got, wanted)
+            for algorithm in ("one_shot", "two_shot"):
+                out = shifted(x, seed % 2)
+                assert comm.all_reduce(out, out=out, reduction=name, algorithm=algorithm) is out
+                assert not differing_reals(out.cpu(), wanted), (dtype, name, algorithm, "in place")
+            got = comm.reduce_scatter(x, reduction=TORCH_NAMES[name])
+            assert not differing_reals(got.cpu(), wanted.chunk(size)[rank]), (dtype, name, "reduce_scatter")
+            for op in ("all_reduce", "reduce_scatter"):
+                assert not comm.explain(x, op, reduction=TORCH_NAMES[name]).by_library, (dtype, name)
         comm.check()
-    return explanations
+
+
+def reductions_in_graphs() -> None:
+    """Replay captured reductions of every dtype on changing tensors, beside eager ones."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        for seed, (dtype, name) in enumerate(
+            [(dtype, name) for dtype, names in wire.REDUCED.items() for name in names]
+        ):
+            count = (5, 4099, 100_003)[seed % 3]
+            x = torch.empty(count, dtype=getattr(torch, dtype), device=comm.device)
+            out = torch.empty_like(x)
+            comm.all_reduce(x.zero_(), out=out, reduction=name)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                comm.all_reduce(x, out=out, reduction=name)
+            for turn in range(3):
+                xs = [patterns(count, x.dtype, 100 * seed + 10 * turn + r) for r in range(size)]
+                x.copy_(xs[rank])
+                graph.replay()
+                wanted = reference.reduced(xs, name)
+                assert not differing_reals(out.cpu(), wanted), (dtype, name, count, "replayed")
+                got = comm.all_reduce(x, out=out, reduction=name)
+                assert not differing_reals(got.cpu(), wanted), (dtype, name, count, "eager")
+        comm.check()
+
+
+def integers_in_pieces() -> None:
+    """Reduce messages far beyond the room for flag cells of a small workspace, after and before ones that fit."""
+    with shotcast.Communicator(device="cpu", max_bytes=4096, timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        for seed, count in enumerate((128, 129, 700, 3)):
+            xs = [patterns(count * 8, torch.uint8, 11 * seed + r).view(torch.int64) for r in range(size)]
+            got = comm.all_reduce(xs[rank], algorithm="two_shot")
+            assert torch.equal(got, reference.reduced(xs, "sum")), count
+            problem = comm._resolver.problem(wire.Op.ALL_REDUCE, torch.int64, count, "sum", 0, (), None)
+            plan = comm._resolver.resolve(problem, "two_shot", False).plan
+            assert comm._executor is not None
+            assert len(comm._executor.pieces(plan)) == -(-count * 8 // 1024), count
+        comm.check()
+
+
+def differing_reals(got: torch.Tensor, wanted: torch.Tensor) -> int:
+    """Return in how many numbers tensors differ, NaN being equal."""
+    assert got.dtype is wanted.dtype
+    if got.is_complex():
+        got, wanted = torch.view_as_real(got), torch.view_as_real(wanted)
+    return int(differing(got, wanted))
 
 
 def sums_and_maxima_in_turn() -> None:
@@ -370,7 +436,7 @@ def states() -> None:
             "vendor",
         ]
         assert comm.candidates(torch.ones(3), "broadcast") == ["one_shot", "vendor"]
-        assert comm.candidates(torch.ones(3).long()) == ["vendor"]
+        assert comm.candidates(torch.ones(3).long()) == ["one_shot", "two_shot", "vendor"]
         for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv", "barrier"):
             assert comm.explain(torch.ones(4), op).op == op
         epoch = comm._executor.epoch
@@ -452,7 +518,7 @@ def rendezvous_at_a_file(path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2)
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
         assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
-        group = StoreGroup(dist.group.WORLD, 20.0, [0, 1])
+        group = StoreGroup(Meeting.of_group(dist.group.WORLD), 20.0)
         if comm.rank == 0:
             with pytest.raises(shotcast.CollectiveTimeout) as caught:
                 group.all_gather("here", 1.0, what="setup")

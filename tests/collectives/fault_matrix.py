@@ -16,11 +16,16 @@ FAULTS = ("late", "absent", "mismatched", "stopped", "killed")
 PATHS = ("own", "vendor")
 OPERATIONS = {
     "all_reduce": ("one_shot", "two_shot", "ring", "two_shot_fp8"),
-    "all_reduce_int": (),
+    "all_reduce_int": ("one_shot", "two_shot"),
+    "all_reduce_max": ("one_shot", "two_shot"),
     "reduce_scatter": ("one_shot", "ring"),
     "all_gather": ("one_shot", "ring"),
     "all_to_all": ("one_shot",),
+    "all_to_all_uneven": ("one_shot",),
     "broadcast": ("one_shot",),
+    "reduce": ("one_shot", "two_shot"),
+    "gather": ("one_shot",),
+    "scatter": ("one_shot",),
     "send": ("auto",),
     "recv": ("auto",),
     "barrier": ("auto",),
@@ -33,25 +38,36 @@ the sender."""
 MODES = ("eager", "graph")
 FUSED = tuple(name for name in OPERATIONS if "_rms_norm" in name)
 MESSAGES = ("send", "recv")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+def label(operation: str) -> str:
+    """Return the name that errors and ``explain`` give to an operation."""
+    return operation.removesuffix("_int").removesuffix("_max")
+
 
 DIFFERENCES = {
     "all_reduce": ("dtype", "nbytes", "op"),
-    "all_reduce_int": ("dtype", "nbytes", "op", "root"),
+    "all_reduce_int": ("dtype", "nbytes", "op", "reduction"),
+    "all_reduce_max": ("reduction", "dtype", "nbytes", "op"),
     "reduce_scatter": ("dtype", "nbytes", "op"),
     "all_gather": ("dtype", "nbytes", "op"),
     "all_to_all": ("dtype", "nbytes", "op"),
+    "all_to_all_uneven": ("dtype", "op"),
     "broadcast": ("root", "dtype", "nbytes", "op"),
+    "reduce": ("root", "dtype", "nbytes", "op", "reduction"),
+    "gather": ("root", "dtype", "nbytes", "op"),
+    "scatter": ("root", "dtype", "nbytes", "op"),
     "send": ("dtype", "nbytes"),
     "recv": ("nbytes", "dtype"),
     "barrier": ("op",),
 } | dict.fromkeys(FUSED, ("nbytes", "dtype", "op"))
-"""Fields of the header in which a mismatched call of each operation may differ. The root of a reduction that the
-vendor's library computes is which reduction it is."""
+"""Fields of the header in which a mismatched call of each operation may differ."""
 
 _ANY, _FLOATS = ("float32", "bfloat16", "int32", "int64", "uint8"), ("float32", "float16", "bfloat16")
 DTYPES = (
     dict.fromkeys(OPERATIONS, _FLOATS)
-    | dict.fromkeys(("all_gather", "all_to_all", "broadcast", *MESSAGES), _ANY)
+    | dict.fromkeys(("all_reduce_max", "all_gather", "all_to_all", "all_to_all_uneven", *ROOTED, *MESSAGES), _ANY)
     | {"all_reduce_int": ("int32", "int64", "uint8")}
 )
 
@@ -102,8 +118,6 @@ def obstacle(cell: Cell, device: str) -> str:
     """Return why a cell cannot exist on ``device``; empty if it can."""
     if cell.mode == "graph" and device == "cpu":
         return "CPU ranks have no graphs"
-    if cell.path == "own" and cell.operation == "all_reduce_int":
-        return "own kernels add up floats alone; integers go to the vendor's library"
     if not cell.inside:
         return ""
     if cell.path == "own":
@@ -114,6 +128,8 @@ def obstacle(cell: Cell, device: str) -> str:
         return f"a rank that is {cell.fault} does not get past the comparison"
     if cell.operation == "send":
         return "the library takes a message before its receiver has come, so the sender has no reason to wait"
+    if cell.operation in ("reduce", "gather"):
+        return "the library takes what goes to a root before that has come, so other ranks have no reason to wait"
     return ""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import fault_matrix_targets as targets
 import torch.distributed as dist
-from fault_matrix import FUSED, MESSAGES, Case, missing
+from fault_matrix import FUSED, MESSAGES, Case, label, missing
 from fault_matrix_targets import Report
 
 from quick_interpreter import GPU_COLLECTIVES, quietly
@@ -53,11 +53,13 @@ class Outcome:
         return case.pop("cell") | case | outcome
 
 
-def run(cases: Sequence[Case], device: str, limit_s: float, interpreted: bool = False) -> list[Outcome]:
+def run(
+    cases: Sequence[Case], device: str, limit_s: float, interpreted: bool = False, grace_s: float = GRACE_S
+) -> list[Outcome]:
     """Run cases of one path and number of ranks one after the other in one set of processes; judge each of them.
 
     The processes are killed after ``limit_s``. Only the last case may kill a rank. With ``interpreted``, CPU ranks run
-    the kernels of GPUs.
+    the kernels of GPUs. ``grace_s`` is GRACE_S on a machine that does nothing else.
     """
     (path,), (world_size,) = {case.cell.path for case in cases}, {case.world_size for case in cases}
     assert not any(case.cell.fault == "killed" for case in cases[:-1])
@@ -87,7 +89,7 @@ def run(cases: Sequence[Case], device: str, limit_s: float, interpreted: bool = 
                 file = Path(folder, f"{number} {rank}")
                 if file.exists():
                     reports[rank] = pickle.loads(file.read_bytes())
-            judge(outcome, reports)
+            judge(outcome, reports, grace_s)
     return outcomes
 
 
@@ -108,7 +110,7 @@ def _end_of(job: RankGroup, last: Case, limit_s: float, outcome: Outcome) -> boo
     return True
 
 
-def judge(outcome: Outcome, reports: Mapping[int, Report]) -> None:
+def judge(outcome: Outcome, reports: Mapping[int, Report], grace_s: float = GRACE_S) -> None:
     """Compare the reports of the ranks with what the case promises."""
     case, wrong = outcome.case, outcome.wrong
     fault, victim = case.cell.fault, case.victim
@@ -120,7 +122,7 @@ def judge(outcome: Outcome, reports: Mapping[int, Report]) -> None:
             continue
         report = reports[rank]
         before = len(wrong)
-        _judge_error(case, rank, report, wrong)
+        _judge_error(case, rank, report, wrong, grace_s)
         if report.usable is False:
             wrong.append("the call gives something else after a reset")
         if report.left:
@@ -133,11 +135,11 @@ def judge(outcome: Outcome, reports: Mapping[int, Report]) -> None:
             if rank == victim and fault in ("late", "stopped"):
                 deadline_s = 0.0  # the others have found the fault before it calls
             outcome.past_s = max(outcome.past_s, report.waited_s + report.freed_s - deadline_s)
-    if outcome.past_s > GRACE_S:
+    if outcome.past_s > grace_s:
         wrong.append(f"the error came {outcome.past_s:.2f} s past the deadline")
 
 
-def _judge_error(case: Case, rank: int, report: Report, wrong: list[str]) -> None:
+def _judge_error(case: Case, rank: int, report: Report, wrong: list[str], grace_s: float) -> None:
     fault, victim, operation = case.cell.fault, case.victim, case.cell.operation
     partner = (victim + 1) % case.world_size
     bystander = operation in MESSAGES and rank not in (victim, partner)
@@ -168,7 +170,7 @@ def _judge_error(case: Case, rank: int, report: Report, wrong: list[str]) -> Non
             wrong.append(f"came after {report.waited_s:.2f} s, before the deadline")
     if error["op"] not in _operations(operation) if fault != "mismatched" else False:
         wrong.append(f"names the operation {error['op']}")
-    if report.again != name or report.again_s > GRACE_S:
+    if report.again != name or report.again_s > grace_s:
         wrong.append(f"the next call raised {report.again or 'nothing'} after {report.again_s:.2f} s")
 
 
@@ -182,7 +184,7 @@ def _operations(operation: str) -> tuple[str, ...]:
     if operation in MESSAGES:
         return MESSAGES
     parts = ("all_reduce", "reduce_scatter", "all_gather") if operation in FUSED else ()
-    return (operation.removesuffix("_int"), *parts)
+    return (label(operation), *parts)
 
 
 # -- programs of users ------------------------------------------------------------------------------------------------

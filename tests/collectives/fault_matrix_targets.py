@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_matrix import DTYPES, FUSED, MESSAGES, OPERATIONS, Case
+from fault_matrix import DTYPES, FUSED, MESSAGES, OPERATIONS, ROOTED, Case, label
 from workers import settle
 
 import shotcast
@@ -351,7 +351,7 @@ class _Made:
 
     def __init__(self, comm: Communicator, case: Case, odd: bool):
         operation, dtype, count = case.cell.operation, case.dtype, case.count
-        root, reduction = (case.victim if case.cell.inside else 0), "sum"
+        root, reduction = (case.victim if case.cell.inside else 0), "max" if operation == "all_reduce_max" else "sum"
         if odd and case.difference == "dtype":
             dtypes = DTYPES[operation]
             dtype = dtypes[(dtypes.index(dtype) + 1) % len(dtypes)]
@@ -360,15 +360,15 @@ class _Made:
         elif odd and case.difference == "op":
             operation = "all_reduce" if operation in ("broadcast", "barrier") else "broadcast"
             dtype = "float32" if operation == "all_reduce" else dtype
-        elif odd and operation == "broadcast":
+        elif odd and case.difference == "root":
             root = (root + 1) % case.world_size
         elif odd:
-            reduction = "max"
+            reduction = "min" if reduction == "max" else "max"
         self.times = 1
         self.outputs: list[torch.Tensor] = []
         algorithm = case.algorithm if case.algorithm in (*OPERATIONS[operation], "auto") else OPERATIONS[operation][0]
         kind, device, size = getattr(torch, dtype), comm.device, case.world_size
-        label = operation.removesuffix("_int")
+        name = label(operation)
 
         def filled(*shape: int) -> torch.Tensor:
             numbers = torch.arange(torch.Size(shape).numel(), device=device) % 5 + comm.rank
@@ -377,12 +377,15 @@ class _Made:
         if operation in FUSED:
             self._make_fused(comm, operation, count, filled, algorithm)
             return
-        parts = size if operation in ("reduce_scatter", "all_to_all") else 1
+        parts = size if operation in ("reduce_scatter", "all_to_all", "scatter") else 1
         x = filled(parts * count)
         rows = {"reduce_scatter": count, "all_gather": size * count}.get(operation, parts * count)
         out = torch.zeros(rows, dtype=kind, device=device)
-        self.explained = (out if operation == "all_gather" else x, label)
-        if label == "all_reduce":
+        self.explained = (out if operation == "all_gather" else x, name)
+        if operation in ROOTED[1:] or operation == "all_to_all_uneven":
+            self._make_later(comm, operation, count, filled, algorithm, root, reduction)
+            return
+        if name == "all_reduce":
             self.call = lambda: comm.all_reduce(x, out, algorithm, reduction)
         elif operation == "reduce_scatter":
             self.call = lambda: comm.reduce_scatter(x, out, algorithm)
@@ -398,6 +401,37 @@ class _Made:
             self._make_message(comm, case, x, out)
             return
         self.outputs = [] if operation == "barrier" else [out]
+
+    def _make_later(
+        self,
+        comm: Communicator,
+        operation: str,
+        count: int,
+        filled: Callable[..., torch.Tensor],
+        algorithm: str,
+        root: int,
+        reduction: str,
+    ) -> None:
+        """Make a call with a root, or of uneven parts: rank r gets r + 1 times ``count`` of each rank."""
+        rank, size = comm.rank, comm.world_size
+        x, out = filled(count), torch.zeros_like(filled(count))
+        if operation == "all_to_all_uneven":
+            sent, received = [count * (r + 1) for r in range(size)], [count * (rank + 1)] * size
+            x, out = filled(sum(sent)), torch.zeros_like(filled(sum(received)))
+            self.call = lambda: comm.all_to_all(x, out, algorithm=algorithm, input_sizes=sent, output_sizes=received)
+        elif operation == "scatter":
+            x = filled(size * count)
+            self.call = lambda: comm.scatter(x, root, out, algorithm)
+        else:
+            out = torch.zeros_like(filled(count if operation == "reduce" else size * count))
+            given = out if rank == root else None
+            if operation == "reduce":
+                self.call = lambda: comm.reduce(x, root, given, algorithm, reduction)
+            else:
+                self.call = lambda: comm.gather(x, root, given, algorithm)
+            self.outputs = [] if given is None else [given]
+            return
+        self.outputs = [out]
 
     def _make_message(self, comm: Communicator, case: Case, x: torch.Tensor, out: torch.Tensor) -> None:
         partner = _partner(case)

@@ -297,11 +297,11 @@ def survivors_go_on(victim: int) -> list[float]:
 def killed_inside_gloo(victim: int) -> tuple[str, str]:
     """Have the victim publish its header and die before Gloo has done its part. Return the error's type and text."""
     comm = shotcast.Communicator(device="cpu", timeout_s=5)
-    comm.all_reduce(torch.ones(3).long())
+    comm.all_reduce(torch.ones(3), algorithm="vendor")
     if comm.rank == victim:
         comm._vendor.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(ShotcastError) as caught:
-        comm.all_reduce(torch.ones(100_000).long())
+        comm.all_reduce(torch.ones(100_000), algorithm="vendor")
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -323,7 +323,7 @@ def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
             "dtype": (lambda: comm.all_to_all(x), lambda: comm.all_to_all(x.int())),
             "algorithm": (lambda: comm.all_gather(x), lambda: comm.all_gather(x, algorithm="vendor")),
             "root": (lambda: comm.broadcast(x, 0), lambda: comm.broadcast(x, 1)),
-            "root, of reductions": (
+            "reduction": (
                 lambda: comm.all_reduce(x, reduction="max"),
                 lambda: comm.all_reduce(x, reduction="min"),
             ),
@@ -331,7 +331,11 @@ def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
                 lambda: comm.all_gather(x[: flat[comm.rank]], sizes=flat),
                 lambda: comm.all_gather(x[: bent[comm.rank]], sizes=bent),
             ),
-            "dtype, to Gloo": (lambda: comm.all_reduce(x.int()), lambda: comm.all_reduce(x.long())),
+            "dtype, to Gloo": (
+                lambda: comm.all_reduce(x.int(), algorithm="vendor"),
+                lambda: comm.all_reduce(x.long(), algorithm="vendor"),
+            ),
+            "dtype, of integers": (lambda: comm.all_reduce(x.int()), lambda: comm.all_reduce(x.char().repeat(4))),
         }
         for what, (usual, other) in cases.items():
             comm.barrier()
@@ -348,7 +352,7 @@ def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
                 comm.barrier()
             comm.reset()
             assert comm.all_reduce(torch.ones(5)).tolist() == [n] * 5
-            assert comm.all_reduce(torch.ones(5).long()).tolist() == [n] * 5
+            assert comm.all_reduce(torch.ones(5), algorithm="vendor").tolist() == [n] * 5
             seen[what] = (caught.value, took)
     return seen
 
@@ -400,7 +404,7 @@ def first_use_after_a_mismatch() -> BaseException:
 def missing_messages() -> list[BaseException | None]:
     """Let rank 1 wait for a message that is never sent; after a reset, let rank 0 wait for room in rank 1's mailbox."""
     errors: list[BaseException | None] = []
-    with shotcast.Communicator(device="cpu", timeout_s=1.5) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=1.0) as comm:
         x = torch.ones(8)
         room = comm.waiting_messages(x)
         for waiting in (1, 0):
@@ -416,7 +420,7 @@ def missing_messages() -> list[BaseException | None]:
                 error = caught
                 assert waiting == 1 or sent == room
             errors.append(error)
-            time.sleep(2)
+            time.sleep(1.5)
             comm.reset()
         assert comm.all_reduce(torch.ones(5)).tolist() == [comm.world_size] * 5
     return errors
@@ -455,7 +459,7 @@ def reset_after_a_missed_attempt(late: int) -> None:
     """Have one rank miss the others' first attempt to reset, so that their second attempt meets its first."""
     with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
         comm.all_reduce(torch.ones(3))
-        group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
+        group = StoreGroup(comm._meeting, 20.0)
         for turn in range(2):
             miss_a_step(group, group.store("gave up"), late, turn)
             wanted = [(r, turn) for r in range(comm.world_size)]
@@ -481,7 +485,7 @@ class SlowStore:
 def gather_with_a_slow_store(late: int) -> None:
     """Check that a rank that came in time is not reported as missing when the store answers too late."""
     with shotcast.Communicator(device="cpu") as comm:
-        group = StoreGroup(comm._group, 20.0, list(range(comm.world_size)))
+        group = StoreGroup(comm._meeting, 20.0)
         gave_up = group.store("gave up")
         group._store = SlowStore(group._store)
         miss_a_step(group, gave_up, late, 0)

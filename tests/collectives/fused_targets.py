@@ -12,7 +12,8 @@ import torch
 from workers import FLOATS, check, differing, inputs, settle, shifted, straggle
 
 import shotcast
-from shotcast.collectives import reference, rms_norm
+from shotcast import wire
+from shotcast.collectives import reference, separate_norm
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
 from shotcast.wire import Op
@@ -22,12 +23,16 @@ QUANTIZATIONS = ("", "static", "dynamic")
 
 
 class Case(NamedTuple):
-    """Rows of one length. ``rows`` is the number that a rank ends up with, also after a reduce-scatter."""
+    """Rows of one length. ``rows`` is the number that a rank ends up with, also after a reduce-scatter.
+
+    ``weight`` is the dtype of the weight where it is another than that of the rows.
+    """
 
     dtype: str
     rows: int
     hidden: int
     shift: int = 0
+    weight: str = ""
 
 
 class Data(NamedTuple):
@@ -36,6 +41,7 @@ class Data(NamedTuple):
     xs: list[torch.Tensor]
     residuals: list[torch.Tensor]
     weight: torch.Tensor
+    bias: torch.Tensor
     scale: torch.Tensor
 
 
@@ -69,17 +75,25 @@ def data(case: Case, shards: int, world_size: int, seed: int, device: torch.devi
     if case.rows > 3:
         for tensor in (*xs, *residuals):
             tensor[1 :: case.rows] = 0.0
-    weight = torch.linspace(-2, 2, case.hidden).to(dtype).to(device)
-    return Data(xs, residuals, weight, torch.tensor([0.031], device=device))
+    weight = torch.linspace(-2, 2, case.hidden).to(FLOATS[case.weight or case.dtype]).to(device)
+    return Data(xs, residuals, weight, weight.flip(0) / 2, torch.tensor([0.031], device=device))
 
 
-def close_to_exact(normed: torch.Tensor, new_residual: torch.Tensor, weight: torch.Tensor, what: Any) -> None:
+def close_to_exact(normed: torch.Tensor, new_residual: torch.Tensor, operands: Data, layer: bool, what: Any) -> None:
     """Check the norm against float64, within the errors of float32 steps and one rounding; NaN must agree."""
-    value = new_residual.double()
-    wanted = value / (value.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    value, weight = new_residual.double(), operands.weight.double()
+    largest = value.abs().amax(-1, keepdim=True)
+    if layer:
+        value = value - value.mean(-1, keepdim=True)
+    deviation = (value.square().mean(-1, keepdim=True) + EPS).sqrt()
+    wanted = value / deviation * weight
     # float32 steps: a mean of `hidden` squares, a square root, two products
-    inside = (value.shape[-1].bit_length() + 40) * torch.finfo(torch.float32).eps
-    bound = (inside + torch.finfo(normed.dtype).eps / 2 * 1.01) * wanted.abs() + torch.finfo(normed.dtype).tiny
+    steps = (value.shape[-1].bit_length() + 40) * torch.finfo(torch.float32).eps
+    inside = steps * wanted.abs()
+    if layer:  # the mean has an error of its own, and there is a last sum
+        inside = inside + steps * (weight.abs() * largest / deviation + operands.bias.double().abs())
+        wanted = wanted + operands.bias.double()
+    bound = inside + torch.finfo(normed.dtype).eps / 2 * 1.01 * wanted.abs() + torch.finfo(normed.dtype).tiny
     good = ((normed.double() - wanted).abs() <= bound) | (normed.isnan() & wanted.isnan())
     assert bool(good.all()), (what, normed[~good][:4], wanted[~good][:4])
 
@@ -96,19 +110,15 @@ def call(
     out: Any = None,
 ) -> Results:
     """Make one fused call by its public method."""
-    scale = operands.scale if quantize == "static" else None
-    common = (x, residual, operands.weight, EPS)
-    gather = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
-    if op is Op.ALL_REDUCE_RMS_NORM:
-        if not quantize:
-            normed, new_residual = comm.all_reduce_rms_norm(*common, algorithm=algorithm, out=out)
-            return Results(new_residual, normed)
-        got = comm.all_reduce_rms_norm_fp8(*common, scale, keeps, algorithm, out)
-    elif not quantize:
-        normed, new_residual = comm.reduce_scatter_rms_norm(*common, gather, algorithm, out)
+    layer, scatter = op in wire.LAYER_NORMS, op not in wire.ALL_REDUCE_NORMS
+    shift = (operands.bias,) if layer else ()
+    rows = (op in wire.GATHERED_NORMS,) if scatter else ()
+    make = getattr(comm, op.label.removesuffix("_all_gather") + ("_fp8" if quantize else ""))
+    if not quantize:
+        normed, new_residual = make(x, residual, operands.weight, *shift, EPS, *rows, algorithm, out)
         return Results(new_residual, normed)
-    else:
-        got = comm.reduce_scatter_rms_norm_fp8(*common, scale, keeps, gather, algorithm, out)
+    scale = operands.scale if quantize == "static" else None
+    got = make(x, residual, operands.weight, *shift, EPS, scale, keeps, *rows, algorithm, out)
     assert (got.normed is not None) == keeps
     assert got.scale is scale or scale is None
     return Results(got.new_residual, got.normed, got.quantized, got.scale)
@@ -116,15 +126,16 @@ def call(
 
 def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor, operands: Data) -> Results:
     """Compute the sum by a plain call, and then the norm."""
-    plain = comm.all_reduce if op is Op.ALL_REDUCE_RMS_NORM else comm.reduce_scatter
+    plain = comm.all_reduce if op in wire.ALL_REDUCE_NORMS else comm.reduce_scatter
     total = plain(x, algorithm="one_shot" if comm.topology.shape.nodes == 1 else "nvrar")
     # Clone the operands: the separate norm takes tensors that begin at multiples of 16 bytes.
+    kind = (wire.LAYER, operands.bias.clone()) if op in wire.LAYER_NORMS else ()
     norm, tensors = norm_operands(
-        "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, 1, False, None
+        "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, 1, False, None, *kind
     )
-    rms_norm.add_rms_norm(total, tensors, norm, comm.topology.kernels != "compiled")
+    separate_norm.norm_sum(total, tensors, norm, comm.topology.kernels != "compiled")
     normed = tensors.normed
-    if op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER:
+    if op in wire.GATHERED_NORMS:
         normed = comm.all_gather(normed)
     return Results(tensors.new_residual, normed)
 
@@ -136,9 +147,10 @@ FORMS = (("", True), ("static", True), ("dynamic", False), ("static", False), ("
 def check_case(comm: Communicator, case: Case, op: Op, seed: int, rng: random.Random, forms: int) -> int:
     """Check ``forms`` forms of one operation by every algorithm. Return the number of calls."""
     rank, size = comm.rank, comm.world_size
-    shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+    shards = 1 if op in wire.ALL_REDUCE_NORMS else size
     operands = data(case, shards, size, seed, comm.device)
-    operands = operands._replace(weight=shifted(operands.weight, case.shift))
+    weight, bias = shifted(operands.weight, case.shift), shifted(operands.bias, case.shift)
+    operands = operands._replace(weight=weight, bias=bias)
     x = shifted(operands.xs[rank], case.shift)
     residual = shifted(operands.residuals[rank % shards], case.shift)
     total = reference.tree_sum(operands.xs, comm.topology.layout)
@@ -146,9 +158,11 @@ def check_case(comm: Communicator, case: Case, op: Op, seed: int, rng: random.Ra
     everything = reference.add_residual(total, torch.cat(operands.residuals))
     plain = unfused(comm, op, x, residual, operands)
     check(plain.new_residual, wanted, (case, op, "unfused"))
-    gathered = op is Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
+    gathered = op in wire.GATHERED_NORMS
     assert plain.normed is not None
-    close_to_exact(plain.normed, everything if gathered else wanted, operands.weight, (case, op, "unfused"))
+    close_to_exact(
+        plain.normed, everything if gathered else wanted, operands, op in wire.LAYER_NORMS, (case, op, "unfused")
+    )
     done = 1
     known, shape = comm.topology.algorithms, comm.topology.shape
     algorithms = [
@@ -185,6 +199,7 @@ def cases(device: str, listed: list[Case], ops: list[Op], max_bytes: int, forms:
 
 
 FUSED = (Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER)
+LAYER_NORMS = wire.LAYER_NORMS
 
 
 def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: int) -> int:
@@ -196,7 +211,7 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
     with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         for seed, op in enumerate(FUSED):
-            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+            shards = 1 if op in wire.ALL_REDUCE_NORMS else size
             operands = data(Case(dtype, rows, hidden), shards, size, seed, comm.device)
             whole = op is not Op.REDUCE_SCATTER_RMS_NORM
             for algorithm, quantize in itertools.product(comm.candidates(operands.xs[0], op.label), QUANTIZATIONS):
@@ -244,7 +259,7 @@ def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], 
                 continue
             op = shared.choice(FUSED)
             case = Case(dtype, shared.randrange(most_rows + 1), shared.choice(lengths))
-            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+            shards = 1 if op in wire.ALL_REDUCE_NORMS else size
             operands = data(case, shards, size, number, comm.device)
             x, residual = operands.xs[rank], operands.residuals[rank % shards]
             total = reference.ordered_sum(operands.xs)
@@ -300,10 +315,10 @@ def sentinels(device: str) -> int:
     done = 0
     with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=20) as comm:
         for dtype, op in itertools.product(FLOATS.values(), FUSED):
-            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
+            shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
             whole = torch.full([2 * shards, 64 * dtype.itemsize], 0xFF, dtype=torch.uint8, device=comm.device)
             x, weight = whole.view(dtype), whole[0].view(dtype)
-            operands = Data([x], [x[:2]], weight, torch.ones(1, device=comm.device))
+            operands = Data([x], [x[:2]], weight, weight, torch.ones(1, device=comm.device))
             for algorithm in comm.candidates(x, op.label):
                 got = call(comm, op, x, x[:2], operands, "static", True, algorithm)
                 for value in (got.new_residual, got.normed, got.quantized):
@@ -320,13 +335,13 @@ def graphs(replays: int, hidden: int) -> None:
         shared, own = random.Random(1), random.Random(rank)
         captured = []
         for op, rows in itertools.product(FUSED, (1, 7, 64)):
-            shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else size
+            shards = 1 if op in wire.ALL_REDUCE_NORMS else size
             first = data(Case("bfloat16", rows, hidden), shards, size, rows, comm.device)
             x, residual = first.xs[rank].clone(), first.residuals[rank % shards].clone()
             for algorithm in comm.candidates(x, op.label):
                 if algorithm == "vendor":
                     continue
-                shape = residual.shape if op is Op.REDUCE_SCATTER_RMS_NORM else x.shape
+                shape = residual.shape if op in wire.REDUCE_SCATTER_NORMS else x.shape
                 plain = torch.empty(shape, dtype=x.dtype, device=comm.device), torch.empty_like(residual)
                 fp8 = Fp8Normed(
                     torch.empty(shape, dtype=torch.float8_e4m3fn, device=comm.device),
@@ -397,8 +412,8 @@ class Stopped(NamedTuple):
 
 def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.device) -> Fp8Normed:
     """Return outputs of zeros for a call to overwrite."""
-    whole = rows * (1 if op is Op.ALL_REDUCE_RMS_NORM else world_size)
-    here = rows if op is Op.REDUCE_SCATTER_RMS_NORM else whole
+    whole = rows * (1 if op in wire.ALL_REDUCE_NORMS else world_size)
+    here = rows if op in wire.REDUCE_SCATTER_NORMS else whole
     return Fp8Normed(
         torch.zeros(here, hidden, device=device).to(torch.float8_e4m3fn),
         torch.zeros(here, 1, device=device),
@@ -439,7 +454,7 @@ def stopped(device: str, op: Op, algorithm: str, victim: int, fault: int | str, 
     After a late rank, all ranks reset, and later calls must give the right results.
     """
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
-    shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
+    shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
     operands = data(Case("float32", 3, 64), shards, comm.world_size, 1, comm.device)
     x = operands.xs[comm.rank]
     for _ in range(4):  # write words into all generations
@@ -486,7 +501,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
     sync.POLLS_PER_CHECK = 8
     fused_reduce_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
     with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
-        shards = 1 if op is Op.ALL_REDUCE_RMS_NORM else comm.world_size
+        shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
         rows = comm.world_size if shards == 1 else 1  # one row for each rank
         operands = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)
         x = operands.xs[comm.rank]
@@ -507,7 +522,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
 
 
 def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]:
-    """Have the last rank request something else for the same rows. Return the error, and its fields.
+    """Have the last rank request something else of as many elements. Return the error, and its fields.
 
     After a reset, the results must be right.
     """
@@ -521,15 +536,24 @@ def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]
             "op": (Op.REDUCE_SCATTER_RMS_NORM, "static", True),
             "quantize": (gather, "dynamic", True),
             "normed": (gather, "static", False),
+            "weight": usual,
+            "kind": (Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER, "static", True),
+            "hidden": usual,
         }
+        if odd and what == "weight":
+            operands = operands._replace(weight=operands.weight.half())
+        rows, whole = (x, residual), operands
+        if odd and what == "hidden":
+            rows, operands = (x.view(-1, 32), residual.view(-1, 32)), operands._replace(weight=operands.weight[:32])
         error: BaseException | None = None
         try:
             op, quantize, keeps = others[what] if odd else usual
-            call(comm, op, x, residual, operands, quantize, keeps, "auto")
+            call(comm, op, *rows, operands, quantize, keeps, "auto")
             settle(comm)
         except shotcast.ShotcastError as caught:
             error = caught
         comm.reset()
+        operands = whole._replace(weight=whole.weight.float())
         got = call(comm, usual[0], x, residual, operands, "", True, "auto")
         check(got.normed, unfused(comm, gather, x, residual, operands).normed, "after reset")
         settle(comm)

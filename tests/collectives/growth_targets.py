@@ -104,7 +104,7 @@ def workspaces_of_graphs() -> list[list[int]]:
         for nbytes in (4, 4 * FIRST, LARGEST):
             one_call(comm, "two_shot", nbytes // 4, nbytes)
             x, out = torch.full([nbytes // 4], comm.rank + 1.0), torch.zeros(nbytes // 4)
-            problem = comm._resolver.problem(Op.ALL_REDUCE, x, "sum", 0, (), None)
+            problem = comm._resolver.problem(Op.ALL_REDUCE, x.dtype, x.numel(), "sum", 0, (), None)
             bound = comm._resolver.resolve(problem, "two_shot", True).bound
             bound.load()
             comm._executor.keep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -9,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from workers import check, inputs
+from communicator_targets import DTYPES, patterns
+from workers import check, inputs, shifted
 
 import shotcast
+from shotcast import wire
 from shotcast.collectives import reference
 
 Outcome = tuple[str, Any, float]
@@ -38,7 +41,9 @@ def other_operations() -> dict[str, str]:
         comm.barrier()
         assert torch.equal(comm.all_gather(x[:1]), torch.cat([one[:1] for one in xs]))
         assert torch.equal(comm.broadcast(x.clone(), 1), xs[1])
-        assert comm.all_reduce(x[:1], reduction="max")[0, 0] == 100 * (size - 1)
+        total = comm.reduce(x, 1)
+        assert torch.equal(total, torch.stack(xs).sum(0)) if rank == 1 else not total.numel()
+        assert comm.all_reduce(x[:1], reduction="prod")[0, 0] == 0
         received = torch.empty(5)
         for _ in range(3):  # the first call connects
             if rank == 0:
@@ -60,13 +65,53 @@ def other_operations() -> dict[str, str]:
             normed, new_residual = comm.all_reduce_rms_norm(x, residual, weight, algorithm=algorithm)
             check(new_residual, reference.add_residual(total, residual), ("new residual", algorithm))
             assert torch.allclose(normed, reference.rms_norm(new_residual, weight, 1e-6))
+            normed, _ = comm.all_reduce_layer_norm(x, residual, weight, weight, algorithm=algorithm)
+            assert torch.allclose(normed, reference.layer_norm(new_residual, weight, weight, 1e-5), atol=1e-6)
         comm.check()
         cost = comm.topology.network_cost
         assert len(set(comm._host.all_gather(cost))) == 1, "so all choose alike"
         assert all(1.0 < one < 1e6 for one in (cost.step_us, cost.to_all[0]))
         assert all(1e-3 < one < 1e3 for one in (cost.bw_gbps, cost.to_all[1]))
-        names = ("all_reduce", "all_gather", "send", "barrier", "reduce_scatter", "all_reduce_rms_norm")
+        names = ("all_reduce", "all_gather", "send", "barrier", "reduce_scatter", "reduce", "all_reduce_rms_norm")
         return {name: str(comm.explain(x, name)) for name in names}
+
+
+def reductions() -> dict[str, str]:
+    """Check reduces and all reductions but sums between nodes, bit by bit. Return who serves them, and why."""
+    found = {}
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        rank, size, layout = comm.rank, comm.world_size, comm.topology.layout
+        for number, (dtype, count) in enumerate(itertools.product(DTYPES.values(), (0, 1, 13, 4099))):
+            xs = [patterns(count, dtype, 100 * number + r) for r in range(size)]
+            name, root = str(dtype).removeprefix("torch."), number % size
+            for reduction in wire.REDUCED.get(name, ()):
+                what = (name, count, reduction, root)
+                sums = reduction == "sum" and name in wire.REDUCIBLE
+                wanted = reference.tree_all_reduce(xs, rank, layout) if sums else reference.reduced(xs, reduction)
+                x = shifted(xs[rank], number % 2)
+                explained = comm.explain(x, "reduce", reduction=reduction)
+                found[f"{reduction} of {name}"] = str(explained)
+                if explained.algorithm != "nvrar_pairs":
+                    continue
+                out = x.clone() if number % 3 else None
+                got = comm.reduce(x if out is None else out, root, out=out, reduction=reduction)
+                if rank == root:
+                    check(got, wanted, what)
+                else:
+                    assert got.numel() == 0, what
+                    assert out is None or out.numel() == 0 or same(out, xs[rank]), (*what, "left alone")
+                check(comm.all_reduce(x, reduction=reduction, algorithm="nvrar_pairs"), wanted, what)
+        whole = torch.arange(200_003, dtype=torch.int64) * 2**rank
+        wanted = reference.reduced([torch.arange(200_003, dtype=torch.int64) * 2**r for r in range(size)], "bor")
+        got = comm.reduce(whole, 1, reduction="bor")
+        assert torch.equal(got, wanted if rank == 1 else wanted[:0]), "a slice in several pieces"
+        comm.check()
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes."""
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def faults() -> list[Outcome]:
@@ -86,6 +131,16 @@ def faults() -> list[Outcome]:
         xs = inputs(300, torch.bfloat16, comm.world_size, 3, "cpu")
         expected = reference.tree_all_reduce(xs, comm.rank, comm.topology.layout)
         check(comm.all_reduce(xs[comm.rank]), expected, "after reset")
+        comm.reduce(x, 0)
+        if comm.rank == last:
+            time.sleep(1.5)
+        seen.append(outcome(lambda: (comm.reduce(x, 0), comm.barrier())))
+        comm.reset()
+        root = 1 if comm.rank == last else 0
+        seen.append(outcome(lambda: (comm.reduce(x, root), comm.barrier())))
+        comm.reset()
+        got = comm.reduce(xs[comm.rank], last)
+        check(got, expected if comm.rank == last else got, "after another reset")
     return seen
 
 

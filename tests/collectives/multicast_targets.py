@@ -19,7 +19,7 @@ import shotcast
 from shotcast.collectives import reference
 from shotcast.wire import Op
 
-LATE_S = 5.0
+LATE_S = 3.5
 """Seconds after the deadline at which a late rank comes. A poll of the interpreter can take 10 ms on a busy machine."""
 
 

@@ -19,9 +19,7 @@ from shotcast.collectives.choice import agreement
 def as_host(name: str) -> Any:
     """Return a patch by which this rank takes itself for one on the host ``name``."""
     place = nodes._place
-    return mock.patch.object(
-        nodes, "_place", lambda device, declared: place(device, declared)._replace(host=name, launcher=name)
-    )
+    return mock.patch.object(nodes, "_place", lambda *arguments: place(*arguments)._replace(host=name, launcher=name))
 
 
 def error_of_construction(declared: Mapping[int, str] | None = None) -> str:

@@ -39,6 +39,15 @@ def test_written_tensors_and_reductions_against_plain_torch(world_size: int) -> 
     shared_ranks.run(autograd_programs.against_plain_torch, world_size, names)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_of_reduce_in_place_against_plain_torch(world_size: int) -> None:
+    shared_ranks.run(targets.reduced_in_place, world_size, timeout_s=60)
+
+
+def test_constants_of_a_root_and_messages_leave_no_history() -> None:
+    shared_ranks.run(targets.forgotten_histories, 2, timeout_s=60)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_writes_raise_versions(world_size: int) -> None:
     shared_ranks.run(targets.raised_versions, world_size)

@@ -38,10 +38,14 @@ class TestValues:
     def test_whole_matrix(self, world_size: int, shift: int, max_bytes: int | None) -> None:
         shotcast.spawn(matrix, world_size, "cpu", list(FLOATS), MANY_COUNTS, shift, max_bytes, timeout_s=800)
 
-    @pytest.mark.parametrize(("world_size", "shift"), [(2, 1), (3, 0), (6, 1)])
+    @pytest.mark.parametrize(("world_size", "shift"), [(2, 1), (3, 0), pytest.param(6, 1, marks=pytest.mark.full)])
     def test_copies_of_every_dtype(self, world_size: int, shift: int) -> None:
         done = shotcast.spawn(targets.copies_of_every_dtype, world_size, [0, 1, 13], shift, timeout_s=100)
         assert set(done) == {3 * len(wire.DTYPES)}
+
+    @pytest.mark.parametrize(("world_size", "part"), [(2, 0), (3, 1)])
+    def test_every_reduction(self, world_size: int, part: int) -> None:
+        shotcast.spawn(targets.every_reduction, world_size, part, 2, timeout_s=60)
 
     @pytest.mark.parametrize("world_size", [2, 4, 7])
     def test_changing_sizes_with_stragglers(self, world_size: int) -> None:
@@ -60,7 +64,7 @@ class TestValues:
     def test_rms_norm(self) -> None:
         shotcast.spawn(targets.rms_norms, 3, timeout_s=60)
 
-    @pytest.mark.parametrize("world_size", [2, 5])
+    @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.full)])
     def test_messages(self, world_size: int) -> None:
         shotcast.spawn(targets.messages, world_size, timeout_s=60)
 

@@ -260,7 +260,7 @@ class TestMismatch:
 
     def test_mismatch_is_found_before_the_vendor_runs(self) -> None:
         for seen in shotcast.spawn(targets.different_calls, 3, 2, timeout_s=50):
-            assert len(seen) == 9
+            assert len(seen) == 10
             for what, (error, took) in seen.items():
                 assert error.differing == (2,), what
                 assert what.split(",")[0] in error.fields, (what, error)

@@ -39,6 +39,28 @@ def test_values(world_size: int, op: Op, dtype: str) -> None:
     assert min(done) == max(done) >= len(listed) * 2
 
 
+@pytest.mark.parametrize("op", targets.LAYER_NORMS, ids=lambda op: op.label)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_layer_norms(world_size: int, op: Op) -> None:
+    """Compare as above, with weights of each dtype: tiles and whole rows, one program a row and up to 64."""
+    listed = [
+        Case(dtype, rows, LENGTHS[(2 * turn + rows) % 8], rows % 2, weight)
+        for turn, (dtype, weight) in enumerate(itertools.product(DTYPES, ["", "float32", "bfloat16"]))
+        for rows in (1, 33)
+    ]
+    listed += [Case("bfloat16", 3, 16384, 0, "float32"), Case("bfloat16", 700, 4096)]
+    done = shotcast.spawn(targets.cases, world_size, "cuda", listed, [op], 64 << 20, 1, timeout_s=480)
+    assert min(done) == max(done) >= len(listed) * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_weights_of_another_dtype(world_size: int, dtype: str) -> None:
+    weights = [weight for weight in DTYPES if weight != dtype]
+    listed = [Case(dtype, 5, hidden, 0, weight) for weight, hidden in itertools.product(weights, (72, 4096))]
+    shotcast.spawn(targets.cases, world_size, "cuda", listed, list(FUSED), 16 << 20, 1, timeout_s=480)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_bits_do_not_depend_on_algorithm_or_batch(world_size: int) -> None:
     results = shotcast.spawn(targets.bits_of_every_algorithm, world_size, "cuda", LENGTHS, timeout_s=300)
@@ -100,7 +122,9 @@ def test_reset_after_a_late_rank(world_size: int, op: Op, algorithm: str) -> Non
         expect_timeout(outcome, 0, 2.0, op)
 
 
-@pytest.mark.parametrize(("what", "field"), [("op", "op"), ("quantize", "root"), ("normed", "root")])
+@pytest.mark.parametrize(
+    ("what", "field"), [("op", "op"), ("quantize", "root"), ("normed", "root"), ("weight", "root"), ("kind", "op")]
+)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mismatch(world_size: int, what: str, field: str) -> None:
     for error, fields in shotcast.spawn(targets.mismatched, world_size, "cuda", what, timeout_s=60):

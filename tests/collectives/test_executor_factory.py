@@ -28,8 +28,8 @@ class TwoRanks:
 
     world_size, order, name = 2, (0, 1), "two"
 
-    def __init__(self, others_obstacle: str = "", others_multicast: bool = True, rank: int = 1):
-        self.rank = rank
+    def __init__(self, others_obstacle: str = "", others_multicast: bool = True, rank: int = 1, others_number: int = 0):
+        self.rank, self.others_number = rank, others_number
         self.others_obstacle = others_obstacle
         self.others_multicast = others_multicast
 
@@ -37,7 +37,7 @@ class TwoRanks:
         if isinstance(value, tuple) and len(value) == 4:  # what the arena offers
             return [("other", "other/0", {}, True), value]
         if isinstance(value, tuple):
-            return [("GPU-0",), value]
+            return [("GPU-0", self.others_number), value]
         if isinstance(value, bool):
             return [self.others_multicast, value]
         return [self.others_obstacle, value]
@@ -48,9 +48,9 @@ class Buffer:
 
     addresses, multicast_address = (1 << 20, 1 << 30), 1 << 40
 
-    def __init__(self, group: Any, nbytes: int, device: torch.device, shared: bool):
+    def __init__(self, group: Any, nbytes: int, device: torch.device, repeated: bool):
         self.nbytes = nbytes
-        built["buffer"] = device, shared
+        built["buffer"] = device, repeated
 
     def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -99,10 +99,8 @@ def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     both = torch.device("cuda", 0)
-    built_executor = build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print)
-    assert (
-        "several ranks use one GPU (0, 1 use GPU-0), which SHOTCAST_SHARE_GPUS=1 would allow" in built_executor.obstacle
-    )
+    with pytest.raises(ConfigError, match=r"ranks 0, 1 use one GPU, GPU-0: .*SHOTCAST_SHARE_GPUS=1"):
+        build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print)
     assert not built
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
     assert build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print).kernels == "triton"
@@ -111,13 +109,43 @@ def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert built["buffer"][-1] is False, "these have one each"
 
 
-def test_a_gpu_that_this_process_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one visible GPU a rank, all have the number 0; they are not one GPU."""
+def test_one_gpu_under_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with other orders in CUDA_VISIBLE_DEVICES share a GPU, although their numbers differ."""
+    monkeypatch.setattr("shotcast.collectives.executor_factory.uuid_of", lambda device: "GPU-0")
+    with pytest.raises(ConfigError, match="ranks 0, 1 use one GPU, GPU-0"):
+        build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+    monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
+    build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+    assert built["buffer"][-1] is True
+
+
+def one_visible(monkeypatch: pytest.MonkeyPatch, access: bool | None) -> tuple[str, str]:
+    """Build where this rank sees GPU-1 alone, as number 0, and NVML says ``access``. Return kernels and obstacle."""
     factory = "shotcast.collectives.executor_factory"
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: "GPU-1")
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-1": 0})
-    obstacle = build_executor(TwoRanks(), ONE_NODE, torch.device("cuda", 0), 1 << 20, 3.0, registered(), print).obstacle
-    assert obstacle == "rank 1: this process does not see the GPU of rank 0, GPU-0: CUDA_VISIBLE_DEVICES hides it"
+    monkeypatch.setattr(f"{factory}.nvml.peer_access", lambda *gpus: access if gpus == ("GPU-1", "GPU-0") else None)
+    made = build_executor(TwoRanks(), ONE_NODE, torch.device("cuda", 0), 1 << 20, 3.0, registered(), print)
+    return made.kernels, made.obstacle
+
+
+def test_gpus_that_their_processes_see_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one visible GPU a rank, all have the number 0; they are not one GPU, and PyTorch has to be told so."""
+    assert one_visible(monkeypatch, True) == ("triton", "")
+    assert built["buffer"] == (torch.device("cuda", 0), True)
+
+
+def test_a_hidden_gpu_without_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one_visible(monkeypatch, False) == ("", "rank 1: GPU 0 has no peer access to the GPU of rank 0, GPU-0")
+    assert not built
+
+
+def test_a_gpu_that_nothing_here_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, obstacle = one_visible(monkeypatch, None)
+    assert not kernels
+    assert obstacle == (
+        "rank 1: this process does not see the GPU of rank 0, GPU-0, and NVML knows nothing of it: a container hides it"
+    )
 
 
 def test_logical_nodes_are_joined_by_peer_stores() -> None:

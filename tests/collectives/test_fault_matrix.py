@@ -26,11 +26,16 @@ QUICK = {
         ("mismatched", "broadcast"),
         ("stopped", "recv"),
         ("mismatched", "all_to_all"),
+        ("late", "reduce"),
+        ("absent", "all_to_all_uneven"),
+        ("mismatched", "gather"),
+        ("stopped", "scatter"),
         ("killed", "all_reduce"),
     ],
     "vendor": [
         ("late", "barrier"),
         ("absent", "all_reduce_int"),
+        ("mismatched", "all_reduce_max"),
         ("mismatched", "send"),
         ("stopped", "all_reduce_rms_norm"),
         ("late", "reduce_scatter_rms_norm_all_gather"),
@@ -38,6 +43,8 @@ QUICK = {
     ],
 }
 INSIDE = ("stopped", "vendor")
+_BESIDE_OTHERS_S = 3.0
+"""The grace where two jobs and other tests share the cores."""
 
 
 def quick(path: str) -> list[Case]:
@@ -48,7 +55,7 @@ def quick(path: str) -> list[Case]:
 
 def test_a_few_cells() -> None:
     with ThreadPoolExecutor() as pool:  # these ranks mostly wait
-        for outcomes in pool.map(lambda path: runs.run(quick(path), "cpu", 40), matrix.PATHS):
+        for outcomes in pool.map(lambda path: runs.run(quick(path), "cpu", 40, grace_s=_BESIDE_OTHERS_S), matrix.PATHS):
             assert runs.complaints(outcomes) == []
 
 
@@ -76,8 +83,7 @@ def test_cells_exist_or_say_why_not(device: str) -> None:
     assert len(existing) + sum(missing.values()) == 2 * product, "each with and without a fault inside the library"
     assert len(set(existing)) == len(existing)
     known = {cell for cell in existing if not cell.inside}
-    integers = len(matrix.FAULTS) * len(matrix.MODES)
-    assert len(known) == (product - integers if device == "cuda" else (product - integers) // 2)
+    assert len(known) == (product if device == "cuda" else product // 2)
     jobs = matrix.jobs(device, 2, 1.0)
     assert [case.cell for cases in jobs for case in cases] == existing
     for cases in jobs:
@@ -87,7 +93,7 @@ def test_cells_exist_or_say_why_not(device: str) -> None:
 
 def test_draws_reach_every_value() -> None:
     for device in ("cpu", "cuda"):
-        drawn = matrix.draws(2000, 1, device, (2, 3), (0.3, 1.0))
+        drawn = matrix.draws(3000, 1, device, (2, 3), (0.3, 1.0))
         assert {case.cell for case in drawn} == set(matrix.cells(device))
         for values in (matrix.DIFFERENCES, matrix.DTYPES):
             reached = {(case.cell.operation, case.difference) for case in drawn}

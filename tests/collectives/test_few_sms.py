@@ -164,7 +164,7 @@ def test_copies_by_engines_cost_every_meeting_and_the_copy_into_the_window(op: O
 def test_the_library_serves_what_few_sms_cannot() -> None:
     choice = choose(problem(dtype="float64"), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
-    assert "own kernels add up" in choice.reason
+    assert "only one_shot and two_shot do more than sum" in choice.reason
     assert legal(problem(Op.ALL_TO_ALL, dtype="float64")) == ["few_sms", "copy_engines", "vendor"]
     assert legal(problem(Op.BROADCAST)) == ["vendor"]
     with pytest.raises(ConfigError, match=r"two_shot cannot serve .*: it does not keep to a number of SMs"):
@@ -269,7 +269,8 @@ def test_launches_fit_into_the_window(
     assert shape.chunk_bytes % 16 == 0
     form = topology.algorithms["few_sms"].forms[op]
     assert form.launch_obstacle(case, shape) == form.obstacle(case)
-    assert not form.obstacle(case) or topology.max_bytes < 1 << 20, "only of a small window"
+    short = topology.max_bytes < 1 << 20 or topology.kernels == "interpreter"  # 4 KiB a step where there is no GPU
+    assert not form.obstacle(case) or short, "only of a small window, or of short steps"
     used = shape.programs * layout.PLACES_IN_WINDOW * world_size * shape.chunk_bytes
     assert used <= where.window_quads * layout.QUAD
     if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.kernels == "triton" and not sizes:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import node_targets as targets
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shotcast
 from shotcast.collectives import fingerprints
-from shotcast.collectives.nodes import Place, layout_of
+from shotcast.collectives.nodes import Place, find_nodes, layout_of
 from shotcast.wire import NodeShape
 
 HERE = Place("a", "boot", 5, "0", 0, 0)
@@ -50,6 +54,27 @@ def test_logical_nodes() -> None:
     # two launchers on one host each begin with local rank 0
     launched = [HERE._replace(launcher=str(rank // 2), local_rank=rank % 2, ranks_per_node=2) for rank in range(4)]
     assert layout_of(launched).members == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own"), [(["A", "B", "C"], True), (["A", "B", "A"], False), (["A", "", "C"], False), (["", "", ""], False)]
+)
+def test_undecided_ranks_take_gpus_if_each_has_its_own(monkeypatch: Any, gpus: list[str], own: bool) -> None:
+    """Launchers may show each rank one GPU, or all ranks the same; ranks without a GPU keep the others from theirs."""
+    found = []
+    for rank, gpu in enumerate(gpus):
+        monkeypatch.setattr("shotcast.collectives.nodes.visible_gpus", lambda gpu=gpu: {gpu: 0})
+        told: list[Place] = []
+
+        def all_gather(place: Place, what: str, told: list[Place] = told) -> list[Place]:
+            told.append(place)
+            return [place._replace(gpu=other) for other in gpus]
+
+        host: Any = SimpleNamespace(rank=rank, all_gather=all_gather)
+        nodes = find_nodes(host, torch.device("cpu"), undecided=gpu != "")
+        found.append(nodes.own_gpus)
+        assert (told[0].gpu, nodes.layout.nodes) == (gpu, 1)
+    assert found == [own] * 3
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(0, 4))

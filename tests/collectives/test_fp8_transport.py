@@ -19,7 +19,7 @@ FLOATS = ["float32", "float16", "bfloat16"]
     [
         (2, {"float32": [0, 1, 5, 513, 2048], "bfloat16": [1, 257, 2048, 4099]}),
         (3, {"float16": [0, 7, 129, 1537]}),
-        (4, {"bfloat16": [3, 1000], "float32": [8, 2050]}),
+        pytest.param(4, {"bfloat16": [3, 1000], "float32": [8, 2050]}, marks=pytest.mark.full),
         pytest.param(5, {"float32": [1, 3000]}, marks=pytest.mark.full),
         pytest.param(
             8,
@@ -76,7 +76,7 @@ def test_bits_do_not_depend_on_the_launch() -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("world_size", "fault"), [(2, "killed"), (3, "stopped")])
+@pytest.mark.parametrize(("world_size", "fault"), [(2, "killed"), pytest.param(3, "stopped", marks=pytest.mark.full)])
 def test_killed_or_stopped_rank(world_size: int, fault: str) -> None:
     victim, timeout_s = world_size - 1, 600.0 if fault == "killed" else 3.0
     arguments = ("cpu", "two_shot_fp8", victim, SIGNALS[fault], timeout_s)

@@ -6,11 +6,11 @@ import fused_cpu_targets as cpu_targets
 import fused_targets as targets
 import pytest
 from fused_targets import Case
+from workers import FLOATS
 
 import shotcast
-from shotcast.wire import Op
 
-OPS = [Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER]
+OPS = list(targets.FUSED)
 ROWS = [(0, 8), (1, 1), (5, 7), (4, 129), (6, 64), (3, 2880)]
 
 
@@ -25,6 +25,47 @@ def test_every_operation_and_form(world_size: int, max_bytes: int, shift: int) -
     done = shotcast.spawn(targets.cases, world_size, "cpu", listed, OPS, max_bytes, timeout_s=100)
     algorithms = 4
     assert done == [len(listed) * (len(OPS) + 5 * algorithms)] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "max_bytes"), [(2, 1 << 20), (5, 1)])
+def test_layer_norms(world_size: int, max_bytes: int) -> None:
+    weights = ("", "float32", "bfloat16")
+    listed = [Case(dtype, *rows, n % 2, weights[n % 3]) for dtype in FLOATS for n, rows in enumerate(ROWS[1:])]
+    listed = listed[:: 1 if world_size == 2 else 3]
+    done = shotcast.spawn(targets.cases, world_size, "cpu", listed, list(targets.LAYER_NORMS), max_bytes, 2)
+    algorithms = 4
+    assert done == [len(listed) * (len(OPS) + 2 * algorithms)] * world_size
+
+
+def test_a_rank_that_norms_otherwise_is_named() -> None:
+    for error, fields in shotcast.spawn(targets.mismatched, 2, "cpu", "kind", timeout_s=60):
+        assert isinstance(error, shotcast.CollectiveMismatch), error
+        assert fields[0] == "op"
+        assert "reduce_scatter_layer_norm_all_gather(float32" in str(error)
+        assert "reduce_scatter_rms_norm_all_gather(float32" in str(error)
+        assert "bias" in str(error)
+
+
+def test_weights_of_another_dtype() -> None:
+    pairs = [(dtype, weight) for dtype in FLOATS for weight in FLOATS if weight != dtype]
+    listed = [Case(dtype, 2 + turn % 2, 129 + turn, turn % 2, weight) for turn, (dtype, weight) in enumerate(pairs)]
+    done = shotcast.spawn(targets.cases, 2, "cpu", listed, OPS, 1 << 18, 2, timeout_s=100)
+    algorithms = 4
+    assert done == [len(listed) * (len(OPS) + 2 * algorithms)] * 2
+
+
+def test_ranks_with_weights_of_different_dtypes_are_named() -> None:
+    for error, fields in shotcast.spawn(targets.mismatched, 2, "cpu", "weight", timeout_s=60):
+        assert isinstance(error, shotcast.CollectiveMismatch), error
+        assert fields == ["root"]
+        assert "static FP8 and the norm, weight of float16" in str(error)
+
+
+def test_ranks_with_rows_of_different_lengths_are_named() -> None:
+    for error, fields in shotcast.spawn(targets.mismatched, 2, "cpu", "hidden", timeout_s=60):
+        assert isinstance(error, shotcast.CollectiveMismatch), error
+        assert "launch" in fields
+        assert " in rows or launch #" in str(error)
 
 
 def test_fused_operations_are_one_call_and_work_in_place() -> None:

@@ -38,19 +38,43 @@ def test_operations_that_the_library_carries() -> None:
     for name in ("barrier", "send", "all_gather"):
         assert "one_shot (chunks of default bytes)" in reasons[name]
     assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce_rms_norm"]
+    assert "legal: nvrar_pairs, vendor" in reasons["reduce"]
     assert "vendor, by legality: no own kernel carries reduce_scatter between hosts" in reasons["reduce_scatter"]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "ranks"), [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full) for shape in ((3, 1), (3, 2), (5, 1)))]
+)
+def test_reductions_between_hosts(nodes: int, ranks: int) -> None:
+    """A reduce has the bits of an all_reduce; of other reductions, those go between nodes that no order changes."""
+    env = {"SHOTCAST_RANKS_PER_NODE": str(ranks)}
+    for found in shotcast.spawn(targets.reductions, nodes * ranks, env=env, timeout_s=200):
+        own = {name for name, text in found.items() if ": nvrar_pairs (" in text}
+        left = set(found) - own
+        floats = ("float32", "float16", "bfloat16", "float64")
+        assert left == {
+            *(f"{reduction} of {dtype}" for dtype in floats for reduction in ("prod", "avg")),
+            *("sum of float64", *(f"{how} of complex{bits}" for how in ("sum", "avg") for bits in (64, 128))),
+        } & set(found)
+        assert (
+            "nodes are reduced one with another, and prod of float32 is in the order of ranks"
+            in found["prod of float32"]
+        )
+        assert {"sum of bfloat16", "max of float64", "prod of int64", "sum of bool"} <= own
+
+
 def test_faults_name_ranks_and_nodes() -> None:
-    for late, mismatch in shotcast.spawn(targets.faults, 4, env=TWO_A_NODE, timeout_s=60):
-        kind, (reason, missing, where), took = late
-        assert (kind, reason, missing) == ("CollectiveTimeout", "late", (3,))
-        assert where.startswith("3 (node ")
-        assert where.endswith("/1)")
-        assert took < 0.6 + 1
-        kind, named, took = mismatch
-        assert (kind, named) == ("CollectiveMismatch", ((3,), ("nbytes",)))
-        assert took < 0.6 + 1
+    for seen in shotcast.spawn(targets.faults, 4, env=TWO_A_NODE, timeout_s=60):
+        for late in seen[::2]:
+            kind, (reason, missing, where), took = late
+            assert (kind, reason, missing) == ("CollectiveTimeout", "late", (3,))
+            assert where.startswith("3 (node ")
+            assert where.endswith("/1)")
+            assert took < 0.6 + 1
+        for mismatch, field in zip(seen[1::2], ("nbytes", "root"), strict=True):
+            kind, named, took = mismatch
+            assert (kind, named) == ("CollectiveMismatch", ((3,), (field,)))
+            assert took < 0.6 + 1
 
 
 def test_the_deadline_of_calls_is_not_that_of_the_construction() -> None:

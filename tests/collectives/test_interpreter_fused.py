@@ -7,7 +7,7 @@ import itertools
 import fused_targets as targets
 import pytest
 from fused_targets import FUSED, Case, Stopped
-from interpreter_targets import in_turn, with_late_programs
+from interpreter_targets import in_turn, several_tiles_a_program, with_late_programs
 from test_interpreter import interpreted
 from workers import SIGNALS
 
@@ -26,6 +26,9 @@ CASES = {
         Case("float16", 9, 576),
         Case("float32", 0, 64),
         Case("bfloat16", 2, 2048),
+        Case("bfloat16", 2, 576, 1, "float32"),
+        Case("float32", 2, 64, 0, "bfloat16"),
+        Case("float16", 1, 1000, 0, "bfloat16"),
     ],
     3: [Case("float16", 4, 64), Case("bfloat16", 1, 1000), Case("float32", 3, 2048)],
     4: [Case("float32", 2, 576), Case("float16", 1, 2048), Case("bfloat16", 7, 576, shift=1)],
@@ -41,11 +44,26 @@ def test_cases_cover_all_dtypes_lengths_and_shifts() -> None:
     assert {case.shift for case in listed} == {0, 1}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n > 3)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n > 2)])
 def test_values(world_size: int) -> None:
     listed = CASES[world_size]
     done = interpreted(targets.cases, world_size, "cpu", listed, list(FUSED), 1 << 18, 2)
     assert done == [(5 + 3 + 3) * len(listed)] * world_size, "two forms by each algorithm, and an unfused call"
+
+
+LAYER_CASES = [
+    Case("bfloat16", 5, 64, 0, "float32"),
+    Case("float32", 2, 1000, 1),
+    Case("float16", 2, 576, 0, "bfloat16"),
+    Case("bfloat16", 1, 2048),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.full)])
+def test_layer_norms(world_size: int) -> None:
+    ops = list(targets.LAYER_NORMS)
+    done = interpreted(targets.cases, world_size, "cpu", LAYER_CASES, ops, 1 << 18, 2)
+    assert done == [(5 + 3 + 3) * len(LAYER_CASES)] * world_size, "two forms by each algorithm, and an unfused call"
 
 
 @pytest.mark.full
@@ -66,6 +84,10 @@ def test_bits_do_not_depend_on_algorithm_or_batch(world_size: int) -> None:
 def test_results_in_given_tensors() -> None:
     calls = [("cpu", "bfloat16", 5, 72, shift) for shift in (0, 1)]
     assert interpreted(in_turn, 2, targets.into_given_tensors, calls) == [[12, 12]] * 2
+
+
+def test_programs_with_several_tiles_give_the_same_bits() -> None:
+    assert interpreted(several_tiles_a_program, 2) == [18, 18]
 
 
 def test_sentinels_arrive_as_nan() -> None:
@@ -132,7 +154,7 @@ def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_reset_after_a_late_rank(world_size: int) -> None:
     kinds = [(op, algorithm) for op, algorithm, size in TROUBLE if size == world_size]
     calls = [("cpu", *kind, 0, "late", 2.0) for kind in kinds]
@@ -163,7 +185,7 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
 @pytest.mark.timing
 def test_mismatch() -> None:
     """Ranks that request different things for the same rows raise an error that says so."""
-    kinds = {"op": "op", "quantize": "root", "normed": "root"}
+    kinds = {"op": "op", "quantize": "root", "normed": "root", "weight": "root", "kind": "op", "hidden": "launch"}
     for each in interpreted(in_turn, 2, targets.mismatched, [("cpu", what) for what in kinds]):
         for (what, field), (error, fields) in zip(kinds.items(), each, strict=True):
             assert isinstance(error, shotcast.CollectiveMismatch), error

@@ -42,8 +42,7 @@ def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
     "world_size",
     [
         2,
-        3,
-        pytest.param(4, marks=pytest.mark.full),
+        *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4)),
         pytest.param(8, marks=[pytest.mark.full, pytest.mark.timeout(600)]),
     ],
 )
@@ -109,7 +108,7 @@ def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reas
     [(3, "killed", "multimem"), (2, "stopped", "multimem"), (2, "killed", "two_shot")],
 )
 def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> None:
-    victim, timeout_s = world_size - 1, 600.0 if fault == "killed" else 3.0
+    victim, timeout_s = world_size - 1, 600.0 if fault == "killed" else 2.0
     results = interpreted(
         killed,
         world_size,

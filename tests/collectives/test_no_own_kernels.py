@@ -18,7 +18,9 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: {device, peer} != {0, 2})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     gpus = {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2}
-    monkeypatch.setattr("shotcast.collectives.executor_factory.visible_gpus", lambda: gpus)
+    factory = "shotcast.collectives.executor_factory"
+    monkeypatch.setattr(f"{factory}.visible_gpus", lambda: gpus)
+    monkeypatch.setattr(f"{factory}.uuid_of", lambda device: list(gpus)[device.index])
     assert peer_obstacle(torch.device("cuda", 1), dict(enumerate(gpus))) == ""
     obstacle = peer_obstacle(torch.device("cuda", 0), dict(enumerate(gpus)))
     assert obstacle == "GPU 0 has no peer access to GPU 2"
@@ -29,10 +31,6 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GPU 0 has no peer access to GPU 2" in choice.reason
     with pytest.raises(shotcast.ConfigError, match="GPU 0 has no peer access to GPU 2"):
         choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", topology), "two_shot", "auto", ())
-
-
-def test_two_ranks_on_one_gpu() -> None:
-    assert "several ranks use one GPU" in peer_obstacle(torch.device("cuda", 0), {0: "GPU-a", 1: "GPU-a"})
 
 
 def nine() -> tuple[list[float], str]:

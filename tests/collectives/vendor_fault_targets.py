@@ -150,7 +150,7 @@ def ended_by_a_handler() -> tuple[str, float]:
 
     with Communicator(device="cpu", timeout_s=60) as comm:
         x = torch.ones(5).int()
-        comm.all_reduce(x)
+        comm.all_reduce(x, algorithm="vendor")
         comm._host.barrier()
         if comm.rank == 0:
             time.sleep(1.2)
@@ -160,9 +160,9 @@ def ended_by_a_handler() -> tuple[str, float]:
         begun = time.monotonic()
         if comm.rank == 0:
             with contextlib.suppress(shotcast.CollectiveTimeout):
-                comm.all_reduce(x)  # the library may complete what rank 1 had begun
+                comm.all_reduce(x, algorithm="vendor")  # the library may complete what rank 1 had begun
         with pytest.raises((TimeoutError, shotcast.CollectiveTimeout)) as caught:
-            comm.all_reduce(x)
+            comm.all_reduce(x, algorithm="vendor")
         took = time.monotonic() - begun
         comm.reset()
         assert comm.all_reduce(x).tolist() == [2] * 5
@@ -173,8 +173,8 @@ def ended_by_a_handler() -> tuple[str, float]:
 def stopped_inside(victim: int) -> Outcome | None:
     """Stop the victim after all have begun a call, within the library, for longer than the deadline."""
     with Communicator(device="cpu", timeout_s=20) as comm:
-        x = torch.ones(100_000).long()
-        comm.all_reduce(x)
+        x = torch.ones(100_000)
+        comm.all_reduce(x, algorithm="vendor")
         pids = comm._host.all_gather(os.getpid())
         comm.set_timeout(0.6)
         if comm.rank == victim:
@@ -189,7 +189,7 @@ def stopped_inside(victim: int) -> Outcome | None:
             vendor.run = stop_first
         elif comm.rank == (victim + 1) % comm.world_size:
             threading.Timer(2.0, os.kill, (pids[victim], signal.SIGCONT)).start()
-        seen = _outcome(lambda: comm.all_reduce(x))
+        seen = _outcome(lambda: comm.all_reduce(x, algorithm="vendor"))
         if comm.rank == (victim + 1) % comm.world_size:
             time.sleep(2.0)
         comm.set_timeout(20)
@@ -205,5 +205,5 @@ def absent_at_the_connection(victim: int) -> Outcome | None:
         if comm.rank == victim:
             time.sleep(1.2)
             return None
-        return _outcome(lambda: comm.all_reduce(torch.ones(3).long()))
+        return _outcome(lambda: comm.all_reduce(torch.ones(3), algorithm="vendor"))
     return None

@@ -7,7 +7,7 @@ names. The built-in ones are the modules of :mod:`shotcast.collectives.algorithm
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from shotcast import wire
 from shotcast.cost.collective import NO_NETWORK, NetworkCost, Work
 from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.wire import LaunchShape, NodeShape, Norm, Op
+from shotcast.wire import LaunchShape, NodeShape, Norm, Op, ProductOp
 
 LIBRARY = "vendor"
 """The algorithm that is the vendor's library."""
@@ -24,12 +24,15 @@ Reference = str | Callable[..., Any] | Any
 """An object, or where it is as ``"package.module:name"``; a name is imported when it is first needed."""
 
 FUSED = {
-    Op.ALL_REDUCE_RMS_NORM: Op.ALL_REDUCE,
-    Op.REDUCE_SCATTER_RMS_NORM: Op.REDUCE_SCATTER,
-    Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: Op.ALL_REDUCE,
+    Op.ALL_REDUCE_RMS_NORM: (Op.ALL_REDUCE,),
+    Op.REDUCE_SCATTER_RMS_NORM: (Op.REDUCE_SCATTER,),
+    Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: (Op.ALL_REDUCE,),
+    Op.ALL_REDUCE_LAYER_NORM: (Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE),
+    Op.REDUCE_SCATTER_LAYER_NORM: (Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER),
+    Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER: (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, Op.ALL_REDUCE),
 }
-"""Fused operations, and the plain ones that move as much in as many steps."""
-REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, *FUSED)
+"""Fused operations, and those that move as much in as many steps, the most similar first."""
+REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE, *FUSED)
 """Operations that add up."""
 
 
@@ -50,6 +53,7 @@ class Topology:
         network: what joins nodes: ``"tcp"`` (connections of CPU hosts), ``"peer stores"`` (logical nodes of one host,
             whose memory is mapped) or ``"nvshmem"``; empty on one node, and where there are no own kernels.
         network_cost: the constants of that network.
+        batch_invariant: reductions are by algorithms of the numerics contract alone, at every size.
     """
 
     layout: NodeLayout
@@ -63,6 +67,7 @@ class Topology:
     allow_fp8: bool = False
     network: str = ""
     network_cost: NetworkCost = NO_NETWORK
+    batch_invariant: bool = False
 
     @property
     def world_size(self) -> int:
@@ -141,6 +146,10 @@ def _no_obstacle(problem: CollectiveProblem) -> str:
     return ""
 
 
+def _no_others(problem: CollectiveProblem) -> Sequence[LaunchShape]:
+    return ()
+
+
 def _any_launch(problem: CollectiveProblem, launch: LaunchShape) -> str:
     return ""
 
@@ -156,6 +165,8 @@ class Form:
     Attributes:
         work: ``work(nbytes, shape, itemsize)`` for a :class:`shotcast.wire.NodeShape`: steps, bytes sent and taken in,
             and values converted to or from FP8 by a rank; what the cost model asks.
+        rounds: ``rounds(nbytes, shape, itemsize)``: the rounds of a call (:mod:`shotcast.collectives.rounds`), or where
+            that function is; empty if they are not described.
         triton: ``bind(plan, context)``, the kernel with its arguments: a function that returns a
             :class:`shotcast.transport.triton.binding.KernelLaunch`. It stands beside the kernel.
         cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks of one host have no compiled form.
@@ -171,16 +182,20 @@ class Form:
         workspace: ``workspace(problem)``: what a call needs of the workspace.
         obstacle: ``obstacle(problem)``: why this form cannot serve a problem, beyond what the other fields say; empty
             if it can.
+        launches: ``launches(problem)``: other launches worth trying than the form's own one.
         launch_obstacle: ``launch_obstacle(problem, launch)``: why a launch that the kernel takes has no room in the
             workspace for this problem; empty if it has.
         divides: a message beyond the workspace passes in pieces.
         uneven: it takes parts of different sizes (all_gather).
+        any_reduction: it has every reduction of :data:`shotcast.wire.REDUCED`; without, sums of
+            :data:`shotcast.wire.REDUCIBLE` alone.
         any_dtype: it copies every dtype, not only those that kernels add up.
         keeps_to_sms: it serves calls that may occupy a number of SMs, and no others. Its words carry no flags, so those
             of any dtype take as much of the workspace.
     """
 
     work: Callable[[int, NodeShape, int], Work]
+    rounds: Reference = ""
     triton: Reference = ""
     cpu: Reference = ""
     hosts: Reference = ""
@@ -191,9 +206,11 @@ class Form:
     between_nodes: bool = False
     workspace: Callable[[CollectiveProblem], Workspace] = message_fits
     obstacle: Callable[[CollectiveProblem], str] = _no_obstacle
+    launches: Callable[[CollectiveProblem], Sequence[LaunchShape]] = _no_others
     launch_obstacle: Callable[[CollectiveProblem, LaunchShape], str] = _any_launch
     divides: bool = False
     uneven: bool = True
+    any_reduction: bool = False
     any_dtype: bool = True
     keeps_to_sms: bool = False
 
@@ -296,7 +313,7 @@ class Algorithms(Mapping[str, Algorithm]):
 
     def header(self, plan: wire.CallPlan) -> wire.HeaderWords:
         """Return the header of a call. Raises ConfigError if its size has no room there."""
-        return wire.encode_header(plan, self._codes[plan.algorithm])
+        return wire.encode_header(plan, 0 if isinstance(plan.op, ProductOp) else self._codes[plan.algorithm])
 
     def form(self, plan: wire.CallPlan) -> Form:
         """Return how ``plan`` is served. Raises UnsupportedError for an algorithm that does not serve the operation."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 import torch
 from torch.compiler import is_compiling
 
@@ -9,8 +12,9 @@ from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.wire import MAX_SMS, Op
 
-REDUCTIONS = ("sum", "max", "min", "prod")
-"""Reductions, each at the place of its code in headers."""
+_PACKAGE = __name__.partition(".")[0] + "."
+_told: set[tuple[str, int]] = set()
+"""Places of calls that were warned of."""
 _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 
 
@@ -39,8 +43,42 @@ def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
         raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
 
 
-def output(x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return ``out``, which will be written, after checking it against ``shape`` and ``x``; for None, a new tensor."""
+def dense(x: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    """Return ``x``, or a contiguous copy of a strided tensor, of which a warning tells once for each place of calls.
+
+    Raises ConfigError for what :func:`valid` refuses for another reason.
+    """
+    plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
+    if plain and (is_compiling() or not (x.is_conj() or x.is_neg())):
+        return x
+    if isinstance(x, torch.Tensor) and x.device == device and x.layout is torch.strided and not x.is_contiguous():
+        if not is_compiling():
+            _warn(f"{name} is not contiguous (strides {list(x.stride())}), so each such call copies it first")
+        x = x.contiguous()
+    valid(x, name, device)
+    return x
+
+
+def _warn(text: str) -> None:
+    """Warn of the place that called this package, once."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    place = frame.f_code.co_filename, frame.f_lineno
+    if place not in _told:  # Python forgets such places whenever filters of warnings change
+        _told.add(place)
+        warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def output(
+    x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], own_at: int | None = None
+) -> torch.Tensor:
+    """Return ``out``, which will be written, after checking it against ``shape`` and ``x``; for None, a new tensor.
+
+    Args:
+        own_at: where a call reads ``x`` while it writes ``out``, the one byte of the larger at which the smaller of the
+            two may begin in it; None where a copy to ``out`` follows the call.
+    """
     if out is None:
         return x.new_empty(shape)
     valid(out, "out", x.device)
@@ -49,8 +87,21 @@ def output(x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...]) ->
     if out.requires_grad:
         writable(out, "out")
     if not is_compiling():
+        if own_at is not None:
+            _in_place_or_apart(x, out, own_at)
         increment_version((out,))
     return out
+
+
+def _in_place_or_apart(x: torch.Tensor, out: torch.Tensor, own_at: int) -> None:
+    """Raise ConfigError if ``x`` and ``out`` overlap, unless the smaller begins ``own_at`` bytes into the larger."""
+    behind, of_x, of_out = out.data_ptr() - x.data_ptr(), x.nbytes, out.nbytes
+    if of_x and of_out and -of_out < behind < of_x and (behind if of_x >= of_out else -behind) != own_at:
+        accepted = f"the rank's own part, from byte {own_at} on" if of_x != of_out else "all of it"
+        raise ConfigError(
+            f"x and out share memory: out begins {behind} bytes behind x. Of the larger, the smaller may be {accepted}"
+            "; give another tensor as out, or none"
+        )
 
 
 def writable(x: torch.Tensor, name: str) -> None:

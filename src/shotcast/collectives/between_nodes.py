@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shotcast import wire
 from shotcast.collectives.algorithm import CollectiveProblem, Workspace
 from shotcast.collectives.fused_rows import tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
@@ -73,3 +74,18 @@ def rows_workspace(problem: CollectiveProblem) -> Workspace:
     nbytes = align_up(tiles, shape.ranks_per_node) * block * 4
     cells = Layout.for_messages(max_bytes, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node).piece_bytes
     return Workspace(nbytes, cells) if nbytes > cells else Workspace(2 * nbytes, 2 * max_bytes)
+
+
+def order_obstacle(problem: CollectiveProblem) -> str:
+    """Return why nodes cannot be reduced one with another: the order of ranks would matter; empty if they can be.
+
+    Sums of floats in float32 have an order of nodes. No order changes the bits of extrema, and of integers and bool.
+    """
+    reduction, dtype = problem.reduction, problem.dtype
+    if reduction == "sum" and dtype in wire.REDUCIBLE:
+        return ""
+    if problem.topology.form_kind != "hosts":
+        return f"kernels of GPUs between nodes add up {', '.join(wire.REDUCIBLE)}, and this is {reduction} of {dtype}"
+    if reduction in ("max", "min") or dtype in (*wire.INTEGERS, "bool"):
+        return ""
+    return f"nodes are reduced one with another, and {reduction} of {dtype} is in the order of ranks"

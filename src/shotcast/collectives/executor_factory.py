@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from shotcast import env, wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.nodes import Nodes
+from shotcast.collectives.rank_device import uuid_of, visible_gpus
 from shotcast.cost.collective import INFINIBAND, NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost
 from shotcast.errors import ConfigError
+from shotcast.hardware import nvml
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory import nvshmem_library
 from shotcast.memory.arena import Allocate, arena_of
@@ -88,7 +90,8 @@ def build_executor(
         from shotcast.memory.shm import ShmBuffer
 
         return _triton_executor("interpreter", ShmBuffer, host, nodes, device, max_bytes, timeout_s, algorithms)
-    gpus = [gpu for (gpu,) in host.all_gather((uuid_of(device),), what="construction")]
+    gpus, numbers = zip(*host.all_gather((uuid_of(device), device.index), what="construction"), strict=True)
+    _refuse_shared(gpus)
     mates = nodes.layout.members[nodes.layout.node_of(host.rank)] if puts else range(host.world_size)
     obstacle = peer_obstacle(device, {rank: gpus[rank] for rank in mates}) or (_puts_obstacle(nodes) if puts else "")
     for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
@@ -98,8 +101,8 @@ def build_executor(
         return _puts_executor(host, nodes, device, max_bytes, timeout_s, algorithms, ended)
     from shotcast.memory.cuda import CudaBuffer
 
-    overlapping = len(set(gpus)) < len(gpus)
-    allocate = functools.partial(CudaBuffer, device=device, shared=overlapping)
+    repeated = any(len(set(names)) < len(names) for names in (gpus, numbers))
+    allocate = functools.partial(CudaBuffer, device=device, repeated=repeated)
     return _triton_executor("triton", allocate, host, nodes, device, max_bytes, timeout_s, algorithms)
 
 
@@ -203,40 +206,40 @@ def _by_library(host: StoreGroup, obstacle: str) -> BuiltExecutor:
     return BuiltExecutor(None, "", obstacle, False)
 
 
-def uuid_of(device: torch.device) -> str:
-    """Return what identifies a GPU whatever number a process knows it by."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def visible_gpus() -> dict[str, int]:
-    """Return the numbers of the GPUs that this process sees, by UUID."""
-    return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+def _refuse_shared(gpus: Sequence[str]) -> None:
+    """Raise ConfigError if several ranks use one GPU, which NCCL would refuse too; ``gpus`` are UUIDs, by rank."""
+    if env.share_gpus():
+        return
+    for gpu in gpus:
+        ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"ranks {', '.join(ranks)} use one GPU, {gpu}: give each its own, by device or CUDA_VISIBLE_DEVICES; "
+                "SHOTCAST_SHARE_GPUS=1 lets them take turns"
+            )
 
 
 def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
     """Return why own kernels cannot run between these GPUs of one host; empty if they can.
 
     Args:
-        gpus: the UUID of the GPU of each rank that stores to the others.
+        gpus: the UUID of the GPU of each rank that stores to the others. This process need not see them.
     """
-    if not env.share_gpus():
-        for gpu in gpus.values():
-            ranks = [rank for rank, other in gpus.items() if other == gpu]
-            if len(ranks) > 1:
-                return (
-                    f"several ranks use one GPU ({', '.join(map(str, ranks))} use {gpu}), which SHOTCAST_SHARE_GPUS=1 "
-                    "would allow"
-                )
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"kernels need compute capability 8.0, as Triton does, and GPU {device.index} has {major}.{minor}"
-    visible = visible_gpus()
+    visible, own = visible_gpus(), uuid_of(device)
     for rank, gpu in gpus.items():
         index = visible.get(gpu)
-        if index is None:
-            return f"this process does not see the GPU of rank {rank}, {gpu}: CUDA_VISIBLE_DEVICES hides it"
-        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index):
-            return f"GPU {device.index} has no peer access to GPU {index}"
+        if index is None:  # CUDA_VISIBLE_DEVICES hides it; its memory can be mapped all the same
+            access, peer = nvml.peer_access(own, gpu), f"the GPU of rank {rank}, {gpu}"
+            if access is None:
+                return f"this process does not see {peer}, and NVML knows nothing of it: a container hides it"
+        else:
+            access = index == device.index or torch.cuda.can_device_access_peer(device.index, index)
+            peer = f"GPU {index}"
+        if not access:
+            return f"GPU {device.index} has no peer access to {peer}"
     try:
         import triton  # noqa: F401
     except ImportError as error:

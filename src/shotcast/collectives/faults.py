@@ -11,7 +11,7 @@ from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
 from shotcast.memory.host_group import StoreGroup
 from shotcast.wire import Fault, Header, HeaderWords, Op
 
-_FIELDS = ("op", "dtype", "algorithm", "root", "nbytes")
+_FIELDS = ("op", "dtype", "algorithm", "root", "reduction", "nbytes")
 _LAUNCH_FIELDS = ("launch", "piece")
 """Fields that follow from the others, so they are named where no other differs."""
 _REASONS = {
@@ -37,6 +37,8 @@ def error_of(
         now = executor.epoch
         # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
         epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
+    if fault.kind == wire.PARTS_DIFFER:
+        return CollectiveMismatch(host.rank, executor.parts(epoch), fault.ranks, ("sizes",), epoch)
     if fault.kind != wire.MISMATCH:
         reason, where = _REASONS[fault.kind], host.where(fault.ranks)
         return CollectiveTimeout(host.rank, fault.ranks, fault.op, epoch, timeout_s, reason, where)

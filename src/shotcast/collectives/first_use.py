@@ -51,6 +51,7 @@ class FirstUse:
         self._host, self._executor = host, executor
         self._store: dist.Store = host.store("first-use")
         self.known: set[Form] = set()
+        self._announced: set[str] = set()
 
     def __call__(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
         """Run ``compile_it`` once for each ``form``, then wait as described above.
@@ -75,6 +76,15 @@ class FirstUse:
         finally:
             if not met:
                 self.known.discard(form)
+
+    def announce(self, name: str) -> None:
+        """Tell others that this rank has compiled what serves messages of the form ``name``, without a wait for them.
+
+        Messages of a batch are served by a kernel of their own, while the other end may wait for the usual one.
+        """
+        if name not in self._announced:
+            self._announced.add(name)
+            self._store.set(f"ready/{name}/{self._host.rank}", "")
 
     def _compile_and_meet(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> bool:
         """Return whether the ranks need not meet for ``form`` again."""
@@ -113,9 +123,12 @@ class FirstUse:
         waited = compiled = 0.0
         pause, looked = 0.0005, time.monotonic()
         while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
-            if dead := [rank for rank in late if rank in self._host.gone]:
+            dead = [rank for rank in late if rank in self._host.gone]
+            if self._executor.stopped:  # asked after: a rank that ends has told its fault before, which is the cause
+                return message
+            if dead:
                 raise self._timeout(dead, what, timeout_s, "dead")
-            if self._executor.stopped or any(self._elsewhere(rank) for rank in late):
+            if any(self._elsewhere(rank) for rank in late):
                 return message
             if waited > _HEADERS_AFTER_S and not message and self._in_a_call(late):
                 return False

@@ -40,6 +40,19 @@ def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
     return LaunchShape(programs=max(1, programs), block_words=tiles_of_rows(problem)[1], num_warps=1)
 
 
+_TILES_EACH = (2, 4, 8)
+"""Tiles of a program that are worth trying; more take more registers than a thread should have."""
+_LEAST_PROGRAMS = 128
+"""Programs with which every SM has about one."""
+
+
+def launches_of_tiles(problem: CollectiveProblem) -> list[LaunchShape]:
+    """Return launches of fewer programs with several tiles each (``chunk_bytes``), as many as still fill a GPU."""
+    tiles, block = tiles_of_rows(problem)
+    few = [each for each in _TILES_EACH if tiles >= each * _LEAST_PROGRAMS]
+    return [LaunchShape(-(-tiles // each), block, 1, 4 * block * each) for each in few]
+
+
 def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
     """Return the launch of a fused reduce-scatter: programs that push tiles, and as many or fewer that norm rows.
 

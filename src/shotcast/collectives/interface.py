@@ -8,28 +8,27 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from shotcast.collectives.norm_operands import Fp8Normed
+from shotcast.collectives.reductions import Reduction
 from shotcast.memory.operands import NormTensors
+from shotcast.transport.kernel_call import KernelCall
 from shotcast.wire import CallPlan, Fault, HeaderWords
 
 
 class Collectives(Protocol):
     """The calls of a :class:`~shotcast.collectives.communicator.Communicator` that operators and derivatives make."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+
     def candidates(self, x: torch.Tensor, op: str = "all_reduce", sms: int | None = None) -> list[str]: ...
     def all_reduce(
         self,
         x: torch.Tensor,
         out: torch.Tensor | None = None,
         algorithm: str = "auto",
-        reduction: str = "sum",
+        reduction: Reduction = "sum",
         sms: int | None = None,
     ) -> torch.Tensor: ...
     def reduce_scatter(
@@ -37,7 +36,7 @@ class Collectives(Protocol):
         x: torch.Tensor,
         out: torch.Tensor | None = None,
         algorithm: str = "auto",
-        reduction: str = "sum",
+        reduction: Reduction = "sum",
         sms: int | None = None,
     ) -> torch.Tensor: ...
     def all_gather(
@@ -49,7 +48,27 @@ class Collectives(Protocol):
         sms: int | None = None,
     ) -> torch.Tensor: ...
     def all_to_all(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, algorithm: str = "auto", sms: int | None = None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        sms: int | None = None,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor: ...
+    def reduce(
+        self,
+        x: torch.Tensor,
+        root: int,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        reduction: Reduction = "sum",
+    ) -> torch.Tensor: ...
+    def gather(
+        self, x: torch.Tensor, root: int, out: torch.Tensor | None = None, algorithm: str = "auto"
+    ) -> torch.Tensor: ...
+    def scatter(
+        self, x: torch.Tensor | None, root: int, out: torch.Tensor | None = None, algorithm: str = "auto"
     ) -> torch.Tensor: ...
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor: ...
     def send(self, x: torch.Tensor, dst: int) -> None: ...
@@ -97,6 +116,52 @@ class Collectives(Protocol):
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed: ...
+    def all_reduce_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def all_reduce_layer_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed: ...
+    def reduce_scatter_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def reduce_scatter_layer_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed: ...
 
 
 Enqueue = Callable[[int, Sequence[Any]], None]
@@ -111,6 +176,13 @@ class BoundCall(Protocol):
     def load(self) -> None: ...
 
 
+class BoundKernel(Protocol):
+    """A call that brings its launches, in a workspace."""
+
+    def run(self, operands: Sequence[torch.Tensor]) -> None: ...
+    def load(self) -> None: ...
+
+
 class Executor(Protocol):
     """Runs call plans: :class:`shotcast.transport.triton.executor.TritonExecutor` or the CPU's ``CpuExecutor``.
 
@@ -121,6 +193,11 @@ class Executor(Protocol):
 
     @property
     def room(self) -> int: ...
+    @property
+    def batches(self) -> bool:
+        """True if it makes several messages at once, as a :class:`BatchExecutor`."""
+        ...
+
     @property
     def held_bytes(self) -> int: ...
     def more_bytes(self, room: int) -> int:
@@ -134,11 +211,16 @@ class Executor(Protocol):
     @property
     def stopped(self) -> bool: ...
     def headers(self, epoch: int) -> list[HeaderWords | None]: ...
+    def parts(self, epoch: int) -> dict[int, str]:
+        """Return, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
+        ...
+
     @property
     def epoch(self) -> int: ...
     def set_epoch(self, epoch: int, /) -> None: ...
     def set_timeout(self, timeout_s: float, /) -> None: ...
     def mark_gone(self, rank: int) -> None: ...
+    def interrupt(self) -> None: ...
     def keep(self) -> None:
         """Keep the memory that calls use now: a graph is being captured with its addresses."""
         ...
@@ -155,6 +237,25 @@ class Meeting(Protocol):
     def load(self) -> None: ...
     def run(self) -> None:
         """Return when all ranks have come to the call, or a fault is known."""
+        ...
+
+
+@runtime_checkable
+class KernelExecutor(Executor, Protocol):
+    """An executor that also runs calls which bring their launches."""
+
+    def bind_kernel(self, call: KernelCall, /) -> BoundKernel: ...
+
+
+class BatchExecutor(Executor, Protocol):
+    """An executor that makes several messages at once."""
+
+    def load_batch(self) -> None:
+        """Compile or load what batches need."""
+        ...
+
+    def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]], /) -> None:
+        """Send and receive; return when all is done, or a fault is known."""
         ...
 
 

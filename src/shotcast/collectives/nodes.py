@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from shotcast import env
-from shotcast.collectives.rank_device import local_world_size
+from shotcast.collectives.rank_device import local_world_size, visible_gpus
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.host_group import StoreGroup
 
@@ -27,6 +26,8 @@ class Place(NamedTuple):
         launcher: the number of the launcher that started it, if the launcher says so.
         local_rank: its number among the ranks of its launcher.
         ranks_per_node: what SHOTCAST_RANKS_PER_NODE declares; 0 for nothing.
+        gpu: the UUID of the one GPU that a rank sees which would run on the CPU unless it has that for itself; empty
+            for ranks whose device is settled.
     """
 
     host: str
@@ -35,6 +36,7 @@ class Place(NamedTuple):
     launcher: str
     local_rank: int
     ranks_per_node: int
+    gpu: str = ""
 
 
 class Nodes(NamedTuple):
@@ -45,31 +47,51 @@ class Nodes(NamedTuple):
         one_host: all ranks could map each other's memory, though they may be on several logical nodes.
         ranks_per_node: what SHOTCAST_RANKS_PER_NODE declares on this rank.
         trouble: what is wrong with that on this rank; empty if nothing is.
+        own_gpus: every rank sees one GPU, which is its own, and takes it.
     """
 
     layout: NodeLayout
     one_host: bool
     ranks_per_node: int = 0
     trouble: str = ""
+    own_gpus: bool = False
 
 
-def find_nodes(host: StoreGroup, device: torch.device) -> Nodes:
-    """Find the nodes of all ranks. Collective."""
+def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) -> Nodes:
+    """Find the nodes of all ranks, and whether those that are undecided have GPUs of their own. Collective.
+
+    Args:
+        host: the ranks.
+        device: of this rank.
+        undecided: it is the CPU unless each rank has a GPU of its own.
+    """
     declared, ranks_here = env.ranks_per_node(), local_world_size()
     trouble = ""
     if declared and ranks_here % declared:
         trouble = f"SHOTCAST_RANKS_PER_NODE={declared} does not divide the {ranks_here} ranks of this host"
-    places = host.all_gather(_place(device, declared), what="construction")
+    own = _place(device, declared, host.rank)
+    if undecided:
+        own = own._replace(gpu=next(iter(visible_gpus())))
+    places = host.all_gather(own, what="construction")
+    own_gpus = have_own_gpus(places)
+    if own_gpus:
+        places = [place._replace(shm=-1) for place in places]
     layout = layout_of(places)
-    return Nodes(layout, len(set(_hosts(places))) == 1, declared, trouble)
+    return Nodes(layout, len(set(_hosts(places))) == 1, declared, trouble, own_gpus)
 
 
-def _place(device: torch.device, declared: int) -> Place:
-    job, shm = env.job(), -1
+def have_own_gpus(places: Sequence[Place]) -> bool:
+    """Return whether ranks at these places, all undecided, have a GPU each that no other rank has."""
+    gpus = {place.gpu for place in places}
+    return "" not in gpus and len(gpus) == len(places)
+
+
+def _place(device: torch.device, declared: int, rank: int) -> Place:
+    job, shm = env.whole_job(), -1
     if device.type == "cpu":
         with contextlib.suppress(OSError):  # creating shared memory says what is wrong
             shm = os.stat(env.shm_dir()).st_dev
-    local_rank = job.local_rank if job is not None else dist.get_rank()
+    local_rank = job.local_rank if job is not None else rank
     launcher = os.environ.get("GROUP_RANK", "")
     return Place(os.uname().nodename, boot_id(), shm, launcher, local_rank, declared)
 

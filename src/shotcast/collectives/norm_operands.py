@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from shotcast import wire
 from shotcast.collectives.arguments import valid, without_gradient, writable
@@ -45,13 +47,15 @@ def norm_operands(
     shards: int,
     gather: bool,
     out: tuple[torch.Tensor, torch.Tensor] | None,
+    kind: str = wire.RMS,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Norm, NormTensors]:
     """Return the tensors that a call without FP8 reads and writes.
 
-    ``shards`` is the number of ranks that the rows are divided among. Raises ConfigError or UnsupportedError, saying
-    what is wrong and what is accepted.
+    ``shards`` is the number of ranks that the rows are divided among; ``kind`` is that of the norm without a bias.
+    Raises ConfigError or UnsupportedError, saying what is wrong and what is accepted.
     """
-    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards)
+    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
     shape = all_rows if gather else rows
     if out is None:
         normed, new_residual = x.new_empty(shape), x.new_empty(rows)
@@ -59,10 +63,11 @@ def norm_operands(
         normed, new_residual = _members(name, out, 2, "(normed, new_residual)")
         _written(name, "normed", normed, shape, x.dtype, device)
         _written(name, "new_residual", new_residual, rows, x.dtype, device)
-        _apart(name, new_residual, normed)
         increment_version((normed, new_residual))
-    tensors = NormTensors(residual, weight, float(eps), new_residual, normed)
-    return Norm(x.shape[-1]), tensors
+    tensors = NormTensors(residual, weight, float(eps), new_residual, normed, bias=bias)
+    if out is not None:
+        _apart(name, x, tensors, False)
+    return _norm(x.shape[-1], "", True, _weight_dtype(x, weight), _kind(kind, bias)), tensors
 
 
 def fp8_operands(
@@ -77,12 +82,14 @@ def fp8_operands(
     scale: torch.Tensor | None,
     with_normed: bool,
     out: Fp8Normed | None,
+    kind: str = wire.RMS,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Norm, NormTensors]:
     """Return the tensors of a call with FP8, by ``scale`` or by a scale for each row that the call finds.
 
     Everything else is as in :func:`norm_operands`.
     """
-    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards)
+    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
     shape = all_rows if gather else rows
     scales = torch.Size((*shape[:-1], 1))
     if scale is not None:
@@ -108,14 +115,17 @@ def fp8_operands(
         if with_normed:
             _written(name, "normed", normed, shape, x.dtype, device)
             assert normed is not None
-            _apart(name, new_residual, normed)
         else:
             normed = None
-    norm = Norm(x.shape[-1], "dynamic" if scale is None else "static", with_normed)
+    quantize = "dynamic" if scale is None else "static"
+    norm = _norm(x.shape[-1], quantize, with_normed, _weight_dtype(x, weight), _kind(kind, bias))
     given = written if scale is None else scale
-    tensors = NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given)
-    if x.requires_grad or residual.requires_grad or weight.requires_grad or given.requires_grad:
-        without_gradient(name, x=x, residual=residual, weight=weight, scale=given)
+    tensors = NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given, bias)
+    if out is not None:
+        _apart(name, x, tensors, scale is None)
+    requires_grad = x.requires_grad or residual.requires_grad or weight.requires_grad or given.requires_grad
+    if requires_grad or (bias is not None and bias.requires_grad):
+        without_gradient(name, x=x, residual=residual, weight=weight, bias=bias, scale=given)
     if out is not None:
         without_gradient(name, new_residual=new_residual, normed=normed)
         changed = new_residual, normed, quantized, given if scale is None else None
@@ -131,6 +141,7 @@ def norm_rows(
     weight: torch.Tensor,
     eps: float,
     shards: int,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of this rank's rows and of all rows.
 
@@ -139,9 +150,9 @@ def norm_rows(
     valid(x, "x", device)
     valid(residual, "residual", device)
     valid(weight, "weight", device)
-    if x.dtype not in _SUMMED or residual.dtype != x.dtype or weight.dtype != x.dtype:
+    if x.dtype not in _SUMMED or residual.dtype != x.dtype or weight.dtype not in _SUMMED:
         raise UnsupportedError(
-            f"{name} takes x, residual and weight of one dtype of {', '.join(wire.REDUCIBLE)}; "
+            f"{name} takes x and residual of one dtype of {', '.join(wire.REDUCIBLE)}, and a weight of any of these; "
             f"they are {x.dtype}, {residual.dtype} and {weight.dtype}"
         )
     if shards > 1 and (x.dim() < 2 or x.shape[0] % shards):
@@ -156,9 +167,31 @@ def norm_rows(
             f"{name} takes {wanted} and weight [hidden]; shapes are "
             f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
         )
+    if bias is not None:
+        valid(bias, "bias", device)
+        if bias.dtype != weight.dtype or bias.shape != weight.shape:
+            raise ConfigError(
+                f"{name} takes a bias of the weight's dtype and shape, {list(weight.shape)} of {weight.dtype}; it is "
+                f"{list(bias.shape)} of {bias.dtype}"
+            )
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ConfigError(f"{name}: eps is a number from 0 up, not {eps!r}")
     return rows, x.shape
+
+
+@functools.lru_cache(maxsize=1024)
+def _norm(hidden: int, quantize: str, keeps_normed: bool, weight: str, kind: str) -> Norm:
+    """Return a norm that is kept, as it takes longer to make one than to find it."""
+    return Norm(hidden, quantize, keeps_normed, weight, kind)
+
+
+def _weight_dtype(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Return the dtype of the weight as a :class:`Norm` has it: empty if it is that of ``x``."""
+    return "" if weight.dtype is x.dtype else str(weight.dtype).removeprefix("torch.")
+
+
+def _kind(kind: str, bias: torch.Tensor | None) -> str:
+    return kind if bias is None else wire.LAYER_WITH_BIAS
 
 
 def _members(name: str, out: object, count: int, text: str) -> Sequence[torch.Tensor]:
@@ -180,15 +213,60 @@ def _written(
     writable(tensor, f"{member} of out")
 
 
-def _apart(name: str, new_residual: torch.Tensor, normed: torch.Tensor) -> None:
-    if normed.numel() and normed.data_ptr() == new_residual.data_ptr():
-        raise ConfigError(f"{name}: normed and new_residual of out are one tensor")
+_apart_before: set[tuple[Any, ...]] = set()
+"""Operands, by addresses and sizes, that were found to be apart: most calls have those of one before."""
+_MOST_REMEMBERED = 4096
+
+
+def _apart(name: str, x: torch.Tensor, tensors: NormTensors, finds_scale: bool) -> None:
+    """Raise ConfigError if a tensor of out shares memory with another operand, in whole or in part.
+
+    The new residual may be all of the residual, and the normed tensor all of ``x``. ``finds_scale``: the scales of rows
+    are written.
+    """
+    if is_compiling():
+        return
+    residual, weight, _, new_residual, normed, quantized, scale, bias = tensors
+    key = (  # cheap: the sizes of all others follow from these
+        *(name, finds_scale, x.numel(), residual.numel(), weight.numel(), x.dtype, weight.dtype),
+        *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new_residual.data_ptr()),
+        *(None if one is None else one.data_ptr() for one in (normed, quantized, scale, bias)),
+    )
+    if key in _apart_before:
+        return
+    out = {"normed": normed, "new_residual": new_residual, "quantized": quantized}
+    others = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    (out if finds_scale else others)["scale"] = scale
+    given = [(member, tensor) for member, tensor in out.items() if tensor is not None]
+    for place, (member, tensor) in enumerate(given):
+        for other, shared in (*given[place + 1 :], *others.items()):
+            if shared is None or not _overlap(tensor, shared):
+                continue
+            of = f"{other} of out" if other in out else other
+            if tensor.data_ptr() == shared.data_ptr() and tensor.nbytes == shared.nbytes:
+                if (member, other) in (("new_residual", "residual"), ("normed", "x")):
+                    continue
+                how = f"{member} of out and {of} are one tensor"
+            else:
+                how = (
+                    f"{member} of out begins {tensor.data_ptr() - shared.data_ptr()} bytes behind {of}, and overlaps it"
+                )
+            accepted = "new_residual may be all of residual, and normed all of x; all others are apart"
+            raise ConfigError(f"{name}: {how}; {accepted}")
+    if len(_apart_before) >= _MOST_REMEMBERED:
+        _apart_before.clear()
+    _apart_before.add(key)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    behind = one.data_ptr() - other.data_ptr()
+    return one.nbytes > 0 and other.nbytes > 0 and -one.nbytes < behind < other.nbytes
 
 
 def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
     """Return whether every tensor begins at a multiple of 16 bytes, as kernels need."""
     bits = x.data_ptr() | tensors.residual.data_ptr() | tensors.weight.data_ptr() | tensors.new_residual.data_ptr()
-    for tensor in (tensors.normed, tensors.quantized):
+    for tensor in (tensors.normed, tensors.quantized, tensors.bias):
         if tensor is not None:
             bits |= tensor.data_ptr()
     return bits % _ALIGN == 0
@@ -199,6 +277,7 @@ def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTe
     inside = tensors._replace(
         residual=_moved(tensors.residual),
         weight=_moved(tensors.weight),
+        bias=None if tensors.bias is None else _moved(tensors.bias),
         new_residual=_moved(tensors.new_residual),
         normed=None if tensors.normed is None else _moved(tensors.normed),
         quantized=None if tensors.quantized is None else _moved(tensors.quantized),

@@ -16,7 +16,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
     Raises:
         ConfigError: there is no such device.
     """
-    job = env.job()
+    job = env.whole_job()
     if device is None:
         device = "cuda" if enough_gpus(local_world_size()) else "cpu"
     try:
@@ -37,6 +37,17 @@ def device_of(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
+def may_have_own_gpu(device: str | torch.device | None) -> bool:
+    """Return whether this rank, given no device, may have a GPU of its own although the host has more ranks than GPUs.
+
+    A launcher may show each rank one GPU, by CUDA_VISIBLE_DEVICES, or all ranks the same one. The ranks find that out
+    together (``find_nodes``).
+    """
+    if device is not None or "CUDA_VISIBLE_DEVICES" not in os.environ or enough_gpus(local_world_size()):
+        return False
+    return torch.cuda.is_available() and torch.cuda.device_count() == 1
+
+
 def enough_gpus(ranks: int) -> bool:
     """Return whether this machine has a GPU for each of ``ranks`` ranks, or one where they may share."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -44,8 +55,18 @@ def enough_gpus(ranks: int) -> bool:
 
 
 def gpu_of(local_rank: int) -> int:
-    """Return the index of the GPU that a rank takes unless it names one."""
-    return local_rank % torch.cuda.device_count() if env.share_gpus() else local_rank
+    """Return the index of the GPU that a rank takes unless it names one.
+
+    A process that sees one GPU takes that, whatever its rank: launchers give each rank its own by CUDA_VISIBLE_DEVICES
+    or a container. Ranks find out whether they have the same one when a communicator is constructed.
+    """
+    count = torch.cuda.device_count()
+    return local_rank % count if count == 1 or env.share_gpus() else local_rank
+
+
+def ranks_of_a_gpu() -> int:
+    """Return how many ranks run on the GPU of this one, as far as this process can tell."""
+    return -(-local_world_size() // torch.cuda.device_count()) if env.share_gpus() else 1
 
 
 def gpus_are_shared() -> bool:
@@ -55,5 +76,15 @@ def gpus_are_shared() -> bool:
 
 def local_world_size() -> int:
     """Return how many ranks of the job run on this machine."""
-    job = env.job()
+    job = env.whole_job()
     return int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return what identifies a GPU whatever number a process knows it by."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible_gpus() -> dict[str, int]:
+    """Return the numbers of the GPUs that this process sees, by UUID."""
+    return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,6 +23,59 @@ def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     for x in xs:
         total = total + x.float()
     return total.to(xs[0].dtype)
+
+
+def reduced(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """Return the result of a reduction by own kernels, in rank order, for every dtype of ``wire.REDUCED``."""
+    dtype = xs[0].dtype
+    if dtype.is_complex:
+        return torch.view_as_complex(reduced([torch.view_as_real(x) for x in xs], reduction))
+    if not dtype.is_floating_point:
+        return _reduced_integers(xs, reduction)
+    if reduction in ("max", "min"):
+        return functools.reduce(_larger if reduction == "max" else _smaller, xs)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    total = torch.full_like(xs[0], float(reduction == "prod"), dtype=wide)
+    for x in xs:
+        total = total * x.to(wide) if reduction == "prod" else total + x.to(wide)
+    if reduction == "avg":
+        total = total / torch.full_like(total, len(xs))
+    return total.to(dtype)
+
+
+def _larger(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the larger of two floats, +0.0 being larger than -0.0, or a NaN."""
+    return torch.where((x == 0) & (y == 0), x + y, torch.maximum(x, y))
+
+
+def _smaller(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -_larger(-x, -y)
+
+
+_OF_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _reduced_integers(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """Return a reduction of integers, modulo 2^bits, or of bool."""
+    dtype = xs[0].dtype
+    if dtype is torch.bool:
+        reduction, xs = _OF_BOOL.get(reduction, reduction), [x.view(torch.uint8) != 0 for x in xs]
+    elif dtype in _SIGNED:  # PyTorch computes little with these
+        signed = _SIGNED[dtype]
+        # the order of unsigned numbers is that of signed ones with the highest bit inverted
+        flip = torch.iinfo(signed).min if reduction in ("max", "min") else 0
+        return (_reduced_integers([x.view(signed) ^ flip for x in xs], reduction) ^ flip).view(dtype)
+    return functools.reduce(_OF_INTEGERS[reduction], xs)
 
 
 def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
@@ -178,6 +232,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     value = x.float()
     scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     return (value * scale * weight.float()).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return the LayerNorm of each row in float32, rounded once. Kernels add up in an order of their own."""
+    value = x.float()
+    value = value - value.mean(-1, keepdim=True)
+    value = value - value.mean(-1, keepdim=True)  # what rounding left of the mean
+    normed = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
 def quantize(normed: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

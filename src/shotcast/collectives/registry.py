@@ -66,8 +66,10 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"register_algorithm takes a shotcast.Algorithm, not {type(algorithm).__name__}")
     name = algorithm.name
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name == "auto":
-        raise ConfigError(f"{name!r} cannot name an algorithm: lower-case letters, digits and _ can, but not 'auto'")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("auto", "lossless"):
+        raise ConfigError(
+            f"{name!r} cannot name an algorithm: lower-case letters, digits and _ can, but not 'auto' or 'lossless'"
+        )
     present = registered()
     if name in present:
         raise ConfigError(f"there is an algorithm {name!r} already; the registered ones are {', '.join(present.names)}")

@@ -33,11 +33,16 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if interface := env.socket_ifname():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else it takes where the host's own name leads
+        use_interface()
         backend = "gloo" if device.type == "cpu" or gpus_are_shared() else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=SETUP_TIMEOUT_S))
     group = group or dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
         raise ConfigError("this rank is not a member of the process group")
     return group
+
+
+def use_interface() -> None:
+    """Let Gloo use the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another."""
+    if interface := env.socket_ifname():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else it takes where the host's own name leads

@@ -9,6 +9,8 @@ runs meanwhile. The equation is not calibrated: c is what one block of NCCL's mo
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 from shotcast import wire
@@ -25,6 +27,8 @@ _TILE_BYTES = 64 << 10
 """Bytes of the tiles of all ranks that a program has on their way at once. From 24 SMs on there are half as many, which
 should still fill the link, so that a program of two ranks has room on an SM beside a product."""
 _MANY_SMS = 24
+_MOST_WORDS_OF_WARP = 2048
+"""The most words of all ranks' tiles that a warp holds at once in a launch that is worth trying."""
 
 
 def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -55,6 +59,18 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     while 4 * block > chunk and block > 128 * warps:
         block //= 2
     return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)
+
+
+def launches(problem: CollectiveProblem) -> list[LaunchShape]:
+    """Return launches of as many programs as the default with other warps, tiles and chunks, that have room."""
+    default, world_size = launch(problem), problem.topology.world_size
+    found = []
+    for warps, block, tiles in itertools.product((8, 16, 32), (2048, 4096, 8192), (1, 2, 4)):
+        shape = dataclasses.replace(default, num_warps=warps, block_words=block, chunk_bytes=tiles * 4 * block)
+        in_registers = block >= 128 * warps and block * world_size <= _MOST_WORDS_OF_WARP * warps
+        if in_registers and not launch_obstacle(problem, shape):
+            found.append(shape)
+    return found
 
 
 def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
@@ -89,6 +105,7 @@ def _form(**fields: Any) -> Form:
         triton=bind,
         launch=launch,
         obstacle=_own_obstacle,
+        launches=launches,
         launch_obstacle=launch_obstacle,
         workspace=window_alone,
         keeps_to_sms=True,

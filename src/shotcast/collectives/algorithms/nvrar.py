@@ -13,6 +13,7 @@ The algorithm is that of "LLM Inference Beyond a Single Node" (arXiv 2511.09557)
 
 from __future__ import annotations
 
+from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
 from shotcast.collectives.between_nodes import doublings, in_pairs, rows_launch, rows_workspace, slice_of
 from shotcast.collectives.fused_rows import rows_obstacle
@@ -35,6 +36,7 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
+            rounds="shotcast.collectives.rounds:nvrar",
             triton="shotcast.transport.triton.nvrar:bind",
             hosts="shotcast.transport.network.nvrar:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",
@@ -42,14 +44,17 @@ ALGORITHM = Algorithm(
             between_nodes=True,
             divides=True,
         ),
-        Op.ALL_REDUCE_RMS_NORM: Form(
-            work=work,
-            triton="shotcast.transport.triton.fused_nvrar:bind",
-            hosts="shotcast.transport.network.fused:NVRAR",
-            launch=rows_launch,
-            workspace=rows_workspace,
-            obstacle=rows_obstacle,
-            between_nodes=True,
+        **dict.fromkeys(
+            wire.ALL_REDUCE_NORMS,
+            Form(
+                work=work,
+                triton="shotcast.transport.triton.fused_nvrar:bind",
+                hosts="shotcast.transport.network.fused:NVRAR",
+                launch=rows_launch,
+                workspace=rows_workspace,
+                obstacle=rows_obstacle,
+                between_nodes=True,
+            ),
         ),
     },
 )

@@ -8,6 +8,7 @@ what both still have, and each adds up its half; then the sums, rounded, go back
 
 from __future__ import annotations
 
+from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
 from shotcast.collectives.between_nodes import doublings, in_pairs, rows_launch, rows_workspace, slice_of
 from shotcast.collectives.fused_rows import rows_obstacle
@@ -31,6 +32,7 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
+            rounds="shotcast.collectives.rounds:nvrar_halving",
             triton="shotcast.transport.triton.nvrar:bind_halving",
             hosts="shotcast.transport.network.nvrar_halving:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",
@@ -38,14 +40,17 @@ ALGORITHM = Algorithm(
             between_nodes=True,
             divides=True,
         ),
-        Op.ALL_REDUCE_RMS_NORM: Form(
-            work=work,
-            triton="shotcast.transport.triton.fused_nvrar:bind_halving",
-            hosts="shotcast.transport.network.fused:HALVING",
-            launch=rows_launch,
-            workspace=rows_workspace,
-            obstacle=rows_obstacle,
-            between_nodes=True,
+        **dict.fromkeys(
+            wire.ALL_REDUCE_NORMS,
+            Form(
+                work=work,
+                triton="shotcast.transport.triton.fused_nvrar:bind_halving",
+                hosts="shotcast.transport.network.fused:HALVING",
+                launch=rows_launch,
+                workspace=rows_workspace,
+                obstacle=rows_obstacle,
+                between_nodes=True,
+            ),
         ),
     },
 )

@@ -9,8 +9,9 @@ up the whole tree.
 
 from __future__ import annotations
 
+from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import rows_launch, rows_workspace, slice_of, to_all
+from shotcast.collectives.between_nodes import order_obstacle, rows_launch, rows_workspace, slice_of, to_all
 from shotcast.collectives.fused_rows import rows_obstacle
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -31,21 +32,36 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
+            rounds="shotcast.collectives.rounds:nvrar_pairs",
             triton="shotcast.transport.triton.nvrar:bind_pairs",
             hosts="shotcast.transport.network.nvrar_pairs:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",
             share=slice_in_node,
             between_nodes=True,
             divides=True,
+            any_reduction=True,
+            obstacle=order_obstacle,
         ),
-        Op.ALL_REDUCE_RMS_NORM: Form(
+        Op.REDUCE: Form(
             work=work,
-            triton="shotcast.transport.triton.fused_nvrar:bind_pairs",
-            hosts="shotcast.transport.network.fused:PAIRS",
-            launch=rows_launch,
-            workspace=rows_workspace,
-            obstacle=rows_obstacle,
+            hosts="shotcast.transport.network.nvrar_pairs:REDUCE",
+            reference="shotcast.collectives.reference:tree_all_reduce",
+            share=slice_in_node,
             between_nodes=True,
+            any_reduction=True,
+            obstacle=order_obstacle,
+        ),
+        **dict.fromkeys(
+            wire.ALL_REDUCE_NORMS,
+            Form(
+                work=work,
+                triton="shotcast.transport.triton.fused_nvrar:bind_pairs",
+                hosts="shotcast.transport.network.fused:PAIRS",
+                launch=rows_launch,
+                workspace=rows_workspace,
+                obstacle=rows_obstacle,
+                between_nodes=True,
+            ),
         ),
     },
 )

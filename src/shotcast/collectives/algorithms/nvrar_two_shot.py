@@ -9,6 +9,7 @@ call.
 
 from __future__ import annotations
 
+from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
 from shotcast.collectives.between_nodes import slice_of, to_all
 from shotcast.collectives.fused_rows import rows_obstacle
@@ -32,17 +33,21 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
+            rounds="shotcast.collectives.rounds:nvrar_two_shot",
             hosts="shotcast.transport.network.nvrar_two_shot:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",
             share=slice_in_node,
             between_nodes=True,
             divides=True,
         ),
-        Op.ALL_REDUCE_RMS_NORM: Form(
-            work=work,
-            hosts="shotcast.transport.network.fused:TWO_SHOT",
-            obstacle=rows_obstacle,
-            between_nodes=True,
+        **dict.fromkeys(
+            wire.ALL_REDUCE_NORMS,
+            Form(
+                work=work,
+                hosts="shotcast.transport.network.fused:TWO_SHOT",
+                obstacle=rows_obstacle,
+                between_nodes=True,
+            ),
         ),
     },
 )

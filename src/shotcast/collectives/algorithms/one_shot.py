@@ -17,11 +17,13 @@ from shotcast.collectives.algorithm import (
     Form,
     Workspace,
     slice_of_message,
+    window_alone,
 )
-from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import launches_of_tiles, rows_obstacle, scatter_launch, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
+from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, window_bytes
 from shotcast.units import align_up
-from shotcast.wire import NodeShape, Op
+from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -32,6 +34,16 @@ def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of sending a part of the message to each peer, or a rank's part to all."""
     return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
+
+
+def rooted_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    """Return the work of the root, which takes in, or sends, the parts of all others; all together are M."""
+    return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
+
+
+def reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    """Return the work of the root, which takes in M of each rank and adds up."""
+    return Work(1, (shape.world_size - 1) * nbytes, shape.world_size * nbytes).over(shape)
 
 
 def broadcast_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -63,8 +75,29 @@ def _copy(name: str, **fields: Any) -> Form:
     return Form(triton=bind, cpu=call, **(usual | fields))
 
 
+def _rooted(name: str) -> Form:
+    """Return the form of a copy to or from a root."""
+    bind, call = "shotcast.transport.triton.rooted:bind", f"shotcast.transport.cpu.rooted:{name}"
+    return Form(work=rooted_work, triton=bind, cpu=call, share=slice_of_message, large_warps=_four_warps)
+
+
 def _four_warps(world_size: int) -> int:
     return 4
+
+
+def _uneven_launch(problem: CollectiveProblem) -> LaunchShape:
+    """Return the launch for parts of any sizes: no rank knows those of all others, so it depends on none of them.
+
+    The programs fill the link with half of the SMs of a GPU; their chunks fill the window.
+    """
+    world_size, interpreted = problem.topology.world_size, problem.topology.kernels == "interpreter"
+    programs, block, warps = (64, 4096, 16) if world_size == 2 else (64, 2048, 16) if world_size <= 4 else (64, 1024, 8)
+    if interpreted:
+        programs, block, warps = 2, 64, 1
+    room = window_bytes(problem.topology.max_bytes) // (CHUNKS_IN_WINDOW * world_size)
+    programs = max(1, min(programs, room // QUAD))
+    chunk = room // programs
+    return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)
 
 
 ALGORITHM = Algorithm(
@@ -75,9 +108,11 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=all_reduce_work,
+            rounds="shotcast.collectives.rounds:one_shot",
             triton="shotcast.transport.triton.one_shot:bind",
             cpu="shotcast.transport.cpu.one_shot:ALL_REDUCE",
             reference="shotcast.collectives.reference:ordered_all_reduce",
+            any_reduction=True,
             workspace=_all_reduce_workspace,
         ),
         Op.REDUCE_SCATTER: Form(
@@ -85,6 +120,7 @@ ALGORITHM = Algorithm(
             triton="shotcast.transport.triton.one_shot:bind",
             cpu="shotcast.transport.cpu.one_shot:REDUCE_SCATTER",
             reference="shotcast.collectives.reference:ordered_reduce_scatter",
+            any_reduction=True,
             share=slice_of_message,
             large_warps=_four_warps,
         ),
@@ -97,6 +133,23 @@ ALGORITHM = Algorithm(
             triton="shotcast.transport.triton.copies:bind",
             cpu="shotcast.transport.cpu.copies:BROADCAST",
             hosts="shotcast.transport.network.copies:BROADCAST",
+        ),
+        Op.REDUCE: Form(
+            work=reduce_work,
+            triton="shotcast.transport.triton.one_shot:bind",
+            cpu="shotcast.transport.cpu.rooted:REDUCE_AT_ROOT",
+            reference="shotcast.collectives.reference:ordered_all_reduce",
+            any_reduction=True,
+            workspace=_all_reduce_workspace,
+        ),
+        Op.GATHER: _rooted("GATHER"),
+        Op.SCATTER: _rooted("SCATTER"),
+        Op.ALL_TO_ALL_UNEVEN: Form(
+            work=part_work,
+            triton="shotcast.transport.triton.uneven:bind",
+            cpu="shotcast.transport.cpu.uneven:ALL_TO_ALL",
+            launch=_uneven_launch,
+            workspace=window_alone,
         ),
         Op.SEND: Form(
             work=part_work,
@@ -117,20 +170,27 @@ ALGORITHM = Algorithm(
             hosts="shotcast.transport.network.meet:BARRIER",
             share=slice_of_message,
         ),
-        Op.ALL_REDUCE_RMS_NORM: Form(
-            work=all_reduce_work,
-            triton="shotcast.transport.triton.fused_one_shot:bind",
-            cpu="shotcast.transport.cpu.fused:ONE_SHOT",
-            launch=lambda problem: tile_launch(problem, tiles_of_rows(problem)[0]),
-            workspace=_fused_workspace,
-            obstacle=rows_obstacle,
+        **dict.fromkeys(
+            wire.ALL_REDUCE_NORMS,
+            Form(
+                work=all_reduce_work,
+                triton="shotcast.transport.triton.fused_one_shot:bind",
+                cpu="shotcast.transport.cpu.fused:ONE_SHOT",
+                launch=lambda problem: tile_launch(problem, tiles_of_rows(problem)[0]),
+                launches=launches_of_tiles,
+                workspace=_fused_workspace,
+                obstacle=rows_obstacle,
+            ),
         ),
-        Op.REDUCE_SCATTER_RMS_NORM: Form(
-            work=part_work,
-            triton="shotcast.transport.triton.fused_reduce_scatter:bind",
-            cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER",
-            launch=scatter_launch,
-            obstacle=rows_obstacle,
+        **dict.fromkeys(
+            wire.REDUCE_SCATTER_NORMS,
+            Form(
+                work=part_work,
+                triton="shotcast.transport.triton.fused_reduce_scatter:bind",
+                cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER",
+                launch=scatter_launch,
+                obstacle=rows_obstacle,
+            ),
         ),
     },
 )

@@ -15,7 +15,7 @@ from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tile_
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import QUAD, gathered_row_quads
 from shotcast.units import align_up
-from shotcast.wire import NodeShape, Op
+from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -29,11 +29,20 @@ def _fused_workspace(problem: CollectiveProblem) -> Workspace:
     return Workspace(copies * block * 4, 2 * problem.topology.max_bytes)
 
 
+def _fused_launch(problem: CollectiveProblem) -> LaunchShape:
+    return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.world_size))
+
+
 def _gathered_workspace(problem: CollectiveProblem) -> Workspace:
     assert problem.norm is not None
     rows = problem.nbytes // (problem.norm.hidden * wire.DTYPES[problem.dtype])
     gathered = rows * gathered_row_quads(problem.norm, problem.dtype) * QUAD
     return Workspace(problem.nbytes + gathered, 2 * problem.topology.max_bytes)
+
+
+def reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    """Return the work of sending a slice to each peer, and of the root, which takes in those that they add up."""
+    return Work(2, (shape.world_size - 1) * nbytes / shape.world_size, 2 * nbytes).over(shape)
 
 
 ALGORITHM = Algorithm(
@@ -44,27 +53,43 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
+            rounds="shotcast.collectives.rounds:two_shot",
             triton="shotcast.transport.triton.two_shot:bind",
             cpu="shotcast.transport.cpu.two_shot:ALL_REDUCE",
             reference="shotcast.collectives.reference:ordered_all_reduce",
+            any_reduction=True,
             share=slice_of_message,
             divides=True,
         ),
-        Op.ALL_REDUCE_RMS_NORM: Form(
-            work=work,
-            triton="shotcast.transport.triton.fused_two_shot:bind",
-            cpu="shotcast.transport.cpu.fused:TWO_SHOT",
-            launch=lambda problem: tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.world_size)),
-            workspace=_fused_workspace,
-            obstacle=rows_obstacle,
+        Op.REDUCE: Form(
+            work=reduce_work,
+            triton="shotcast.transport.triton.two_shot:bind",
+            cpu="shotcast.transport.cpu.rooted:REDUCE_BY_SLICES",
+            share=slice_of_message,
+            any_reduction=True,
+            divides=True,
         ),
-        Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER: Form(
-            work=work,
-            triton="shotcast.transport.triton.fused_reduce_scatter:bind",
-            cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER_ALL_GATHER",
-            launch=scatter_launch,
-            workspace=_gathered_workspace,
-            obstacle=rows_obstacle,
+        **dict.fromkeys(
+            wire.ALL_REDUCE_NORMS,
+            Form(
+                work=work,
+                triton="shotcast.transport.triton.fused_two_shot:bind",
+                cpu="shotcast.transport.cpu.fused:TWO_SHOT",
+                launch=_fused_launch,
+                workspace=_fused_workspace,
+                obstacle=rows_obstacle,
+            ),
+        ),
+        **dict.fromkeys(
+            wire.GATHERED_NORMS,
+            Form(
+                work=work,
+                triton="shotcast.transport.triton.fused_reduce_scatter:bind",
+                cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER_ALL_GATHER",
+                launch=scatter_launch,
+                workspace=_gathered_workspace,
+                obstacle=rows_obstacle,
+            ),
         ),
     },
 )

@@ -18,7 +18,7 @@ from shotcast.collectives.nodes import Nodes
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
-from shotcast.wire import NodeShape
+from shotcast.wire import NodeShape, Op
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,19 @@ def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms
         passed.append(str(error))
         logger.warning("%s", error)
     return Found(tuple(tables), "; ".join(troubles), tuple(passed))
+
+
+def outside_contract(algorithms: Algorithms, environment: str, allow_fp8: bool, shape: NodeShape) -> str:
+    """Return which setting asks for sums that batch-invariant mode does not make; empty if none does."""
+    if allow_fp8:
+        return "batch_invariant and allow_fp8 exclude each other: sums by FP8 depend on the message around an element"
+    if environment == "auto" or algorithms[environment].keeps_bits(Op.ALL_REDUCE, shape):
+        return ""
+    accepted = [name for name, one in algorithms.items() if one.keeps_bits(Op.ALL_REDUCE, shape)]
+    return (
+        f"SHOTCAST_ALGORITHM={environment}, whose sums have other bits than the numerics contract, and the mode is "
+        f"batch-invariant; it takes auto, {', '.join(accepted)}"
+    )
 
 
 def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from shotcast import wire
-from shotcast.collectives.algorithm import REDUCING, Algorithm, CollectiveProblem, Form
+from shotcast.collectives.algorithm import FUSED, REDUCING, Algorithm, CollectiveProblem, Form, Topology
 from shotcast.collectives.choice.choice import Candidate
-from shotcast.transport.triton.layout import QUAD, rooms
+from shotcast.transport.triton.layout import CELLS_TAKE, QUAD, rooms
 from shotcast.units import format_size
 from shotcast.wire import LaunchShape, Op
 
@@ -17,7 +17,7 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
     topology, op = problem.topology, problem.op
     algorithm = topology.algorithms[name]
     if algorithm.library:
-        return ""
+        return _LIBRARY_VARIES if topology.batch_invariant and not _summed_apart(problem) else ""
     form = algorithm.forms.get(op)
     if form is None:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
@@ -30,10 +30,10 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
     if form.keeps_to_sms and not problem.sms:
         return "it serves calls that are given a number of SMs (sms)"
     if op in REDUCING:
-        if problem.reduction != "sum":
-            return f"own kernels only sum, and this is {problem.reduction}"
-        if problem.dtype not in wire.REDUCIBLE:
-            return f"own kernels add up {', '.join(wire.REDUCIBLE)}, and this is {problem.dtype}"
+        if why := _not_reduced(problem, form):
+            return why
+        if topology.batch_invariant and not keeps_bits(problem, name):
+            return _OTHER_BITS
     elif problem.dtype not in wire.DTYPES:
         return f"dtype {problem.dtype} has no code of its own"
     if problem.sizes and not form.uneven:
@@ -55,6 +55,35 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
     return _beyond_workspace(problem, algorithm, form)
 
 
+_LIBRARY_VARIES = "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
+_OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contract, and its are others"
+
+
+def _summed_apart(problem: CollectiveProblem) -> bool:
+    """Return whether the library's part of a problem is no sum of its own.
+
+    It copies, or a fused operation becomes a sum and a norm, and that sum is a problem by itself.
+    """
+    return problem.op not in REDUCING or problem.op in FUSED or problem.topology.world_size == 1
+
+
+def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
+    """Return why a form does not reduce as the problem says; empty if it does."""
+    if problem.reduction not in wire.REDUCED.get(problem.dtype, ()):
+        return f"own kernels have no {problem.reduction} of {problem.dtype}"
+    if form.any_reduction:
+        return ""
+    if problem.reduction == "sum" and problem.dtype in wire.REDUCIBLE:
+        return ""
+    summed = ", ".join(wire.REDUCIBLE)
+    if problem.op in FUSED:
+        return f"fused kernels add up {summed}, and this is {problem.dtype}"
+    serving = problem.topology.algorithms.serving(problem.op)
+    forms, between = {one.name: one.forms[problem.op] for one in serving}, problem.topology.shape.nodes > 1
+    able = [name for name, form in forms.items() if form.any_reduction and form.between_nodes <= between]
+    return f"only {' and '.join(able)} do more than sum {summed}, and this is {problem.reduction} of {problem.dtype}"
+
+
 def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
     kind = problem.topology.form_kind
     if kind == "hosts":
@@ -67,6 +96,11 @@ def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
     return f"{algorithm.name} has no Triton kernel"
 
 
+def by_cells(topology: Topology, dtype: str, form: Form) -> bool:
+    """Return whether a form sends flag cells, which take twice the bytes of the data (docs/reference/protocols.md)."""
+    return topology.form_kind == "triton" and dtype not in wire.REDUCIBLE and not form.keeps_to_sms
+
+
 def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Form) -> str:
     """Return why the workspace is too small; empty if it is not.
 
@@ -74,7 +108,7 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Fo
     """
     if form.divides:
         return ""  # a longer message passes in pieces
-    cells = problem.dtype not in wire.REDUCIBLE and not form.keeps_to_sms
+    cells = by_cells(problem.topology, problem.dtype, form)
     if cells and not form.any_dtype:
         return f"the {algorithm.label} moves {', '.join(wire.REDUCIBLE)} only, and this is {problem.dtype}"
     needed, room = form.workspace(problem)
@@ -98,7 +132,8 @@ def room(problem: CollectiveProblem, name: str) -> int:
         return 0
     form = algorithm.forms[problem.op]
     if form.divides:
-        return min(problem.nbytes, topology.max_bytes)
+        cells = by_cells(topology, problem.dtype, form)
+        return min(problem.nbytes * (CELLS_TAKE if cells else 1), topology.max_bytes)
     for size in rooms(topology.max_bytes):
         smaller = dataclasses.replace(problem, topology=dataclasses.replace(topology, max_bytes=size))
         if not _beyond_workspace(smaller, algorithm, form):
@@ -107,7 +142,12 @@ def room(problem: CollectiveProblem, name: str) -> int:
 
 
 def keeps_bits(problem: CollectiveProblem, name: str) -> bool:
-    """Return whether ``name`` gives the bits of the numerics contract (docs/reference/numerics.md)."""
+    """Return whether ``name`` gives the bits of the numerics contract (docs/reference/numerics.md).
+
+    The order over nodes is that of sums in float32; all other reductions are in the order of ranks on any nodes.
+    """
+    if problem.op in REDUCING and not (problem.reduction == "sum" and problem.dtype in wire.REDUCIBLE):
+        return not problem.topology.algorithms[name].lossy
     return problem.topology.algorithms[name].keeps_bits(problem.op, problem.topology.shape)
 
 
@@ -190,7 +230,7 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
 def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, ...]:
     """Return the launches worth trying for a legal candidate, the default first.
 
-    Forms with a launch of their own, such as fused kernels, keep the default.
+    Forms with a launch of their own, such as fused kernels, keep the default, unless they say what else to try.
     """
     default, kernels = launch_shape(problem, name), problem.topology.kernels
     algorithm = problem.topology.algorithms[name]
@@ -209,6 +249,8 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
                     dataclasses.replace(default, programs=programs, block_words=block, num_warps=warps)
                     for programs in (*grids, tiles)
                 ]
+    elif kernels == "triton":
+        shapes += form.launches(problem)
     return tuple(dict.fromkeys(shapes))
 
 

@@ -44,6 +44,7 @@ class Explanation:
         held_bytes: memory for communication that the communicator holds now on each rank.
         more_bytes: memory that the first such call adds, on each rank.
         sms: the most SMs that own kernels may occupy; 0 for any number.
+        batch_invariant: the communicator is in batch-invariant mode.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Explanation:
     held_bytes: int = 0
     more_bytes: int = 0
     sms: int = 0
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         shape = self.launch
@@ -73,6 +75,7 @@ class Explanation:
         )
         dtype = f"{self.dtype}, captured" if self.mode == "graph" else self.dtype
         dtype += f", on at most {self.sms} SMs" if self.sms else ""
+        dtype += ", batch-invariant" if self.batch_invariant else ""
         return (
             f"{self.op} of {self.nbytes} bytes, {dtype}: {self.algorithm}{how}, by {self.source}: {self.reason}; "
             f"legal: {', '.join(self.candidates)}{self._memory}"

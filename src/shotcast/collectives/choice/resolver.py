@@ -10,15 +10,17 @@ import torch
 from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
-from shotcast.collectives.arguments import REDUCTIONS, operation, sm_budget
+from shotcast.collectives.arguments import operation, sm_budget
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
 from shotcast.collectives.handshake import Handshake
-from shotcast.collectives.interface import BoundCall, Enqueue, Executor
+from shotcast.collectives.interface import BoundCall, BoundKernel, Enqueue, Executor, KernelExecutor
+from shotcast.collectives.reductions import Reduction, check_reduction, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.transport.kernel_call import KernelCall
 from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 
@@ -32,7 +34,7 @@ class Needed(NamedTuple):
     """A form that must have been compiled on all ranks before a call, and a bound call that has this form."""
 
     form: Form
-    bound: BoundCall
+    bound: BoundCall | BoundKernel
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +43,6 @@ class Call:
 
     Attributes:
         plan: the plan that executors run.
-        reduction: ``sum``, or the reduction that the vendor library computes instead.
         by_library: the vendor library makes the call.
         bound: the plan, bound to its kernels; None where no executor takes part.
         needs: the forms that must have been compiled: the call's own, and that of the same call captured in a graph,
@@ -49,19 +50,22 @@ class Call:
         room: the longest message, in bytes, that the workspace must be laid out for before the call, its captured form
             included; 0 where any workspace will do.
         label: a name for profilers and errors.
+        kernel: of a call that brings its launches, in place of ``bound``.
         enqueue_aligned, enqueue_unaligned: the only kernel of an eager call, for tensors at multiples of 16 bytes and
             for others; None until such a call has been made.
+        again: CPU ranks may make the call again by the fast path.
     """
 
     plan: CallPlan
-    reduction: str
     by_library: bool
     bound: BoundCall | None
     needs: tuple[Needed, ...]
     room: int
     label: str
+    kernel: BoundKernel | None = None
     enqueue_aligned: Enqueue | None = None
     enqueue_unaligned: Enqueue | None = None
+    again: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,25 +89,26 @@ class Resolver:
     def problem(
         self,
         op: Op,
-        tensor: torch.Tensor | None,
-        reduction: str,
+        dtype: torch.dtype | None,
+        count: int,
+        reduction: Reduction,
         root: int,
         sizes: tuple[int, ...],
         norm: Norm | None,
         sms: int | None = None,
     ) -> CollectiveProblem:
+        """Return the problem of a call on ``count`` elements; ``dtype`` is None for a call without data."""
         budget = sm_budget(sms)
-        if reduction not in REDUCTIONS:
-            raise ConfigError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
-        if tensor is None:
-            return CollectiveProblem(op, 0, "uint8", self.topology)
-        dtype = _DTYPE_NAMES.get(tensor.dtype)
         if dtype is None:
-            raise UnsupportedError(f"{op.label}: dtype {tensor.dtype} is not served; {', '.join(wire.DTYPES)} are")
-        nbytes = tensor.numel() * tensor.element_size()
+            return CollectiveProblem(op, 0, "uint8", self.topology)
+        name = _DTYPE_NAMES.get(dtype)
+        if name is None:
+            raise UnsupportedError(f"{op.label}: dtype {dtype} is not served; {', '.join(wire.DTYPES)} are")
+        reduction = reduction_name(reduction)
+        check_reduction(name, reduction)
         on_sms = self.topology.device == "cuda" or self.topology.kernels == "interpreter"
         return CollectiveProblem(
-            op, nbytes, dtype, self.topology, root, sizes, reduction, norm, budget if on_sms else 0
+            op, count * dtype.itemsize, name, self.topology, root, sizes, reduction, norm, budget if on_sms else 0
         )
 
     def resolve(
@@ -117,11 +122,9 @@ class Resolver:
         op, sizes, norm = problem.op, problem.sizes, problem.norm
         choice = choose(problem, algorithm, self.environment, self.tables, "graph" if capturing else "eager")
         candidate = choice.candidate
-        # the root's field in the header is free where there is no root: it tells reductions, and uneven parts, apart
+        # the root's field in the header is free where there is no root: it tells norms, and uneven parts, apart
         code = problem.root
-        if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            code = REDUCTIONS.index(problem.reduction)
-        elif sizes:
+        if op is Op.ALL_GATHER and sizes:
             code = UNEVEN
         elif norm is not None:
             code = norm.code
@@ -130,13 +133,25 @@ class Resolver:
         if self.topology.kernels and (why := launch_obstacle(self.topology.kernels, chosen, shape)):
             raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
         needed = room(problem, candidate.algorithm)
-        plan = CallPlan(op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm, room=needed)
+        plan = CallPlan(
+            op,
+            candidate.algorithm,
+            problem.dtype,
+            problem.nbytes,
+            code,
+            sizes,
+            shape,
+            norm,
+            room=needed,
+            reduction=problem.reduction,
+        )
         by_library = self.topology.algorithms[plan.algorithm].library
-        label = f"shotcast.{op.label} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
+        how = "" if plan.reduction == "sum" else f" {plan.reduction}"
+        label = f"shotcast.{op.label}{how} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         # a message is of two ranks, and headers of GPUs on several hosts are for all
         alone = self.topology.network == "nvshmem" and op in (Op.SEND, Op.RECV)
         if self.executor is None or alone:
-            return Call(plan, problem.reduction, by_library, None, (), needed, label)
+            return Call(plan, by_library, None, (), needed, label)
         form = Form(self.executor.form(plan))
         bound: BoundCall = self.executor.bind(plan)
         if op in (Op.SEND, Op.RECV):
@@ -151,17 +166,28 @@ class Resolver:
             captured = self.resolve(problem, algorithm, True)
             needs |= {one.form: one for one in captured.needs}
             needed = max(needed, captured.room)
-        return Call(plan, problem.reduction, by_library, bound, tuple(needs.values()), needed, label)
+        return Call(plan, by_library, bound, tuple(needs.values()), needed, label)
+
+    def resolve_kernel(self, call: KernelCall) -> Call:
+        """Return a call that brings its launches, for ranks whose kernels are those of GPUs."""
+        assert isinstance(self.executor, KernelExecutor)
+        plan, kernel = call.plan, self.executor.bind_kernel(call)
+        label = f"shotcast.{plan.op.label} {plan.dtype} {format_size(plan.nbytes)}"
+        return Call(plan, False, None, (Needed(Form(call.form), kernel),), plan.room, label, kernel)
 
     def explain(
-        self, x: torch.Tensor, op: str, algorithm: str, reduction: str, mode: str, sms: int | None = None
+        self, x: torch.Tensor, op: str, algorithm: str, reduction: Reduction, mode: str, sms: int | None = None
     ) -> Explanation:
         """Return the explanation that :meth:`Communicator.explain` describes."""
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
-        norm = Norm(x.shape[-1] if x.dim() else 1) if asked in FUSED else None
-        problem = self.problem(asked, None if asked is Op.BARRIER else x, reduction, 0, (), norm, sms)
+        kind = wire.LAYER if asked in wire.LAYER_NORMS else wire.RMS
+        norm = Norm(x.shape[-1] if x.dim() else 1, kind=kind) if asked in FUSED else None
+        dtype = None if asked is Op.BARRIER else x.dtype
+        # ranks that exchange parts of any sizes have to choose alike
+        count = 0 if asked is Op.ALL_TO_ALL_UNEVEN else x.numel()
+        problem = self.problem(asked, dtype, count, reduction, 0, (), norm, sms)
         if mode not in (MODES if self.graphs else ("eager",)):
             known = " or ".join(MODES) if self.graphs else "eager, as CPU ranks have no graphs"
             raise ConfigError(f"mode is {known}, not {mode!r}")
@@ -179,6 +205,7 @@ class Resolver:
         by_library = self.topology.algorithms[candidate.algorithm].library
         executor = self.executor
         memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
+        invariant = self.topology.batch_invariant
         return Explanation(
-            asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory, problem.sms
+            asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory, problem.sms, invariant
         )

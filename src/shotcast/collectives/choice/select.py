@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shotcast import wire
-from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
-from shotcast.collectives.choice.candidates import candidates, fitted, keeps_bits, obstacle
+from shotcast.collectives.algorithm import FUSED, REDUCING, CollectiveProblem, Topology
+from shotcast.collectives.choice.candidates import by_cells, candidates, fitted, keeps_bits, obstacle
 from shotcast.collectives.choice.choice import Candidate, Choice
 from shotcast.collectives.choice.table import Table, with_sms
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, time_us
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.units import format_size
 from shotcast.wire import Op
 
+LOSSLESS = "lossless"
+"""The name for ``auto`` without algorithms that lose precision, whatever the communicator allows."""
 _NOT_ALLOWED = "allow_fp8 is not set"
+_LOSES = "it loses precision, and the call is to be lossless"
 _BY_NAME = "it serves only calls that name it"
+_MOST_IN_CELLS = 4 << 20
+"""The longest message, in bytes, of which ``auto`` lets GPUs reduce what travels as flag cells, twice its bytes.
+
+By the figures of benchmarks/data/h200, two-shot with twice the bytes takes 0.88 of NCCL's time at 4 MiB and 1.12 at 8
+MiB on 2 H200, and 1.04 and 1.33 on 4.
+"""
+_CELLS = (
+    f"own kernels would send {{dtype}} as flag cells, twice the bytes, and the vendor library is faster beyond "
+    f"{format_size(_MOST_IN_CELLS)}"
+)
 _OTHER_ORDER = "{name} adds up in another order than the contract has over several nodes"
 
 
@@ -30,7 +43,7 @@ def choose(
 
     Args:
         problem: the call.
-        argument: the algorithm named in the call, or ``"auto"``.
+        argument: the algorithm named in the call, ``"auto"`` or ``"lossless"``.
         environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped where it is not legal. An
             algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take
             one only where the topology allows it, and one that is by name never.
@@ -39,12 +52,13 @@ def choose(
 
     Raises:
         ConfigError: the call names an algorithm that is unknown or cannot serve it.
+        UnsupportedError: no algorithm of the numerics contract serves the call, and the mode is batch-invariant.
     """
     algorithms = problem.topology.algorithms
     legal = {candidate.algorithm: candidate for candidate in candidates(problem)}
-    if argument != "auto":
+    if argument not in ("auto", LOSSLESS):
         if argument not in algorithms:
-            raise ConfigError(f"unknown algorithm {argument!r}; there are auto, {', '.join(algorithms)}")
+            raise ConfigError(f"unknown algorithm {argument!r}; there are auto, {LOSSLESS}, {', '.join(algorithms)}")
         if argument not in legal:
             raise ConfigError(
                 f"{argument} cannot serve this {problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}: "
@@ -62,16 +76,17 @@ def choose(
         op = problem.op
         row = table.lookup(op.label, problem.dtype, problem.nbytes, mode, problem.sms)
         tuned = row.launch if row else None
-        if row is None and problem.op in FUSED:
-            # a table that is silent on a fused operation may know the plain one; its launch is of another kernel
-            op = FUSED[op]
-            row = table.lookup(op.label, problem.dtype, problem.nbytes, mode)
+        for similar in FUSED.get(problem.op, ()):
+            if row is None:
+                # a table that is silent on a fused operation may know a similar one; its launch is of another kernel
+                op = similar
+                row = table.lookup(op.label, problem.dtype, problem.nbytes, mode)
         if row is None:
             continue
         if row.algorithm not in legal:
             passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
             continue
-        if why := _not_taken(problem.topology, row.algorithm):
+        if why := _not_taken(problem.topology, row.algorithm, argument):
             passed.append(f"{table.name} has {row.algorithm}, but {why}")
             continue
         candidate = legal[row.algorithm]
@@ -84,20 +99,25 @@ def choose(
         other_mode = "" if row.mode == mode else f", by its {row.mode} rows, as it has none for {mode} calls"
         reason = "; ".join((f"{table.name}: {row.algorithm} for {limit}{other_mode}", *passed))
         return Choice(candidate, source, reason, (number, (row.mode, with_sms(op.label, row.sms), problem.dtype)))
-    choice = _by_model(problem, legal)
+    choice = _by_model(problem, legal, argument)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
 
 
-def _not_taken(topology: Topology, name: str) -> str:
+def _not_taken(topology: Topology, name: str, argument: str) -> str:
     """Return why ``auto`` may not take an algorithm, whatever tables and the cost model say; empty if it may."""
     algorithm = topology.algorithms[name]
     if algorithm.by_name:
         return _BY_NAME
+    if algorithm.lossy and argument == LOSSLESS:
+        return _LOSES
     return _NOT_ALLOWED if algorithm.lossy and not topology.allow_fp8 else ""
 
 
 def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
-    """Return the choice where no own algorithm may serve, with the reasons of all of them."""
+    """Return the choice where no own algorithm may serve, with the reasons of all of them.
+
+    Raises UnsupportedError where the library may not serve either.
+    """
     algorithms = problem.topology.algorithms
     one_node = problem.topology.shape.nodes == 1
     serving = [one for one in algorithms.serving(problem.op) if not one.library]
@@ -108,25 +128,38 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     reason = "; ".join(why) or ("no own algorithm keeps to a number of SMs" if problem.sms else "no own algorithm")
     if problem.op in FUSED:
         reason += "; so the sum is a call of its own, and the norm follows it"
-    library = next(name for name in legal if algorithms[name].library)
+    library = next((name for name in legal if algorithms[name].library), None)
+    if library is None:
+        raise UnsupportedError(
+            f"batch-invariant mode takes reductions that an algorithm of the numerics contract serves, at every size, "
+            f"and not this {problem.op.label} ({problem.reduction}) of {problem.dtype}, "
+            f"{format_size(problem.nbytes)}: {reason}"
+        )
     return Choice(legal[library], "legality", reason)
 
 
 def predicted_us(topology: Topology, op: Op, dtype: str, nbytes: int, name: str, sms: int = 0) -> float:
     """Return the time of an algorithm by the cost model, in microseconds; ``sms`` SMs may be occupied, 0 for any."""
     link = NVLINK4 if topology.device == "cuda" else SHARED_MEMORY
-    work = topology.algorithms[name].forms[op].work(nbytes, topology.shape, wire.DTYPES.get(dtype, 1))
+    form = topology.algorithms[name].forms[op]
+    sent = 2 * nbytes if by_cells(topology, dtype, form) else nbytes
+    work = form.work(sent, topology.shape, wire.DTYPES.get(dtype, 1))
     return time_us(work, link, topology.network_cost, sms)
 
 
-def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
+def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument: str) -> Choice:
     topology = problem.topology
     algorithms = topology.algorithms
     lossy = [name for name in legal if algorithms[name].lossy]
     own = [name for name in legal if keeps_bits(problem, name) and not algorithms[name].library] + lossy
-    allowed = [name for name in own if not _not_taken(topology, name)]
+    allowed = [name for name in own if not _not_taken(topology, name, argument)]
     if not allowed:
         return _the_library(problem, legal)
+    if problem.nbytes > _MOST_IN_CELLS and problem.op in REDUCING and topology.kernels == "triton":
+        forms = {name: algorithms[name].forms[problem.op] for name in allowed}
+        library = next((candidate for name, candidate in legal.items() if algorithms[name].library), None)
+        if library and all(by_cells(topology, problem.dtype, form) for form in forms.values()):
+            return Choice(library, "cost model", _CELLS.format(dtype=problem.dtype))
     call = problem.op, problem.dtype, problem.nbytes
     times = {name: predicted_us(topology, *call, name, problem.sms) for name in own}
     best = min(allowed, key=times.__getitem__)
@@ -135,5 +168,5 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice
         reason += f", for {topology.shape} ranks over {topology.network} of {topology.network_cost}"
     fastest = min(own, key=times.__getitem__)
     if fastest not in allowed:
-        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_not_taken(topology, fastest)}"
+        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_not_taken(topology, fastest, argument)}"
     return Choice(legal[best], "cost model", reason)

@@ -20,6 +20,9 @@ from shotcast.errors import UnsupportedError
 
 Gradients = tuple[torch.Tensor | None, ...]
 
+LINEAR = ("sum", "avg")
+"""Reductions whose derivative needs nothing of what they reduced."""
+
 # mypy sees torch.autograd.Function as untyped
 
 
@@ -33,7 +36,7 @@ def written(
 
 
 class AllReduce(torch.autograd.Function):
-    """y_i = sum_r x_r, so dx_i = sum_r dy_r. For other reductions see :func:`all_reduce_gradient`."""
+    """y_i = sum_r x_r, so dx_i = sum_r dy_r, and the average likewise. For others see :func:`all_reduce_gradient`."""
 
     @staticmethod
     def forward(
@@ -45,8 +48,8 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         grad = plain(grads[0])
-        if ctx.reduction == "sum":
-            total = ctx.comm.all_reduce(grad, algorithm=ctx.algorithm, sms=ctx.sms)
+        if ctx.reduction in LINEAR:
+            total = ctx.comm.all_reduce(grad, algorithm=ctx.algorithm, reduction=ctx.reduction, sms=ctx.sms)
             return total, None, None, None, None
         (x,) = ctx.saved_tensors
         return all_reduce_gradient(ctx.comm, x, grad, ctx.reduction, ctx.sms), None, None, None, None
@@ -54,13 +57,13 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, ctx.comm, ctx.algorithm, ctx.reduction, ctx.sms = inputs
-        if ctx.reduction != "sum":
+        if ctx.reduction not in LINEAR:
             ctx.save_for_backward(x)
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
-        if ctx.reduction == "sum":
-            total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, ctx.algorithm, "sum", ctx.sms)
+        if ctx.reduction in LINEAR:
+            total = torch.ops.shotcast.all_reduce(plain(grad), ctx.comm, ctx.algorithm, ctx.reduction, ctx.sms)
             return total, None, None, None, None
         (x,) = ctx.saved_tensors
         slopes = torch.ops.shotcast.all_reduce_gradient(x, plain(grad), ctx.comm, ctx.reduction, ctx.sms)
@@ -68,7 +71,10 @@ class AllReduce(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1}). For others see :func:`reduce_scatter_gradient`."""
+    """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1}), by N of the average.
+
+    For others see :func:`reduce_scatter_gradient`.
+    """
 
     @staticmethod
     def forward(
@@ -80,22 +86,24 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
         grad = plain(grads[0])
-        if ctx.reduction == "sum":
-            return ctx.comm.all_gather(grad, algorithm=ctx.algorithm, sms=ctx.sms), None, None, None, None
+        if ctx.reduction in LINEAR:
+            whole = ctx.comm.all_gather(grad, algorithm=ctx.algorithm, sms=ctx.sms)
+            return share(whole, ctx.reduction, ctx.world_size), None, None, None, None
         (x,) = ctx.saved_tensors
         return reduce_scatter_gradient(ctx.comm, x, grad, ctx.reduction, ctx.sms), None, None, None, None
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, ctx.comm, ctx.world_size, ctx.algorithm, ctx.reduction, _, ctx.sms = inputs
-        if ctx.reduction != "sum":
+        if ctx.reduction not in LINEAR:
             ctx.save_for_backward(x)
 
     @staticmethod
     def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
         grad = plain(grad)
-        if ctx.reduction == "sum":
+        if ctx.reduction in LINEAR:
             whole = torch.ops.shotcast.all_gather(grad, ctx.comm, ctx.world_size, ctx.algorithm, ctx.sms)
+            whole = share(whole, ctx.reduction, ctx.world_size)
         else:
             (x,) = ctx.saved_tensors
             whole = torch.ops.shotcast.reduce_scatter_gradient(x, grad, ctx.comm, ctx.reduction, ctx.sms)
@@ -164,6 +172,31 @@ class AllToAll(torch.autograd.Function):
         return torch.ops.shotcast.all_to_all(plain(grad), ctx.comm, ctx.algorithm, ctx.sms), None, None, None
 
 
+class AllToAllUneven(torch.autograd.Function):
+    """y_i = (x_0[i], ..., x_{N-1}[i]) of any sizes, so dx_i = (dy_0[i], ..., dy_{N-1}[i])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, comm: Collectives, sent: tuple[int, ...], received: tuple[int, ...], algorithm: str
+    ) -> torch.Tensor:
+        AllToAllUneven.keep(ctx, (x, comm, sent, received, comm.rank, algorithm), x)
+        return comm.all_to_all(x.detach(), algorithm=algorithm, input_sizes=sent, output_sizes=received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
+        sizes = {"input_sizes": ctx.received, "output_sizes": ctx.sent}
+        return ctx.comm.all_to_all(plain(grads[0]), algorithm=ctx.algorithm, **sizes), None, None, None, None
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.comm, ctx.sent, ctx.received, ctx.rank, ctx.algorithm = inputs
+
+    @staticmethod
+    def traced(ctx: Any, grad: torch.Tensor) -> Gradients:
+        operands = plain(grad), ctx.comm, ctx.received, ctx.sent, ctx.rank, ctx.algorithm
+        return torch.ops.shotcast.all_to_all_uneven(*operands), None, None, None, None, None
+
+
 class Broadcast(torch.autograd.Function):
     """y_i = x_root, so dx_root = sum_r dy_r, and dx_i = 0 elsewhere."""
 
@@ -212,9 +245,9 @@ class _SumAtRoot(torch.autograd.Function):
 def all_reduce_gradient(
     comm: Collectives, x: torch.Tensor, grad: torch.Tensor, reduction: str, sms: int | None = None
 ) -> torch.Tensor:
-    """Return the gradient of a ``max``, ``min`` or ``prod`` of all ranks' ``x``, by :func:`_slopes`. Collective."""
+    """Return the gradient of a ``max``, ``min`` or ``prod`` of all ranks' ``x``, by :func:`slopes`. Collective."""
     parts = comm.all_gather(x.contiguous().view(1, *x.shape), sms=sms)  # [N, ...]
-    return _slopes(parts, comm.all_reduce(grad, sms=sms), reduction)[comm.rank].clone()
+    return slopes(parts, comm.all_reduce(grad, sms=sms), reduction)[comm.rank].clone()
 
 
 def reduce_scatter_gradient(
@@ -224,7 +257,12 @@ def reduce_scatter_gradient(
     parts = comm.all_to_all(x.contiguous(), sms=sms).view(
         comm.world_size, *grad.shape
     )  # what the part was reduced from
-    return comm.all_to_all(_slopes(parts, grad, reduction).view(x.shape), sms=sms)
+    return comm.all_to_all(slopes(parts, grad, reduction).view(x.shape), sms=sms)
+
+
+def share(grad: torch.Tensor, reduction: str, world_size: int) -> torch.Tensor:
+    """Return the gradient of a rank's part of a sum or an average, from that of the whole."""
+    return grad if reduction == "sum" else grad / world_size
 
 
 def sum_at_root(comm: Collectives, x: torch.Tensor, root: int) -> torch.Tensor:
@@ -241,7 +279,7 @@ def broadcast_copy(comm: Collectives, x: torch.Tensor, root: int, algorithm: str
     return comm.broadcast(out, root, algorithm)
 
 
-def _slopes(parts: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
+def slopes(parts: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
     """Return the gradients of ``parts`` [N, ...] from that of their reduction, as PyTorch defines them.
 
     A maximum or minimum divides its gradient equally among the parts that reach it (``torch.amax``); a part of a
@@ -261,12 +299,15 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
     return grad.resolve_conj().resolve_neg().contiguous()
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    pass
+def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Save nothing: the context of a call without a second derivative in a graph."""
 
 
-def _refuse(ctx: Any, grad: torch.Tensor) -> Gradients:
-    raise UnsupportedError("max, min and prod have no second derivative in a graph; make the call eagerly")
+def refuse(ctx: Any, grad: torch.Tensor) -> Gradients:
+    """Raise UnsupportedError."""
+    raise UnsupportedError(
+        "max, min, prod and calls with a root have no second derivative in a graph; make the call eagerly"
+    )
 
 
 def _own_part(total: torch.Tensor, sizes: tuple[int, ...], rank: int) -> torch.Tensor:
@@ -288,9 +329,10 @@ OPERATORS: dict[str, tuple[Callable[..., None], Callable[..., Gradients]]] = {
     "all_gather": (AllGather.keep, AllGather.traced),
     "all_gather_uneven": (AllGather.keep_uneven, AllGather.traced_uneven),
     "all_to_all": (AllToAll.keep, AllToAll.traced),
+    "all_to_all_uneven": (AllToAllUneven.keep, AllToAllUneven.traced),
     "broadcast": (Broadcast.keep, Broadcast.traced),
     "sum_at_root": (_SumAtRoot.keep, _SumAtRoot.traced),
-    "all_reduce_gradient": (_keep_nothing, _refuse),
-    "reduce_scatter_gradient": (_keep_nothing, _refuse),
+    "all_reduce_gradient": (keep_nothing, refuse),
+    "reduce_scatter_gradient": (keep_nothing, refuse),
 }
 """The function that saves the context of a backward, and the backward, for each operator."""

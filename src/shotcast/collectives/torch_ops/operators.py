@@ -12,7 +12,7 @@ calls and reorder others depending on sizes, which may differ between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ OPERATORS: list[str] = []
 """The names of the operators in ``torch.ops.shotcast``."""
 
 
-def _operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define ``shotcast::schema``, run by the decorated function; ``shaped`` returns results of the right shapes."""
     name = schema[: schema.index("(")]
     _library.define(schema)
@@ -78,31 +78,30 @@ def _joined_uneven(x: torch.Tensor, comm: str, sizes: Sequence[int], *_: Any, **
     return x.new_empty((sum(sizes), *x.shape[1:]))
 
 
-def _normed(x: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _received(
+    x: torch.Tensor, comm: str, sent: Sequence[int], received: Sequence[int], *_: Any, **__: Any
+) -> torch.Tensor:
+    return x.new_empty((sum(received), *x.shape[1:]))
+
+
+def normed(x: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results of the right shapes."""
     return x.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-def _normed_of_all(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, gather: bool, algorithm: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape if gather else residual.shape), residual.new_empty(residual.shape)
+def normed_of_all(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results of the right shapes; the last two operands are ``gather`` and ``algorithm``."""
+    return x.new_empty(x.shape if others[-2] else residual.shape), residual.new_empty(residual.shape)
 
 
-def _quantized(*operands: Any) -> Quantized:
-    return _quantized_of_all(*(*operands[:-1], False, operands[-1]))
+def quantized(*operands: Any) -> Quantized:
+    """Return results of the right shapes; see :func:`quantized_of_all`."""
+    return quantized_of_all(*(*operands[:-1], False, operands[-1]))
 
 
-def _quantized_of_all(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    comm: str,
-    eps: float,
-    with_normed: bool,
-    gather: bool,
-    algorithm: str,
-) -> Quantized:
+def quantized_of_all(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Quantized:
+    """Return results of the right shapes; the last operands begin with ``scale``."""
+    scale, _comm, _eps, with_normed, gather, _algorithm = others[-6:]
     shape = x.shape if gather else residual.shape
     found = (*shape[:-1], 1) if scale is None else 0
     return (
@@ -117,12 +116,12 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-@_operator("all_reduce(Tensor x, str comm, str algorithm, str reduction, int? sms=None) -> Tensor", _like)
+@operator("all_reduce(Tensor x, str comm, str algorithm, str reduction, int? sms=None) -> Tensor", _like)
 def _all_reduce(x: torch.Tensor, comm: str, algorithm: str, reduction: str, sms: int | None = None) -> torch.Tensor:
     return named(comm).all_reduce(x.contiguous(), algorithm=algorithm, reduction=reduction, sms=sms)
 
 
-@_operator(
+@operator(
     "reduce_scatter(Tensor x, str comm, int world_size, str algorithm, str reduction, bool strict=True, "
     "int? sms=None) -> Tensor",
     _part,
@@ -142,12 +141,12 @@ def _reduce_scatter(
     return by.reduce_scatter(x, algorithm=algorithm, reduction=reduction, sms=sms)
 
 
-@_operator("all_gather(Tensor x, str comm, int world_size, str algorithm, int? sms=None) -> Tensor", _joined)
+@operator("all_gather(Tensor x, str comm, int world_size, str algorithm, int? sms=None) -> Tensor", _joined)
 def _all_gather(x: torch.Tensor, comm: str, world_size: int, algorithm: str, sms: int | None = None) -> torch.Tensor:
     return named(comm).all_gather(x.contiguous(), algorithm=algorithm, sms=sms)
 
 
-@_operator(
+@operator(
     "all_gather_uneven(Tensor x, str comm, SymInt[] sizes, int rank, str algorithm, int? sms=None) -> Tensor",
     _joined_uneven,
 )
@@ -160,55 +159,68 @@ def _all_gather_uneven(
     return by.all_gather(x.contiguous(), sizes=sizes, algorithm=algorithm, sms=sms)
 
 
-@_operator("all_to_all(Tensor x, str comm, str algorithm, int? sms=None) -> Tensor", _like)
+@operator("all_to_all(Tensor x, str comm, str algorithm, int? sms=None) -> Tensor", _like)
 def _all_to_all(x: torch.Tensor, comm: str, algorithm: str, sms: int | None = None) -> torch.Tensor:
     return named(comm).all_to_all(x.contiguous(), algorithm=algorithm, sms=sms)
 
 
-@_operator("broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor", _like)
+@operator(
+    "all_to_all_uneven(Tensor x, str comm, SymInt[] sent, SymInt[] received, int rank, str algorithm) -> Tensor",
+    _received,
+)
+def _all_to_all_uneven(
+    x: torch.Tensor, comm: str, sent: Sequence[int], received: Sequence[int], rank: int, algorithm: str
+) -> torch.Tensor:
+    by = named(comm)
+    if rank != by.rank:
+        raise ConfigError(f"all_to_all_uneven was compiled on rank {rank} and runs on rank {by.rank}")
+    return by.all_to_all(x.contiguous(), algorithm=algorithm, input_sizes=sent, output_sizes=received)
+
+
+@operator("broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor", _like)
 def _broadcast(x: torch.Tensor, comm: str, root: int, algorithm: str) -> torch.Tensor:
     return autograd.broadcast_copy(named(comm), x, root, algorithm)
 
 
-@_operator("send(Tensor x, str comm, int dst) -> ()", _nothing)
+@operator("send(Tensor x, str comm, int dst) -> ()", _nothing)
 def _send(x: torch.Tensor, comm: str, dst: int) -> None:
     named(comm).send(x.contiguous(), dst)
 
 
-@_operator("recv(Tensor x, str comm, int src) -> Tensor", _like)
+@operator("recv(Tensor x, str comm, int src) -> Tensor", _like)
 def _recv(x: torch.Tensor, comm: str, src: int) -> torch.Tensor:
     """Receive into a new tensor like ``x``."""
     return named(comm).recv(x.new_empty(x.shape), src)
 
 
-@_operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor", _like)
+@operator("all_reduce_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor", _like)
 def _all_reduce_gradient(
     x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None = None
 ) -> torch.Tensor:
     return autograd.all_reduce_gradient(named(comm), x, grad.contiguous(), reduction, sms)
 
 
-@_operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor", _like)
+@operator("reduce_scatter_gradient(Tensor x, Tensor grad, str comm, str reduction, int? sms=None) -> Tensor", _like)
 def _reduce_scatter_gradient(
     x: torch.Tensor, grad: torch.Tensor, comm: str, reduction: str, sms: int | None = None
 ) -> torch.Tensor:
     return autograd.reduce_scatter_gradient(named(comm), x, grad.contiguous(), reduction, sms)
 
 
-@_operator("sum_at_root(Tensor x, str comm, int root) -> Tensor", _like)
+@operator("sum_at_root(Tensor x, str comm, int root) -> Tensor", _like)
 def _sum_at_root(x: torch.Tensor, comm: str, root: int) -> torch.Tensor:
     return autograd.sum_at_root(named(comm), x.contiguous(), root)
 
 
-@_operator("barrier(str comm) -> ()", _nothing)
+@operator("barrier(str comm) -> ()", _nothing)
 def _barrier(comm: str) -> None:
     named(comm).barrier()
 
 
-@_operator(
+@operator(
     "all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, str comm, float eps, str algorithm)"
     " -> (Tensor, Tensor)",
-    _normed,
+    normed,
 )
 def _all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, algorithm: str
@@ -217,10 +229,10 @@ def _all_reduce_rms_norm(
     return call(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, algorithm)
 
 
-@_operator(
+@operator(
     "all_reduce_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? scale, str comm, float eps, "
     "bool with_normed, str algorithm) -> (Tensor, Tensor, Tensor, Tensor)",
-    _quantized,
+    quantized,
 )
 def _all_reduce_rms_norm_fp8(
     x: torch.Tensor,
@@ -234,13 +246,13 @@ def _all_reduce_rms_norm_fp8(
 ) -> Quantized:
     call = named(comm).all_reduce_rms_norm_fp8
     operands = x.contiguous(), residual.contiguous(), weight.contiguous()
-    return _all_four(call(*operands, eps, scale, with_normed, algorithm), scale)
+    return all_four(call(*operands, eps, scale, with_normed, algorithm), scale)
 
 
-@_operator(
+@operator(
     "reduce_scatter_rms_norm(Tensor x, Tensor residual, Tensor weight, str comm, float eps, bool gather, "
     "str algorithm) -> (Tensor, Tensor)",
-    _normed_of_all,
+    normed_of_all,
 )
 def _reduce_scatter_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, comm: str, eps: float, gather: bool, algorithm: str
@@ -249,10 +261,10 @@ def _reduce_scatter_rms_norm(
     return call(x.contiguous(), residual.contiguous(), weight.contiguous(), eps, gather, algorithm)
 
 
-@_operator(
+@operator(
     "reduce_scatter_rms_norm_fp8(Tensor x, Tensor residual, Tensor weight, Tensor? scale, str comm, float eps, "
     "bool with_normed, bool gather, str algorithm) -> (Tensor, Tensor, Tensor, Tensor)",
-    _quantized_of_all,
+    quantized_of_all,
 )
 def _reduce_scatter_rms_norm_fp8(
     x: torch.Tensor,
@@ -267,23 +279,29 @@ def _reduce_scatter_rms_norm_fp8(
 ) -> Quantized:
     call = named(comm).reduce_scatter_rms_norm_fp8
     operands = x.contiguous(), residual.contiguous(), weight.contiguous()
-    return _all_four(call(*operands, eps, scale, with_normed, gather, algorithm), scale)
+    return all_four(call(*operands, eps, scale, with_normed, gather, algorithm), scale)
 
 
-def _all_four(result: Fp8Normed, scale: torch.Tensor | None) -> Quantized:
+def all_four(result: Fp8Normed, scale: torch.Tensor | None) -> Quantized:
+    """Return the tensors of ``result`` that the call has made, and empty ones."""
     quantized, found, new_residual, normed = result
     if scale is not None:
         found = found.new_empty(0)
     return quantized, found, new_residual, new_residual.new_empty(0) if normed is None else normed
 
 
-for _name, (_keep, _backward) in (autograd.OPERATORS | autograd_norm.OPERATORS).items():
-    torch.library.register_autograd(f"shotcast::{_name}", _backward, setup_context=_keep, lib=_library)
+def register_derivatives(derivatives: Mapping[str, tuple[Callable[..., None], Callable[..., Any]]]) -> None:
+    """Register how operators save the context of a backward, and that, by their names."""
+    for name, (keep, backward) in derivatives.items():
+        torch.library.register_autograd(f"shotcast::{name}", backward, setup_context=keep, lib=_library)
+
+
+register_derivatives(autograd.OPERATORS | autograd_norm.OPERATORS)
 
 # -- calls of a communicator ------------------------------------------------------------------------------------------
 
 
-def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy ``result`` to ``out``, which has been checked, and return it.
 
     A compiler removes the copy if nothing else uses ``out``.
@@ -291,9 +309,9 @@ def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return out.copy_(result)
 
 
-def _kept(x: torch.Tensor, reduction: str) -> torch.Tensor:
+def kept(x: torch.Tensor, reduction: str) -> torch.Tensor:
     """Return a copy of ``x`` if a derivative needs its values, which the copy to ``out`` may overwrite."""
-    return x.clone() if reduction != "sum" and x.requires_grad and torch.is_grad_enabled() else x
+    return x.clone() if reduction not in autograd.LINEAR and x.requires_grad and torch.is_grad_enabled() else x
 
 
 def all_reduce(
@@ -302,9 +320,9 @@ def all_reduce(
     """Run :meth:`Communicator.all_reduce` as an operator."""
     if out is not None:
         output(x, out, x.shape)
-        x = _kept(x, reduction)
+        x = kept(x, reduction)
     result = torch.ops.shotcast.all_reduce(x, comm.name, algorithm, reduction, sms)
-    return result if out is None else _written(out, result)
+    return result if out is None else written(out, result)
 
 
 def reduce_scatter(
@@ -314,9 +332,9 @@ def reduce_scatter(
     rows = rows_per_rank(x, comm.world_size, "reduce_scatter")
     if out is not None:
         output(x, out, (rows, *x.shape[1:]))
-        x = _kept(x, reduction)
+        x = kept(x, reduction)
     result = torch.ops.shotcast.reduce_scatter(x, comm.name, comm.world_size, algorithm, reduction, True, sms)
-    return result if out is None else _written(out, result)
+    return result if out is None else written(out, result)
 
 
 def all_gather(
@@ -334,7 +352,7 @@ def all_gather(
         result = torch.ops.shotcast.all_gather(x, comm.name, comm.world_size, algorithm, sms)
     else:
         result = torch.ops.shotcast.all_gather_uneven(x, comm.name, sizes, comm.rank, algorithm, sms)
-    return result if out is None else _written(out, result)
+    return result if out is None else written(out, result)
 
 
 def all_to_all(
@@ -344,13 +362,28 @@ def all_to_all(
     if out is not None:
         output(x, out, x.shape)
     result = torch.ops.shotcast.all_to_all(x, comm.name, algorithm, sms)
-    return result if out is None else _written(out, result)
+    return result if out is None else written(out, result)
+
+
+def all_to_all_uneven(
+    comm: Collectives,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    algorithm: str,
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+) -> torch.Tensor:
+    """Run :meth:`Communicator.all_to_all` with sizes, which have been checked, as an operator."""
+    if out is not None:
+        output(x, out, (sum(received), *x.shape[1:]))
+    result = torch.ops.shotcast.all_to_all_uneven(x, comm.name, sent, received, comm.rank, algorithm)
+    return result if out is None else written(out, result)
 
 
 def broadcast(comm: Collectives, x: torch.Tensor, root: int, algorithm: str) -> torch.Tensor:
     """Run :meth:`Communicator.broadcast` as an operator."""
     writable(x, "x")
-    return _written(x, torch.ops.shotcast.broadcast(x, comm.name, root, algorithm))
+    return written(x, torch.ops.shotcast.broadcast(x, comm.name, root, algorithm))
 
 
 def send(comm: Collectives, x: torch.Tensor, dst: int) -> None:
@@ -361,7 +394,7 @@ def send(comm: Collectives, x: torch.Tensor, dst: int) -> None:
 def recv(comm: Collectives, x: torch.Tensor, src: int) -> torch.Tensor:
     """Run :meth:`Communicator.recv` as an operator."""
     writable(x, "x")
-    return _written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
+    return written(x, torch.ops.shotcast.recv(x.detach(), comm.name, src))
 
 
 def barrier(comm: Collectives) -> None:
@@ -382,7 +415,7 @@ def all_reduce_rms_norm(
     norm_rows("all_reduce_rms_norm", comm.device, x, residual, weight, eps, 1)
     operands = x, residual, weight
     normed, new_residual = torch.ops.shotcast.all_reduce_rms_norm(*operands, comm.name, eps, algorithm)
-    return (normed, new_residual) if out is None else _norms_written("all_reduce_rms_norm", out, normed, new_residual)
+    return (normed, new_residual) if out is None else norms_written("all_reduce_rms_norm", out, normed, new_residual)
 
 
 def all_reduce_rms_norm_fp8(
@@ -401,7 +434,7 @@ def all_reduce_rms_norm_fp8(
     without_gradient("all_reduce_rms_norm_fp8", x=x, residual=residual, weight=weight, scale=scale)
     operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
     made = torch.ops.shotcast.all_reduce_rms_norm_fp8(*operands, comm.name, eps, with_normed, algorithm)
-    return _fp8_written("all_reduce_rms_norm_fp8", out, made, scale, with_normed)
+    return fp8_written("all_reduce_rms_norm_fp8", out, made, scale, with_normed)
 
 
 def reduce_scatter_rms_norm(
@@ -419,7 +452,7 @@ def reduce_scatter_rms_norm(
     norm_rows(name, comm.device, x, residual, weight, eps, comm.world_size)
     operands = x, residual, weight
     normed, new_residual = torch.ops.shotcast.reduce_scatter_rms_norm(*operands, comm.name, eps, gather, algorithm)
-    return (normed, new_residual) if out is None else _norms_written(name, out, normed, new_residual)
+    return (normed, new_residual) if out is None else norms_written(name, out, normed, new_residual)
 
 
 def reduce_scatter_rms_norm_fp8(
@@ -439,20 +472,22 @@ def reduce_scatter_rms_norm_fp8(
     without_gradient("reduce_scatter_rms_norm_fp8", x=x, residual=residual, weight=weight, scale=scale)
     operands = x.detach(), residual.detach(), weight.detach(), None if scale is None else scale.detach()
     made = torch.ops.shotcast.reduce_scatter_rms_norm_fp8(*operands, comm.name, eps, with_normed, gather, algorithm)
-    return _fp8_written("reduce_scatter_rms_norm_fp8", out, made, scale, with_normed)
+    return fp8_written("reduce_scatter_rms_norm_fp8", out, made, scale, with_normed)
 
 
-def _norms_written(
+def norms_written(
     name: str, out: tuple[torch.Tensor, torch.Tensor], normed: torch.Tensor, new_residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy results to ``out``, which is checked first, and return it."""
     if not isinstance(out, tuple) or len(out) != 2:
         raise ConfigError(f"{name}: out is (normed, new_residual)")
     return _checked_written(out[0], normed), _checked_written(out[1], new_residual)
 
 
-def _fp8_written(
+def fp8_written(
     name: str, out: Fp8Normed | None, made: Quantized, scale: torch.Tensor | None, with_normed: bool
 ) -> Fp8Normed:
+    """Return the results that an operator made, copied to ``out`` if it is given."""
     quantized, found, new_residual, normed = made
     if out is None:
         given = found if scale is None else scale
@@ -470,4 +505,4 @@ def _fp8_written(
 def _checked_written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     if out is None:
         raise ConfigError(f"out must be {list(result.shape)} of {result.dtype}; it is None")
-    return _written(output(result, out, result.shape), result)
+    return written(output(result, out, result.shape), result)

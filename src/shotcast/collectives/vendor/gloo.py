@@ -20,6 +20,10 @@ _REDUCTIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
+    "avg": dist.ReduceOp.SUM,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
 }
 _SLICE = timedelta(milliseconds=20)
 """Time between two looks for Ctrl-C, and for faults elsewhere, while a call waits."""
@@ -78,43 +82,83 @@ class GlooGroup:
         self._wait(lambda: self._group.allgather([rows], [mine]))
         return [HeaderWords(*row.tolist()) for row in rows]
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         if any(tensor is not None and tensor.is_cuda for tensor in (x, out)):
-            self._run_by_host(plan, x, out, reduction)
+            self._run_by_host(plan, x, out)
             return
-        if plan.dtype == "bool" and reduction == "sum":
-            reduction = "max"  # Gloo adds the bytes, and True + True is no bool
         if plan.op is Op.BARRIER:
             self._wait(lambda: self._group.barrier())
+            return
+        if plan.op is Op.REDUCE:
+            assert x is not None
+            self._reduce_at_root(plan, x.view(-1), None if out is None else out.view(-1))
             return
         if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             assert x is not None
             assert out is not None
-            self._reduce(plan, x.view(-1), out.view(-1), reduction)
+            self._reduce(plan, x.view(-1), out.view(-1))
             return
         # data that is only moved is sent as bytes, as the library knows few dtypes
         x = None if x is None else x.view(-1).view(torch.uint8)
         out = None if out is None else out.view(-1).view(torch.uint8)
         self._move(plan, x, out)
 
-    def _run_by_host(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+    def _run_by_host(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         result = None if out is None else torch.empty_like(out, device="cpu")
-        self.run(plan, None if x is None else x.cpu(), result, reduction)
+        self.run(plan, None if x is None else x.cpu(), result)
         if out is not None and result is not None:
             out.copy_(result)
 
-    def _reduce(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
+    def _reduce(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor) -> None:
+        x, out, by = _bytes_of_bool(plan, x), _bytes_of_bool(plan, out), _reduce_op(plan)
         if plan.op is Op.ALL_REDUCE:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
+            if plan.dtype == "bool":
+                out.clamp_(max=1)
             options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(_REDUCTIONS[reduction])
+            options.reduceOp = by
             self._wait(lambda: self._group.allreduce([out], options))
+            self._divide(plan, out)
             return
-        parts = list(x.view(self._world_size, -1))
+        if plan.dtype == "bool":
+            x = x.clamp(max=1)  # a byte that is not 0 is true
         scatter = dist.ReduceScatterOptions()
-        scatter.reduceOp = dist.ReduceOp(_REDUCTIONS[reduction])
-        self._wait(lambda: self._group.reduce_scatter([out], [parts], scatter))
+        scatter.reduceOp = by
+        self._wait(lambda: self._group._reduce_scatter_base(out, x, scatter))
+        self._divide(plan, out)
+
+    def _divide(self, plan: CallPlan, total: torch.Tensor) -> None:
+        """Make the sum of an average, which Gloo has not, the average."""
+        if plan.reduction == "avg":
+            (torch.view_as_real(total) if total.is_complex() else total).div_(self._world_size)
+
+    def _reduce_at_root(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        at_root = out is not None and self._rank == plan.root
+        data = out if out is not None and at_root else torch.empty_like(x)  # the library writes to all
+        x, data = _bytes_of_bool(plan, x), _bytes_of_bool(plan, data)
+        if data.data_ptr() != x.data_ptr():
+            data.copy_(x)
+        if plan.dtype == "bool":
+            data.clamp_(max=1)
+        options = dist.ReduceOptions()
+        options.reduceOp = _reduce_op(plan)
+        options.rootRank, options.rootTensor = plan.root, 0
+        self._wait(lambda: self._group.reduce([data], options))
+        self._divide(plan, data)
+
+    def _move_by_root(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        at_root = self._rank == plan.root
+        if plan.op is Op.GATHER:
+            gather = dist.GatherOptions()
+            gather.rootRank = plan.root
+            rows = [list(out.view(self._world_size, -1))] if out is not None and at_root else []
+            self._wait(lambda: self._group.gather(rows, [x], gather))
+            return
+        scatter = dist.ScatterOptions()
+        scatter.rootRank = plan.root
+        parts = [list(x.view(self._world_size, -1))] if x is not None and at_root else []
+        self._wait(lambda: self._group.scatter([out], parts, scatter))
 
     def _move(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         if plan.op in (Op.SEND, Op.RECV, Op.BROADCAST):
@@ -128,14 +172,28 @@ class GlooGroup:
             options.rootTensor = 0
             self._wait(lambda: self._group.broadcast([data], options))
             return
+        if plan.op in (Op.GATHER, Op.SCATTER):
+            if plan.nbytes:  # the library divides nothing among ranks
+                self._move_by_root(plan, x, out)
+            else:
+                self._wait(lambda: self._group.barrier())
+            return
         assert x is not None
         assert out is not None
         if plan.op is Op.ALL_TO_ALL:
             self._wait(lambda: self._group.alltoall_base(out, x, [], []))
             return
+        if plan.op is Op.ALL_TO_ALL_UNEVEN:
+            scale = wire.DTYPES[plan.dtype]
+            sizes = [size * scale for size in plan.sizes]
+            sent, received = sizes[: self._world_size], sizes[self._world_size :]
+            self._wait(lambda: self._group.alltoall_base(out, x, received, sent))
+            return
         assert plan.op is Op.ALL_GATHER
-        scale = wire.DTYPES[plan.dtype]
-        sizes = [size * scale for size in plan.sizes] or [out.numel() // self._world_size] * self._world_size
+        if not plan.sizes:
+            self._wait(lambda: self._group._allgather_base(out, x))
+            return
+        sizes = [size * wire.DTYPES[plan.dtype] for size in plan.sizes]
         widest = max(sizes)
         if x.numel() < widest:
             x = torch.cat([x, x.new_zeros(widest - x.numel())])
@@ -172,6 +230,16 @@ class GlooGroup:
             threading.Thread(target=_outlive, args=(group, work), name="shotcast gloo", daemon=True).start()
 
     close = stop
+
+
+def _bytes_of_bool(plan: CallPlan, x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if plan.dtype == "bool" else x
+
+
+def _reduce_op(plan: CallPlan) -> dist.ReduceOp:
+    """Return what Gloo does to elements; it adds the bytes of bool, and True + True is no bool."""
+    name = "max" if plan.dtype == "bool" and plan.reduction == "sum" else plan.reduction
+    return dist.ReduceOp(_REDUCTIONS[name])
 
 
 def _end_of(work: Any) -> Exception | bool | None:

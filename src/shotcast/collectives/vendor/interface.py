@@ -35,7 +35,7 @@ class VendorGroup(Protocol):
 
     library: str
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         """Make a call. The root of a plan is a rank of this group. Raises CallError or RefusedError."""
 
     def headers(self, own: HeaderWords) -> list[HeaderWords]:

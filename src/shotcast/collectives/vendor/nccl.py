@@ -125,7 +125,7 @@ class NcclGroup:
             (Op.BROADCAST, data, whole),
             (Op.ALL_TO_ALL, data, whole),
         ):
-            self._enqueue(CallPlan(op, "vendor", "uint8", nbytes), x, out, "sum")
+            self._enqueue(CallPlan(op, "vendor", "uint8", nbytes), x, out)
 
     def progress(self) -> tuple[int, int]:
         ended = self._words[1]  # before the other, which is never behind it
@@ -137,14 +137,17 @@ class NcclGroup:
     def set_timeout(self, timeout_s: float) -> None:
         """Do nothing: the watch has the deadline."""
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
-        if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            plan, reduction = _reducible(plan, reduction)
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        asked, reduces = plan, plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE)
+        if reduces:
+            plan = _reducible(plan)
         with torch.cuda.device(self._device):
             self._count.add_(1)
             self._mark(0)
             try:
-                self._enqueue(plan, x, out, reduction)
+                self._enqueue(plan, x, out)
+                if reduces and out is not None and (asked.op is not Op.REDUCE or asked.root == self._rank):
+                    _make_true_one(asked, out)
             finally:
                 self._mark(1)
 
@@ -157,13 +160,13 @@ class NcclGroup:
             driver.library().cuMemcpyDtoHAsync_v2(target, source, ctypes.c_size_t(8), stream), "copying a count"
         )
 
-    def _enqueue(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+    def _enqueue(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         with self._inside:
             if self._stopped:
                 raise CallError("the calls were aborted")
-            self._enqueue_inside(plan, x, out, reduction)
+            self._enqueue_inside(plan, x, out)
 
-    def _enqueue_inside(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+    def _enqueue_inside(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         nccl, comm, stream = library(), self._comm, raw_stream(self._device.index)
         source = 0 if x is None else x.data_ptr()
         target = 0 if out is None else out.data_ptr()
@@ -183,6 +186,27 @@ class NcclGroup:
                 for peer in range(self._world_size):
                     self._check(nccl.ncclSend(source + peer * part, part, _BYTES, peer, comm, stream))
                     self._check(nccl.ncclRecv(target + peer * part, part, _BYTES, peer, comm, stream))
+        elif plan.op is Op.ALL_TO_ALL_UNEVEN:
+            sizes = [size * wire.DTYPES[plan.dtype] for size in plan.sizes]
+            parts = sizes[: self._world_size], sizes[self._world_size :]
+            with _Grouped(self._check):
+                for peer in range(self._world_size):
+                    sent, received = (each[peer] for each in parts)
+                    sent_at, received_at = source + sum(parts[0][:peer]), target + sum(parts[1][:peer])
+                    self._check(nccl.ncclSend(sent_at, sent, _BYTES, peer, comm, stream))
+                    self._check(nccl.ncclRecv(received_at, received, _BYTES, peer, comm, stream))
+        elif plan.op is Op.GATHER:
+            part = nbytes // self._world_size
+            with _Grouped(self._check):
+                self._check(nccl.ncclSend(source, part, _BYTES, plan.root, comm, stream))
+                for peer in range(self._world_size if self._rank == plan.root else 0):
+                    self._check(nccl.ncclRecv(target + peer * part, part, _BYTES, peer, comm, stream))
+        elif plan.op is Op.SCATTER:
+            part = nbytes // self._world_size
+            with _Grouped(self._check):
+                for peer in range(self._world_size if self._rank == plan.root else 0):
+                    self._check(nccl.ncclSend(source + peer * part, part, _BYTES, peer, comm, stream))
+                self._check(nccl.ncclRecv(target, part, _BYTES, plan.root, comm, stream))
         elif plan.op is Op.ALL_GATHER and plan.sizes:
             sizes = [size * wire.DTYPES[plan.dtype] for size in plan.sizes]
             starts = itertools.accumulate(sizes, initial=target)
@@ -194,10 +218,12 @@ class NcclGroup:
         elif plan.op is Op.ALL_GATHER:
             self._check(nccl.ncclAllGather(source, target, nbytes // self._world_size, _BYTES, comm, stream))
         else:
-            dtype, code = DTYPES[plan.dtype], REDUCTIONS[reduction]
+            dtype, code = DTYPES[plan.dtype], REDUCTIONS[plan.reduction]
             count = nbytes // wire.DTYPES[plan.dtype]
             if plan.op is Op.ALL_REDUCE:
                 self._check(nccl.ncclAllReduce(source, target, count, dtype, code, comm, stream))
+            elif plan.op is Op.REDUCE:
+                self._check(nccl.ncclReduce(source, target, count, dtype, code, plan.root, comm, stream))
             else:
                 assert plan.op is Op.REDUCE_SCATTER
                 part = count // self._world_size
@@ -276,16 +302,27 @@ class _Grouped:
             self._check(result)
 
 
-def _reducible(plan: CallPlan, reduction: str) -> tuple[CallPlan, str]:
-    """Return a plan and a reduction that NCCL has, for the same bytes. Raises RefusedError if there are none."""
-    dtype = plan.dtype
+def _reducible(plan: CallPlan) -> CallPlan:
+    """Return a plan of a dtype and a reduction that NCCL has, for the same bytes. Raises RefusedError if none."""
+    dtype, reduction = plan.dtype, plan.reduction
     if dtype == "bool":
-        # of bytes that are 0 or 1; True + True is True
-        dtype, reduction = "uint8", {"sum": "max", "prod": "min"}.get(reduction, reduction)
-    elif dtype in ("complex64", "complex128") and reduction == "sum":
+        # of bytes, of which any but 0 is true; True + True is True, and the result may be any such byte
+        dtype = "uint8"
+        reduction = {"sum": "max", "bor": "max", "prod": "min", "band": "min"}.get(reduction, reduction)
+    elif dtype in ("complex64", "complex128") and reduction in ("sum", "avg"):
         dtype = {"complex64": "float32", "complex128": "float64"}[dtype]
-    if dtype not in DTYPES:
+    if dtype not in DTYPES or reduction not in REDUCTIONS:
         raise RefusedError(
-            f"nccl has no {reduction} of {plan.dtype}; it has those of {', '.join(DTYPES)}, bool and complex"
+            f"nccl has no {plan.reduction} of {plan.dtype}; it has {', '.join(REDUCTIONS)} of {', '.join(DTYPES)} and "
+            "bool, and sum and avg of complex numbers"
         )
-    return dataclasses.replace(plan, dtype=dtype), reduction
+    return dataclasses.replace(plan, dtype=dtype, reduction=reduction)
+
+
+def _make_true_one(plan: CallPlan, out: torch.Tensor) -> None:
+    """Make the bytes of a reduced bool 0 or 1: the library gives the largest or the least of bytes that may be others.
+
+    In place, on the current stream, and captured with the call.
+    """
+    if plan.dtype == "bool":
+        out.detach().view(torch.uint8).clamp_(max=1)

@@ -24,7 +24,7 @@ DTYPES = {
     "float8_e5m2": 11,
 }
 """ncclDataType_t by dtype: what NCCL reduces (FP8 since 2.24, from compute capability 9.0 on)."""
-REDUCTIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
+REDUCTIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 """ncclRedOp_t by reduction."""
 
 
@@ -43,9 +43,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclCommDestroy": (_POINTER,),
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
-    # sent, received, count, type, [reduction or root,] communicator, stream
+    # sent, received, count, type, [reduction,] [root,] communicator, stream
     "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
     "ncclReduceScatter": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _INT, _POINTER, _POINTER),
     "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
     "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _POINTER, _POINTER),
     "ncclSend": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),

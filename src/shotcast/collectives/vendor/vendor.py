@@ -85,6 +85,7 @@ class Vendor:
 
     Attributes:
         failed: a call has failed since the last reset.
+        served: how many calls have been made.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Vendor:
         self._halting = threading.Lock()
         self._gone_at: dict[int, float] = {}
         self._looked = 0.0
+        self.served = 0
         self._begin(0)
         if library == "nccl":
             WATCH.add(self)
@@ -131,7 +133,7 @@ class Vendor:
             return tuple(sorted((self._host.rank, plan.root)))
         return self._all
 
-    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None, reduction: str) -> None:
+    def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         """Make the call; ``x`` and ``out`` are contiguous, None where the operation has none.
 
         Where the ranks are not connected yet, it connects them.
@@ -156,11 +158,12 @@ class Vendor:
                 known.captured |= torch.cuda.is_current_stream_capturing()
             if self._compares and not known.captured:
                 self._compare(known, call)
-            root = members.index(plan.root) if plan.op in (Op.BROADCAST, Op.SEND, Op.RECV) else plan.root
+            root = members.index(plan.root) if plan.op in (Op.SEND, Op.RECV) else plan.root
             with torch.no_grad():  # otherwise out would carry the gradient of a copy
-                known.group.run(dataclasses.replace(plan, root=root), x, out, reduction)
+                known.group.run(dataclasses.replace(plan, root=root), x, out)
+            self.served += 1
         except RefusedError as error:
-            what = f"{plan.op.label}({reduction}) of {plan.dtype}"
+            what = f"{plan.op.label}({plan.reduction}) of {plan.dtype}"
             raise UnsupportedError(f"neither own kernels nor {self._library} served {what}: {error}") from error
         except CallError as error:
             self._fail(members, call, begun, error)
@@ -253,7 +256,7 @@ class Vendor:
     def _interrupted(self, members: tuple[int, ...]) -> None:
         """Raise CallError if a call with ``members`` must not wait any longer, whatever its deadline."""
         if self._stopped():
-            raise CallError("own kernels stopped the communicator")
+            raise CallError("a fault or an abort stopped the communicator")
         now = time.monotonic()
         for rank in members:
             if rank in self._host.gone and now - self._gone_at.setdefault(rank, now) > _SETTLE_S:
@@ -273,7 +276,7 @@ class Vendor:
         self._error = self._library_error(call, str(error))
         try:
             if self._stopped():
-                self._error = ShotcastError(f"rank {rank}: own kernels stopped the communicator during {call.op}")
+                self._error = ShotcastError(f"rank {rank}: a fault or an abort stopped the communicator in {call.op}")
                 return
             found = self._blame.verdict(members, call.header, time.monotonic() - begun, error.cause, interrupted)
             if found.reason == "mismatch":

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm after a separate sum: the reference that the fused operations match."""
+"""Residual add and norm after a separate sum: the reference that the fused operations match."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from shotcast.collectives import reference
 from shotcast.device.triton import tiles
 from shotcast.memory.operands import NormTensors
-from shotcast.wire import Norm
+from shotcast.wire import RMS, Norm
 
 
-def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
+def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
     """Norm ``total`` [rows, hidden] into ``tensors``, which have as many rows.
 
     ``by_kernel`` uses a kernel (``kernels/triton/norm.py``; the tensors begin at multiples of 16 bytes); otherwise
@@ -21,17 +21,20 @@ def add_rms_norm(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kerne
         return
     row_bytes = norm.hidden * total.element_size()
     if by_kernel and row_bytes <= 4 * tiles.MAX_ROW_WORDS:
-        from shotcast.kernels.triton.norm import launch_add_rms_norm
+        from shotcast.kernels.triton.norm import launch_norm_sum
 
-        launch_add_rms_norm(total, tensors, norm)
+        launch_norm_sum(total, tensors, norm)
         return
     if not by_kernel:
         from shotcast.transport.cpu import norm_rows
 
-        norm_rows.add_rms_norm(total, tensors, norm)
+        norm_rows.norm_sum(total, tensors, norm)
         return
     new_residual = reference.add_residual(total, tensors.residual)
-    normed = reference.rms_norm(new_residual, tensors.weight, tensors.eps)
+    if norm.kind == RMS:
+        normed = reference.rms_norm(new_residual, tensors.weight, tensors.eps)
+    else:
+        normed = reference.layer_norm(new_residual, tensors.weight, tensors.bias, tensors.eps)
     if norm.quantize:
         assert tensors.quantized is not None
         assert tensors.scale is not None

@@ -1,0 +1,1 @@
+"""The calls of a communicator, by kind; :class:`~shotcast.collectives.communicator.Communicator` has them all."""

@@ -1,0 +1,171 @@
+"""Copies between all ranks: all_gather, all_to_all and broadcast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.compiler import is_compiling
+
+from shotcast.collectives.arguments import dense, output, rank_in, rows_per_rank, valid, writable
+from shotcast.collectives.calls.caller import Caller
+from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+
+class CopyCalls(Caller):
+    """The calls that give every rank parts of what others have."""
+
+    def all_gather(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        algorithm: str = "auto",
+        sms: int | None = None,
+    ) -> torch.Tensor:
+        """Compute ``out = x_0, x_1, ..., x_{N-1}``, joined along the first dimension, on every rank.
+
+        Args:
+            x: [k, ...]; with ``sizes``, [sizes[rank], ...].
+            out: [N * k, ...]; with ``sizes``, [sum(sizes), ...]; None for a new tensor.
+            sizes: the first dimension of each rank's part, the same list on all ranks.
+            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms`` or
+                ``copy_engines``.
+            sms: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out``. Differentiable.
+        """
+        x = dense(x, "x", self.device)
+        if x.dim() == 0:
+            x = x.view(1)
+        elements: tuple[int, ...] = ()
+        if sizes is None:
+            rows = x.shape[0] * self.world_size
+        else:
+            numbers = all(isinstance(size, int) for size in sizes)
+            if len(sizes) != self.world_size or not numbers or min(sizes) < 0 or sizes[self.rank] != x.shape[0]:
+                raise ConfigError(
+                    f"all_gather: sizes must hold {self.world_size} numbers from 0 up, and {x.shape[0]} (the first "
+                    f"dimension of x) at place {self.rank}; they are {list(sizes)}"
+                )
+            rows = sum(sizes)
+            width = math.prod(x.shape[1:])
+            elements = tuple(size * width for size in sizes)
+        if is_compiling():
+            return operators.all_gather(self, x, out, sizes, algorithm, sms)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm, sms)
+        before = self.rank * x.numel() if sizes is None else sum(elements[: self.rank])
+        out = output(x, out, (rows, *x.shape[1:]), before * x.element_size())
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            parts = None if sizes is None else tuple(sizes)
+            return autograd.written(autograd.AllGather, x, out, self, parts, algorithm, sms)
+        self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements, sms=sms)
+        return out
+
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        sms: int | None = None,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Compute ``out_i = x_0[i], x_1[i], ..., x_{N-1}[i]``, where ``x[i]`` is the i-th of N parts.
+
+        Args:
+            x: [N * k, ...]; with sizes, [sum(input_sizes), ...].
+            out: like ``x``, or [sum(output_sizes), ...], and does not overlap it; None for a new tensor.
+            algorithm: ``auto``, ``one_shot`` or ``vendor``; with ``sms`` ``few_sms`` or ``copy_engines``.
+            sms: as in :meth:`all_reduce`; parts of different sizes take none.
+            input_sizes, output_sizes: how many rows this rank sends to each rank, and receives from each. All ranks
+                give both, or none does and parts are equal. Sizes that do not fit those of another rank are a
+                :class:`~shotcast.CollectiveMismatch`.
+
+        Returns:
+            ``out``. Differentiable.
+        """
+        x = dense(x, "x", self.device)
+        if input_sizes is not None or output_sizes is not None:
+            return self._all_to_all_uneven(x, out, algorithm, sms, input_sizes, output_sizes)
+        rows_per_rank(x, self.world_size, "all_to_all")
+        if is_compiling():
+            return operators.all_to_all(self, x, out, algorithm, sms)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllToAll.apply(x, self, algorithm, sms)
+        out = output(x, out, x.shape, 0)
+        if out.data_ptr() == x.data_ptr() and x.numel():
+            raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            return autograd.written(autograd.AllToAll, x, out, self, algorithm, sms)
+        self._run(Op.ALL_TO_ALL, x, out, algorithm=algorithm, sms=sms)
+        return out
+
+    def _all_to_all_uneven(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        algorithm: str,
+        sms: int | None,
+        input_sizes: Sequence[int] | None,
+        output_sizes: Sequence[int] | None,
+    ) -> torch.Tensor:
+        if sms is not None:
+            raise ConfigError("all_to_all: parts of different sizes keep to no number of SMs; leave sms out")
+        sent, received = (
+            self._rows_of_each(sizes, name)
+            for sizes, name in ((input_sizes, "input_sizes"), (output_sizes, "output_sizes"))
+        )
+        if x.dim() == 0 or sum(sent) != x.shape[0]:
+            raise ConfigError(
+                f"all_to_all: input_sizes add up to {sum(sent)} rows, and the shape of x is {list(x.shape)}"
+            )
+        if sent[self.rank] != received[self.rank]:
+            raise ConfigError(
+                f"all_to_all: rank {self.rank} sends {sent[self.rank]} rows to itself by input_sizes, and expects "
+                f"{received[self.rank]} by output_sizes"
+            )
+        if is_compiling():
+            return operators.all_to_all_uneven(self, x, out, algorithm, sent, received)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.AllToAllUneven.apply(x, self, sent, received, algorithm)
+        out = output(x, out, (sum(received), *x.shape[1:]), 0)
+        if out.data_ptr() == x.data_ptr() and x.numel():
+            raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            return autograd.written(autograd.AllToAllUneven, x, out, self, sent, received, algorithm)
+        width = math.prod(x.shape[1:])
+        elements = tuple(size * width for size in (*sent, *received))
+        self._run(Op.ALL_TO_ALL_UNEVEN, x, out, algorithm=algorithm, sizes=elements, count=0)
+        return out
+
+    def _rows_of_each(self, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
+        if sizes is None or len(sizes) != self.world_size or any(not isinstance(n, int) or n < 0 for n in sizes):
+            given = "None" if sizes is None else list(sizes)
+            raise ConfigError(
+                f"all_to_all: input_sizes and output_sizes are {self.world_size} numbers from 0 up each, or both None; "
+                f"{name} is {given}"
+            )
+        return tuple(sizes)
+
+    def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
+        """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place. Returns ``x``.
+
+        Differentiable where ``x`` requires grad, on all ranks alike: its gradients are summed for the root.
+        """
+        valid(x, "x", self.device)
+        rank_in(root, self.world_size, "root")
+        if is_compiling():
+            return operators.broadcast(self, x, root, algorithm)
+        if x.requires_grad and torch.is_grad_enabled():
+            writable(x, "x")
+            return autograd.written(autograd.Broadcast, x, x, self, root, algorithm)
+        increment_version((x,))
+        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
+        return x

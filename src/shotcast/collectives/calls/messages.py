@@ -1,0 +1,123 @@
+"""Messages between two ranks: send, recv and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.compiler import is_compiling
+
+from shotcast.collectives.arguments import dense, rank_in, valid, writable
+from shotcast.collectives.calls.caller import Caller
+from shotcast.collectives.interface import BatchExecutor
+from shotcast.collectives.torch_ops import operators
+from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.errors import ConfigError
+from shotcast.wire import Op
+
+
+class MessageCalls(Caller):
+    """The calls of two ranks, of which the others know nothing."""
+
+    _batches: BatchExecutor | None
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
+
+        The send is complete (on CUDA: on the current stream) when the last of the message lies in a mailbox, which
+        holds as many messages as :meth:`waiting_messages` says. So a sender may learn only with a later call that
+        nobody received, or that the receiver expected something else. Gradients do not come back by themselves: the
+        receiver sends them.
+        """
+        x = dense(x, "x", self.device)
+        if rank_in(dst, self.world_size, "dst") == self.rank:
+            raise ConfigError(f"rank {self.rank} cannot send to itself")
+        if is_compiling():
+            operators.send(self, x, dst)
+            return
+        self._run(Op.SEND, x, None, root=dst)
+
+    def waiting_messages(self, x: torch.Tensor) -> int:
+        """Return how many messages like ``x`` one rank may receive later while their sender goes on.
+
+        It is 0 where the vendor library carries them, which promises nothing. This call communicates nothing.
+        """
+        if self._executor is None or self.explain(x, "send").by_library:
+            return 0
+        return self._executor.waiting(x.numel() * x.element_size())
+
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """Receive into ``x`` what rank ``src`` sends, a constant for autograd. Returns ``x``."""
+        valid(x, "x", self.device)
+        if rank_in(src, self.world_size, "src") == self.rank:
+            raise ConfigError(f"rank {self.rank} cannot receive from itself")
+        if is_compiling():
+            return operators.recv(self, x, src)
+        if x.requires_grad and torch.is_grad_enabled():
+            writable(x, "x")
+            return x.copy_(self.recv(torch.empty_like(x, requires_grad=False), src))
+        increment_version((x,))
+        self._run(Op.RECV, None, x, root=src)
+        return x
+
+    def batch_send_recv(
+        self, sends: Sequence[tuple[torch.Tensor, int]] = (), recvs: Sequence[tuple[torch.Tensor, int]] = ()
+    ) -> list[torch.Tensor]:
+        """Send and receive several messages at once, so that no order of them makes ranks wait for each other.
+
+        Between two ranks, messages in one direction keep their order. On CPU ranks of one node each message goes on
+        whenever it can, and other ranks may make their calls one by one. On GPUs and over several nodes the messages
+        are calls of their own, in an order that is the same on all ranks, and those that exchange messages both ways
+        give all of them in batches.
+
+        Args:
+            sends: (tensor, the rank that it goes to).
+            recvs: (tensor, the rank that it comes from); constants for autograd.
+
+        Returns:
+            The tensors of ``recvs``, which have been written.
+        """
+        messages = [(Op.SEND, dense(x, "x", self.device), rank_in(dst, self.world_size, "dst")) for x, dst in sends]
+        for x, src in recvs:
+            valid(x, "x", self.device)
+            writable(x, "x")
+            messages.append((Op.RECV, x, rank_in(src, self.world_size, "src")))
+        if any(peer == self.rank for _, _, peer in messages):
+            raise ConfigError(f"rank {self.rank} exchanges no messages with itself; copy the tensor")
+        if is_compiling():
+            for op, x, peer in self._in_common_order(messages):
+                operators.send(self, x, peer) if op is Op.SEND else operators.recv(self, x, peer)
+        elif torch.is_grad_enabled() and any(x.requires_grad for x, _ in recvs):
+            into = [(torch.empty_like(x, requires_grad=False), src) for x, src in recvs]
+            for (x, _), received in zip(recvs, self.batch_send_recv(sends, into), strict=True):
+                x.copy_(received)  # so that autograd forgets what x was computed from
+        elif messages:
+            increment_version(tuple(x for x, _ in recvs))
+            with torch.no_grad():
+                self._run_batch(messages)
+        return [x for x, _ in recvs]
+
+    def _in_common_order(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> list[tuple[Op, torch.Tensor, int]]:
+        """Return messages in an order that both ends of all of them have: no rank waits for one that waits for it.
+
+        All that are the first of their sender to their receiver come first, then all second ones, and so on; and of
+        these, those of lower ranks.
+        """
+        counts: dict[tuple[Op, int], int] = {}
+        keys = []
+        for number, (op, _, peer) in enumerate(messages):
+            place = counts[op, peer] = counts.get((op, peer), -1) + 1
+            upward = (self.rank < peer) == (op is Op.SEND)
+            keys.append((place, min(self.rank, peer), max(self.rank, peer), upward, number))
+        return [messages[key[-1]] for key in sorted(keys)]
+
+    def _run_batch(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> None:
+        """Make messages that have been checked."""
+        if self._batches is not None and self._run_at_once(self._batches, messages):
+            return
+        for op, x, peer in self._in_common_order(messages):
+            self._run(op, x if op is Op.SEND else None, None if op is Op.SEND else x, root=peer)
+
+    def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
+        """Make messages by an executor that makes all of them at once; return False if the library has to make one."""
+        raise NotImplementedError

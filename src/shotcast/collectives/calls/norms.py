@@ -1,0 +1,317 @@
+"""Sums whose rows are normed: the fused operations, or the sum and the norm as calls of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from shotcast import wire
+from shotcast.collectives import separate_norm
+from shotcast.collectives.calls.caller import Caller
+from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
+from shotcast.collectives.torch_ops import autograd_norm, operators, operators_layer_norm
+from shotcast.memory.operands import NormTensors
+from shotcast.wire import LAYER, RMS, Norm, Op
+
+
+class _Form(NamedTuple):
+    """A fused operation: the kind of its norm, whether rows are scattered and normed rows gathered, and its names."""
+
+    kind: str
+    scatter: bool
+    gather: bool
+    name: str
+    fp8_name: str
+
+    @classmethod
+    def of(cls, op: Op) -> _Form:
+        """Return the form of an operation."""
+        kind = LAYER if op in wire.LAYER_NORMS else RMS
+        name = op.label.removesuffix("_all_gather")
+        return cls(kind, op not in wire.ALL_REDUCE_NORMS, op in wire.GATHERED_NORMS, name, f"{name}_fp8")
+
+
+_FORMS = {op: _Form.of(op) for op in (*wire.ALL_REDUCE_NORMS, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)}
+
+
+class NormCalls(Caller):
+    """The calls that add the residual to a sum and norm its rows."""
+
+    def all_reduce_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All-reduce ``x``, add the residual and apply RMSNorm in one kernel, as between the blocks of a transformer.
+
+        ``new_residual = all_reduce(x) + residual``; ``normed = new_residual / rms(new_residual) * weight``, in float32
+        with ``new_residual`` as rounded. Where no fused kernel serves (:meth:`explain` says why), the sum is a call of
+        its own and the norm follows it, with the same bits.
+
+        Args:
+            x, residual: contiguous [..., hidden], float32, float16 or bfloat16.
+            weight: [hidden], of any of these dtypes, whatever that of ``x``.
+            eps: added to the mean square.
+            algorithm: ``auto``, ``one_shot`` or ``two_shot``, or over several nodes those of :meth:`all_reduce`;
+                ``vendor`` for the vendor library's sum, not fused.
+            out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be all of
+                ``residual``, and normed all of ``x``. Other overlaps are refused. None for new tensors.
+
+        Returns:
+            ``(normed, new_residual)``. Differentiable.
+        """
+        if is_compiling():
+            return operators.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
+        return self._norm(Op.ALL_REDUCE_RMS_NORM, x, residual, weight, None, eps, algorithm, out)
+
+    def all_reduce_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """Do :meth:`all_reduce_rms_norm`, and give the norm in FP8 for the matrix product that follows.
+
+        ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))`` of ``normed`` as rounded to the dtype; so
+        ``normed`` is about ``quantized * scale``. NaN stays NaN.
+
+        Args:
+            x, residual, weight, eps, algorithm: as in :meth:`all_reduce_rms_norm`.
+            scale: one float32 on the device; None for one scale a row: max |normed| / 448, at least 2^-126 (a row of
+                zeros).
+            with_normed: also give ``normed``.
+            out: tensors for the results; its scale is written only if ``scale`` is None. None for new tensors.
+
+        Returns:
+            ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
+        """
+        if is_compiling():
+            return operators.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
+        op = Op.ALL_REDUCE_RMS_NORM
+        return self._norm_fp8(op, x, residual, weight, None, eps, scale, with_normed, algorithm, out)
+
+    def reduce_scatter_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduce-scatter the rows of ``x``, then add the residual and norm this rank's rows, in one kernel.
+
+        This is sequence parallelism. ``new_residual = reduce_scatter(x) + residual``, normed as in
+        :meth:`all_reduce_rms_norm`.
+
+        Args:
+            x: contiguous [N * k, ..., hidden], float32, float16 or bfloat16.
+            residual: [k, ..., hidden], this rank's rows.
+            weight, eps: as in :meth:`all_reduce_rms_norm`.
+            gather: give every rank the normed rows of all ranks, in the same kernel.
+            algorithm: ``auto``; ``one_shot``, with ``gather`` ``two_shot``; or ``vendor``.
+            out: (normed, new_residual), of which new_residual may be all of ``residual``, and with ``gather``
+                normed all of ``x``; None for new tensors.
+
+        Returns:
+            ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``. Differentiable.
+        """
+        if is_compiling():
+            return operators.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
+        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
+        return self._norm(op, x, residual, weight, None, eps, algorithm, out)
+
+    def reduce_scatter_rms_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """Do :meth:`reduce_scatter_rms_norm`, and give the norm in FP8, as :meth:`all_reduce_rms_norm_fp8` does.
+
+        With ``gather``, the second step sends FP8 and scales alone, unless ``with_normed``.
+        """
+        if is_compiling():
+            operands = x, residual, weight, eps, scale
+            return operators.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
+        op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
+        return self._norm_fp8(op, x, residual, weight, None, eps, scale, with_normed, algorithm, out)
+
+    def all_reduce_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do :meth:`all_reduce_rms_norm` with a LayerNorm.
+
+        ``new_residual = all_reduce(x) + residual``; ``normed = (new_residual - mean) / sqrt(variance + eps) * weight +
+        bias``, with mean and variance of the row.
+
+        Args:
+            x, residual, weight, algorithm, out: as in :meth:`all_reduce_rms_norm`.
+            bias: like ``weight``; None for no bias.
+            eps: added to the variance.
+
+        Returns:
+            ``(normed, new_residual)``. Differentiable.
+        """
+        if is_compiling():
+            return operators_layer_norm.all_reduce_layer_norm(self, x, residual, weight, bias, eps, algorithm, out)
+        return self._norm(Op.ALL_REDUCE_LAYER_NORM, x, residual, weight, bias, eps, algorithm, out)
+
+    def all_reduce_layer_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """Do :meth:`all_reduce_layer_norm`, and give the norm in FP8, as :meth:`all_reduce_rms_norm_fp8` does."""
+        operands = x, residual, weight, bias, eps, scale, with_normed, algorithm, out
+        if is_compiling():
+            return operators_layer_norm.all_reduce_layer_norm_fp8(self, *operands)
+        return self._norm_fp8(Op.ALL_REDUCE_LAYER_NORM, *operands)
+
+    def reduce_scatter_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do :meth:`reduce_scatter_rms_norm` with a LayerNorm, that of :meth:`all_reduce_layer_norm`."""
+        if is_compiling():
+            operands = x, residual, weight, bias, eps, gather, algorithm
+            return operators_layer_norm.reduce_scatter_layer_norm(self, *operands, out)
+        op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
+        return self._norm(op, x, residual, weight, bias, eps, algorithm, out)
+
+    def reduce_scatter_layer_norm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = False,
+        gather: bool = False,
+        algorithm: str = "auto",
+        out: Fp8Normed | None = None,
+    ) -> Fp8Normed:
+        """Do :meth:`reduce_scatter_layer_norm`, and give the norm in FP8; see :meth:`reduce_scatter_rms_norm_fp8`."""
+        operands = x, residual, weight, bias, eps, scale, with_normed
+        if is_compiling():
+            return operators_layer_norm.reduce_scatter_layer_norm_fp8(self, *operands, gather, algorithm, out)
+        op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
+        return self._norm_fp8(op, *operands, algorithm, out)
+
+    def _norm(
+        self,
+        op: Op,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        algorithm: str,
+        out: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make a fused call without FP8."""
+        kind, scatter, gather, name, _ = _FORMS[op]
+        shards = self.world_size if scatter else 1
+        norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out, kind, bias)
+        if torch.is_grad_enabled() and autograd_norm.requires_grad(x, residual, weight, bias, out):
+            return autograd_norm.differentiated(x, tensors, out, self, kind != RMS, scatter, gather, algorithm)
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.normed is not None
+        return tensors.normed, tensors.new_residual
+
+    def _norm_fp8(
+        self,
+        op: Op,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        scale: torch.Tensor | None,
+        with_normed: bool,
+        algorithm: str,
+        out: Fp8Normed | None,
+    ) -> Fp8Normed:
+        """Make a fused call whose norm is given in FP8."""
+        kind, scatter, gather, _, name = _FORMS[op]
+        shards = self.world_size if scatter else 1
+        norm, tensors = fp8_operands(
+            name, self.device, x, residual, weight, eps, shards, gather, scale, with_normed, out, kind, bias
+        )
+        self._run_norm(op, x, norm, tensors, algorithm)
+        assert tensors.quantized is not None
+        assert tensors.scale is not None
+        return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+
+    def _run_norm(self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str) -> None:
+        """Run a fused call, or the sum and the norm as calls of their own."""
+        by_kernel = self.device.type == "cuda" or self.topology.kernels == "interpreter"
+        if self.world_size == 1 and not by_kernel and not self._closed:
+            with torch.no_grad():
+                separate_norm.norm_sum(x, tensors, norm, by_kernel)
+            return
+        if by_kernel and not is_aligned(x, tensors):
+            moved, inside = aligned(x, tensors)
+            self._run_norm(op, moved, norm, inside, algorithm)
+            with torch.no_grad():
+                copy_back(inside, tensors)
+            return
+        call = self._run(op, x, None, algorithm=algorithm, norm=norm, tensors=tensors)
+        if self.world_size > 1 and not call.by_library:
+            return
+        plain = "vendor" if algorithm == "vendor" else "auto"
+        scatter, gather = _FORMS[op][1:3]
+        own = separate_norm.share(tensors, norm, self.rank, self.world_size) if gather else tensors
+        # the sum goes where the new residual will be; if the old one is there, into x where the norm will be
+        room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
+        if room is None and not scatter and own.normed is not None:
+            room = x if own.normed.data_ptr() == x.data_ptr() else None
+        with torch.no_grad():
+            reduce = self.reduce_scatter if scatter else self.all_reduce
+            total = reduce(x, out=room, algorithm=plain)
+            separate_norm.norm_sum(total, own, norm, by_kernel)
+            if gather:
+                for mine, whole in zip(
+                    separate_norm.gathered(own, norm), separate_norm.gathered(tensors, norm), strict=True
+                ):
+                    self.all_gather(mine, out=whole, algorithm=plain)

@@ -1,0 +1,108 @@
+"""Calls that are started, and waited for later."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.compiler import is_compiling
+
+from shotcast.collectives.calls.caller import Caller
+from shotcast.collectives.started import Handle, StreamStarter, ThreadStarter
+from shotcast.errors import ClosedError, ConfigError
+
+STARTABLE = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_reduce_layer_norm",
+    "all_reduce_layer_norm_fp8",
+    "all_reduce_rms_norm",
+    "all_reduce_rms_norm_fp8",
+    "all_to_all",
+    "all_to_all_list",
+    "barrier",
+    "batch_send_recv",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_coalesced",
+    "reduce_scatter_layer_norm",
+    "reduce_scatter_layer_norm_fp8",
+    "reduce_scatter_rms_norm",
+    "reduce_scatter_rms_norm_fp8",
+    "scatter",
+)
+"""Names of the calls that can be started."""
+
+_MESSAGES = ("send", "recv")
+"""Calls of two ranks: started one by one, they would wait for each other in many orders, as where both ranks receive
+first."""
+
+
+class StartedCalls(Caller):
+    """The call that starts others."""
+
+    _starter: StreamStarter | ThreadStarter | None
+
+    def start(self, call: str, *args: Any, **kwargs: Any) -> Handle:
+        """Start a call, and return while it goes on.
+
+        On GPUs it is enqueued on a stream of the communicator, behind what the current stream had to do; on CPU ranks a
+        thread makes it. Calls keep the order in which they are started and made, so every rank starts the same ones in
+        the same order, and a call that is made waits for those before it. Its tensors are not to be written, nor its
+        results read, until :meth:`Handle.wait` has returned.
+
+        Args:
+            call: the name of a call that communicates, such as ``"all_reduce"``; of messages, ``"batch_send_recv"``.
+            args, kwargs: of that call. Lists of tensors may be changed afterwards, but the tensors not.
+
+        Returns:
+            A handle: ``wait()`` returns what the call returns, or raises what it raises (on GPUs the current stream
+            waits, so it works in graph captures too, and has to come before their end); ``is_completed()`` tells
+            whether it is over. In code of torch.compile the call is over when this returns.
+
+        Raises:
+            ConfigError: no such call can be started.
+            ClosedError: after :meth:`close`.
+        """
+        if call in _MESSAGES:
+            raise ConfigError(
+                f"a {call} cannot be started, as calls that are started keep their order and ranks would wait for each "
+                f"other; start a batch_send_recv of all messages that go on at once"
+            )
+        if call not in STARTABLE:
+            raise ConfigError(f"no call {call!r} can be started; there are {', '.join(STARTABLE)}")
+        if is_compiling():
+            return Handle(getattr(self, call)(*args, **kwargs))
+        args, kwargs = _copied(args), _copied(kwargs)
+        make = functools.partial(getattr(self, call), *args, **kwargs)
+        if self._closed:
+            raise ClosedError(f"start {call}: this communicator was closed")
+        if self._starter is None:
+            if self.device.type == "cuda":
+                self._starter = StreamStarter(self.device)
+            else:
+                self._starter = ThreadStarter(self._pause_fast_path, self._resume_fast_path)
+        return self._starter.start(make, (args, kwargs))
+
+    def _pause_fast_path(self) -> None:
+        """Let every call take the long way, where it waits for calls that were started."""
+        raise NotImplementedError
+
+    def _resume_fast_path(self) -> None:
+        """Let calls take the short way again."""
+        raise NotImplementedError
+
+
+def _copied(arguments: Any) -> Any:
+    """Return arguments whose lists, tuples and dicts are others, with the same tensors."""
+    if isinstance(arguments, dict):
+        return {name: _copied(value) for name, value in arguments.items()}
+    if isinstance(arguments, list):
+        return [_copied(value) for value in arguments]
+    if type(arguments) is tuple:  # those with names have tensors alone
+        return tuple(_copied(value) for value in arguments)
+    return arguments

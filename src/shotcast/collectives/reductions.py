@@ -1,0 +1,47 @@
+"""Reductions by their names and by those of PyTorch, and the dtypes for which each is defined."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from shotcast import wire
+from shotcast.errors import ConfigError, UnsupportedError
+
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A name among :data:`shotcast.wire.REDUCTIONS`, or what PyTorch calls it."""
+
+_OF_TORCH = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+"""The names of PyTorch's reductions."""
+
+
+def reduction_name(reduction: Reduction) -> str:
+    """Return the name of a reduction. Raises ConfigError if there is none of that name, or of PyTorch's kind."""
+    if isinstance(reduction, str):
+        if reduction in wire.REDUCTIONS:
+            return reduction
+    elif isinstance(reduction, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        for kind, name in _OF_TORCH.items():
+            if reduction == kind:
+                return name
+        if reduction == dist.ReduceOp.PREMUL_SUM:
+            raise ConfigError("ReduceOp.PREMUL_SUM is not served; multiply x by the factor, and take the sum")
+    known = ", ".join(wire.REDUCTIONS)
+    raise ConfigError(f"unknown reduction {reduction!r}; there are {known}, and those of torch.distributed.ReduceOp")
+
+
+def check_reduction(dtype: str, reduction: str) -> None:
+    """Raise UnsupportedError unless a reduction is defined for a dtype."""
+    floats = dtype not in (*wire.INTEGERS, "bool")
+    if reduction == "avg" and not floats:
+        raise UnsupportedError(f"avg takes floating-point tensors, not {dtype}; the sum of integers is exact")
+    if reduction in ("band", "bor", "bxor") and floats:
+        raise UnsupportedError(f"{reduction} takes integers and bool, not {dtype}")

@@ -1,0 +1,287 @@
+"""Calls that go on while their caller does: on a stream of their own on GPUs, on a thread of their own on CPU ranks."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shotcast.memory.streams import capturing
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[], Any]
+"""Makes a call and returns its result."""
+
+
+class Handle:
+    """A call that was started: a result that will be there. The handle of a call that is over, as a base of others.
+
+    Args:
+        result: of the call.
+    """
+
+    def __init__(self, result: Any = None):
+        self._result = result
+
+    def is_completed(self) -> bool:
+        """Return whether the call is over, with a result or an error. It is False for calls captured in a graph."""
+        return True
+
+    def wait(self) -> Any:
+        """Return the result of the call. On GPUs the current stream waits for it, and not the host.
+
+        Raises what the call raised. It may be called again.
+        """
+        return self._result
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or results: bare, or in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+class _StreamHandle(Handle):
+    def __init__(self, result: Any, event: Any, device: torch.device, captured: bool, operands: Any):
+        super().__init__(result)
+        self._event, self._device, self._captured = event, device, captured
+        # in a capture, memory is not to be used again before the streams join
+        self._operands = operands if captured else None
+
+    def is_completed(self) -> bool:
+        return not self._captured and not capturing() and bool(self._event.query())
+
+    def wait(self) -> Any:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        if not self._captured:
+            for tensor in tensors_in(self._result):
+                tensor.record_stream(stream)
+        self._operands = None
+        return self._result
+
+
+class StreamStarter:
+    """Starts calls on a stream, one after the other; each waits for what the current stream had to do before.
+
+    Calls of the communicator on other streams wait for those that were started before them.
+
+    Args:
+        device: of the communicator.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of the calls."""
+        return self._stream
+
+    def start(self, make: Make, operands: Any) -> Handle:
+        """Make a call on the stream; ``operands`` has its tensors."""
+        with torch.cuda.device(self._device):
+            captured = capturing()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                with torch.cuda.stream(self._stream):
+                    result = make()
+                    event = torch.cuda.Event()
+                    event.record(self._stream)
+            finally:  # a call that fails may have begun to use its tensors
+                if not captured:
+                    for tensor in tensors_in(operands):
+                        tensor.record_stream(self._stream)
+        return _StreamHandle(result, event, self._device, captured, operands)
+
+    def is_current(self) -> bool:
+        """Return False: calls have no thread of their own."""
+        return False
+
+    def settle(self) -> None:
+        """Do nothing: streams keep the order of calls."""
+
+    def close(self) -> None:
+        """Do nothing: the communicator waits for its calls on all streams."""
+
+
+# -- CPU ranks --------------------------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """The end of a call on a thread, apart from its handle: an error has the frames of the thread, and they this."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._unseen = False
+        self._dropped = False
+
+    def run(self, make: Make) -> None:
+        try:
+            self.result = make()
+        except BaseException as error:  # given to the thread that waits
+            self.error, self._unseen = error, True
+        finally:
+            self.over.set()
+            if self._dropped:
+                self._log()
+
+    def seen(self) -> BaseException | None:
+        """Return the error of a call that is over, for somebody to see."""
+        self._unseen = False
+        return self.error
+
+    def get(self) -> Any:
+        """Return the result or raise the error, once the call is over."""
+        self.over.wait()
+        if (error := self.seen()) is not None:
+            raise error
+        return self.result
+
+    def drop(self) -> None:
+        """Take note that nobody can ask for the result any more."""
+        self._dropped = True
+        if self.over.is_set():
+            self._log()
+
+    def _log(self) -> None:
+        if self._unseen:
+            self._unseen = False
+            logger.error("an asynchronous call failed, and was dropped without wait(): %s", self.error)
+
+
+class _HostHandle(Handle):
+    def __init__(self, outcome: Outcome):
+        super().__init__()
+        self._outcome = outcome
+
+    def is_completed(self) -> bool:
+        return self._outcome.over.is_set()
+
+    def wait(self) -> Any:
+        return self._outcome.get()
+
+    def __del__(self) -> None:
+        self._outcome.drop()
+
+
+_Queue = queue.SimpleQueue[tuple[Outcome, Make] | None]
+
+
+def _serve(waiting: _Queue) -> None:
+    while (item := waiting.get()) is not None:
+        outcome, make = item
+        outcome.run(make)
+        del item, outcome, make  # a tensor of the call is released now, not with the next one
+
+
+_AT_EXIT_S = 1.0
+"""Seconds that the end of the process waits for calls that are under way."""
+
+
+class ThreadStarter:
+    """Starts calls on a thread, one after the other: calls of CPU ranks block, but let other threads run.
+
+    The thread ends with :meth:`close`, or when nothing refers to this any more.
+
+    Args:
+        begun, ended: called when calls begin to be outstanding, and when all are over.
+    """
+
+    def __init__(self, begun: Callable[[], None], ended: Callable[[], None]):
+        self._begun, self._ended = begun, ended
+        self._queue: _Queue = queue.SimpleQueue()
+        self._last: Outcome | None = None
+        self._lock = threading.Lock()  # held while calls are awaited: one more thread waits for them too
+        # a daemon: a call that waits for ranks that never come must not keep the process from ending
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="shotcast started calls", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
+        _STARTERS.add(self)
+
+    def start(self, make: Make, operands: Any) -> Handle:
+        """Make a call on the thread, in the state of autograd and autocast of this one."""
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        def alike() -> Any:
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(gradients),
+                torch.autocast("cpu", dtype, enabled=cast),
+            ):
+                return make()
+
+        outcome = Outcome()
+        with self._lock:
+            if self._last is None:
+                self._begun()
+            self._last = outcome
+            self._queue.put((outcome, alike))
+        return _HostHandle(outcome)
+
+    def is_current(self) -> bool:
+        """Return whether this is the thread of the calls, such as in a callback at the end of one."""
+        return threading.current_thread() is self._thread
+
+    def settle(self) -> None:
+        """Return when all calls that were started are over, so that another may follow them."""
+        if self._last is None or self.is_current():
+            return
+        with self._lock:
+            if self._last is not None:
+                self._last.over.wait()
+                self._last = None
+                self._ended()
+
+    def serve_until(self, over: threading.Event) -> None:
+        """Make calls on their thread, within one of them, until one that was started is over."""
+        while not over.is_set():
+            item = self._queue.get()
+            if item is None:  # the thread ends: nothing comes any more
+                self._queue.put(None)
+                return
+            outcome, make = item
+            outcome.run(make)
+            del item, outcome, make
+
+    def settle_until(self, until: float) -> None:
+        """Wait for the calls that were started, but no longer than to this point of ``time.monotonic``."""
+        last = self._last
+        if last is not None and self._thread.is_alive():  # it does not live in a forked process
+            last.over.wait(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """End the thread after the calls that were started."""
+        self._end()
+
+
+_STARTERS: weakref.WeakSet[ThreadStarter] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_at_exit() -> None:
+    """Let calls end that are about to: a thread that comes back to an interpreter that ends aborts the process."""
+    until = time.monotonic() + _AT_EXIT_S
+    for starter in list(_STARTERS):
+        starter.settle_until(until)

@@ -1,0 +1,51 @@
+"""The kernel for an all_to_all of parts of any sizes: in the interpreter, compiled, and on GPUs (``pytest -m gpu``)."""
+
+from __future__ import annotations
+
+import pytest
+import uneven_targets as targets
+
+import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.collectives.rank_device import enough_gpus
+
+GPU_WORLD_SIZES = [n for n in (2, 3, 4, 8) if enough_gpus(n)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shift", "mosts"),
+    [(2, 1, (90,)), *(pytest.param(n, n % 2, (1, 40, 150), marks=pytest.mark.full) for n in range(2, 9))],
+)
+def test_parts_of_any_sizes(world_size: int, shift: int, mosts: tuple[int, ...]) -> None:
+    """Exchange parts of the heads alone, and chunks that pass through each place of the window several times."""
+    done = interpret(targets.exchanges, world_size, "cpu", 1 << 12, mosts, shift, env=GPU_COLLECTIVES)
+    assert done == [len(mosts) * len(targets.DTYPES)] * world_size
+
+
+def test_sizes_that_differ() -> None:
+    found = interpret(targets.differing_sizes, 3, "cpu", env=GPU_COLLECTIVES)
+    check_differing(found)
+
+
+def check_differing(found: list[list[tuple[str, tuple[int, ...], tuple[str, ...]]]]) -> None:
+    for rank, told in enumerate(found):
+        assert [differing for _, differing, _ in told] == [(0,)] * 4
+        assert {fields for _, _, fields in told} == {("sizes",)}
+        if rank == 1:
+            assert "rank 0: sends 3 of float32 to rank 1; rank 1: expects 2 from rank 0" in told[0][0]
+            assert "rank 0: sends 9000 of float32 to rank 1; rank 1: expects 2 from rank 0" in told[3][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
+class TestOnGpus:
+    @pytest.mark.parametrize("shift", [0, 1])
+    def test_parts_of_any_sizes(self, world_size: int, shift: int) -> None:
+        shotcast.spawn(targets.exchanges, world_size, "cuda", 64 << 20, (1, 5000, 3_000_000), shift, timeout_s=200)
+
+    def test_sizes_that_differ(self, world_size: int) -> None:
+        check_differing(shotcast.spawn(targets.differing_sizes, world_size, "cuda", timeout_s=200))
+
+    @pytest.mark.parametrize("most", [60, 300_000])
+    def test_graphs(self, world_size: int, most: int) -> None:
+        shotcast.spawn(targets.captured, world_size, most, timeout_s=200)
