@@ -132,6 +132,8 @@ def compiled(
     b_rows_are_n: bool = True,
     dtype: str = "bf16",
     capability: int = 90,
+    kernel: Any = gemm_kernel,
+    registers: int = 0,
 ) -> Any:
     constants = {
         "DTYPE": {"bf16": tl.bfloat16, "fp16": tl.float16}[dtype],
@@ -152,13 +154,18 @@ def compiled(
         "b": b[::-1] if b_rows_are_n else b,
         "out": (config.tile_m, config.tile_n // 2),
     }
-    signature = dict.fromkeys(gemm_kernel.arg_names, "i32") | dict.fromkeys(
-        ("a_stride", "b_stride", "out_stride"), "i64"
+    constants = {
+        name: value for name, value in (constants | {"PDL": capability >= 90}).items() if name in kernel.arg_names
+    }
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
+        ("a_stride", "b_stride", "out_stride", "arrivals"), "i64"
     )
     for name, (rows, columns) in tiles.items():
         signature[name] = f"tensordesc<{dtype}[{rows}, {columns}]>" if tma else "i64"
     signature |= dict.fromkeys(constants, "constexpr")
-    return cross.build(gemm_kernel, signature, constants, config.warps, capability, {"launch_pdl": False})
+    signature = {name: signature[name] for name in kernel.arg_names}
+    options = {"launch_pdl": "PDL" in constants} | ({"maxnreg": registers} if registers else {})
+    return cross.build(kernel, signature, constants, config.warps, capability, options)
 
 
 def needs(kernel: Any, folder: Path) -> Kernel:

@@ -38,7 +38,7 @@ TILES = ((ROWS, KEYS, 128), (FEW_ROWS, KEYS, 128), (FEW_ROWS, WIDE_KEYS, 256))
 
 
 def test_any_step_is_attended_to() -> None:
-    interpret(targets.any_step_is_attended_to, 1, 40)
+    interpret(targets.any_step_is_attended_to, 1, 20)
 
 
 @pytest.mark.parametrize(

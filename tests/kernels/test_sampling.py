@@ -14,7 +14,15 @@ from quick_interpreter import interpret
 from shotcast.kernels.triton import sampling
 
 
-@pytest.mark.parametrize(("vocabs", "examples"), [((1, 2, 31, 257), 40), ((1000, 5000), 8)])
+@pytest.mark.parametrize(
+    ("vocabs", "examples"),
+    [
+        ((1, 2, 31, 257), 16),
+        ((1000, 5000), 4),
+        pytest.param((1, 2, 31, 257), 100, marks=pytest.mark.full),
+        pytest.param((1000, 5000), 20, marks=pytest.mark.full),
+    ],
+)
 def test_the_tokens_that_pytorch_draws(vocabs: tuple[int, ...], examples: int) -> None:
     """Cover all parameters; tokens may differ only where scores or thresholds are as close as float32 rounding."""
     ((total, excused),) = interpret(targets.compared, 1, vocabs, examples)

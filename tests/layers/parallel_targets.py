@@ -27,3 +27,23 @@ def norms(algorithm: str, sequence_parallel: int) -> tuple[bool, float]:
         allowed = (wanted.abs() / 16).maximum(found.scale * 2**-10) * (1 + 2**-7)
         off = (found.values.float() * found.scale - wanted.float()).abs()
         return True, float((off / allowed).max())
+
+
+def norms_on_sms() -> list[bool]:
+    """Return whether sums that keep to a number of SMs, and their norms, have the bits of the fused operation."""
+    equal = []
+    with shotcast.Communicator(device="cpu") as comm:
+        parallel = Parallel(comm)
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(comm.rank)
+            x = torch.randn(9, 64, generator=generator).to(dtype)
+            generator.manual_seed(100)
+            residual = torch.randn(9, 64, generator=generator).to(dtype)
+            operands = torch.rand(64, generator=generator).to(dtype), 1e-5
+            wanted = parallel.reduce_norm(x.clone(), residual.clone(), *operands)
+            found = parallel.reduce_norm(x.clone(), residual.clone(), *operands, sms=4)
+            equal += [torch.equal(*pair) for pair in zip(found, wanted, strict=True)]
+        (values, scale), new = parallel.reduce_norm_float8(x.clone(), residual.clone(), *operands)
+        (own, own_scale), own_new = parallel.reduce_norm_float8(x.clone(), residual.clone(), *operands, sms=4)
+        equal += [torch.equal(own.view(torch.uint8), values.view(torch.uint8)), torch.equal(own_scale, scale)]
+        return [*equal, torch.equal(own_new, new)]

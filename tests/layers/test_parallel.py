@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parallel_targets import norms
+from parallel_targets import norms, norms_on_sms
 
 import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.registry import registered
 from shotcast.layers.parallel import Parallel
 
@@ -21,6 +22,13 @@ def test_the_same_norm(ranks: int, algorithm: str, sequence_parallel: int, quant
     for in_fp8, off in shotcast.spawn(norms, ranks, algorithm, sequence_parallel, timeout_s=60):
         assert in_fp8 == quantized
         assert off <= 1 if quantized else off == 0
+
+
+def test_sums_on_a_number_of_sms_keep_the_bits_of_the_norm() -> None:
+    """The norm is a kernel of its own then; compiled CPU ranks take no notice of SMs."""
+    for env in ({}, GPU_COLLECTIVES):
+        for equal in interpret(norms_on_sms, 2, env=env):
+            assert equal == [True] * 7
 
 
 def test_a_named_algorithm_serves_what_it_can() -> None:

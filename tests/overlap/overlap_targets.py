@@ -200,6 +200,84 @@ def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str
     return found
 
 
+def block_by_rows(
+    ways: Sequence[str], device: str = "cpu", dtype: torch.dtype = torch.float32, sms: int | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """Run a block of layers with sequence parallelism, forward and backward, in each way.
+
+    On CPU ranks, the last way is run again with parameters that need no gradients.
+    """
+    torch.set_num_threads(1)
+    up, down, x, dy = inputs_of_block(dtype)
+    found = []
+    with shotcast.Communicator(device=device) as comm:
+        own, own_dy = (one.chunk(comm.world_size)[comm.rank].to(comm.device) for one in (x, dy))
+        lanes = shotcast.overlap.lanes_of(comm)
+        for way in ways:
+            column = shotcast.overlap.ColumnParallelLinear(lanes, up, way, sequence_parallel=True, sms=sms)
+            row = shotcast.overlap.RowParallelLinear(lanes, down, way, sequence_parallel=True, sms=sms)
+            one = own.clone().requires_grad_()
+            y = row(torch.nn.functional.gelu(column(one)))
+            y.backward(own_dy)
+            grads = {"up": column.weight.grad, "down": row.weight.grad, "dx": one.grad, "y": y.detach()}
+            grads |= {"up bias": column.bias.grad, "down bias": row.bias.grad}  # type: ignore[union-attr]
+            found.append({name: value.to("cpu", copy=True) for name, value in grads.items() if value is not None})
+        if device == "cpu":
+            column.requires_grad_(False)
+            row.weight.requires_grad_(False)
+            one = own.clone().requires_grad_()
+            row(torch.nn.functional.gelu(column(one))).backward(own_dy)
+            assert torch.equal(one.grad, found[-1]["dx"])  # type: ignore[arg-type]
+            assert torch.equal(row.bias.grad, 2 * found[0]["down bias"])  # type: ignore[union-attr,arg-type]
+            assert column(own[:0]).shape == (0, 32, 48 // comm.world_size)
+        lanes.close()
+    return found
+
+
+def numbers_of_sms() -> list[tuple[str, int | None]]:
+    """Use layers and the hook of DDP with a number of SMs; return the collectives that they make, with theirs."""
+    seen: list[tuple[str, int | None]] = []
+    up, down, x, _ = inputs_of_block(torch.float32)
+    with shotcast.Communicator(device="cpu") as comm:
+
+        def noted(name: str) -> Callable[..., Any]:
+            call = getattr(comm, name)
+
+            def call_it(*args: Any, **given: Any) -> Any:
+                seen.append((name, given.get("sms")))
+                return call(*args, **given)
+
+            return call_it
+
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            setattr(comm, name, noted(name))
+        for by_rows in (False, True):
+            for way in ("sequential", "plain", "2 chunks"):
+                lanes = shotcast.overlap.lanes_of(comm)
+                column = shotcast.overlap.ColumnParallelLinear(lanes, up, way, by_rows, sms=5)
+                row = shotcast.overlap.RowParallelLinear(lanes, down, way, sms=5)
+                one = x.clone().requires_grad_()
+                row(column(one)).sum().backward()
+                lanes.close()
+        for way in ("sequential", "plain"):
+            row = shotcast.overlap.RowParallelLinear(comm, down, way, True, sms=5)
+            made = len(seen)
+            y = row(x.new_zeros(24, 32, 48 // comm.world_size))
+            assert {name for name, _ in seen[made:]} == {"reduce_scatter"}, way
+            y.sum().backward()
+        state = shotcast.overlap.GradientBuckets(comm, sms=5)
+        state.average(torch.ones(7)).wait()
+        state.close()
+    return seen
+
+
+def inputs_of_block(dtype: torch.dtype) -> tuple[torch.nn.Linear, torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    """Return the whole layers of a block, its input and the gradient of its output, the same on all ranks."""
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(24, 48).to(dtype), torch.nn.Linear(48, 24).to(dtype)
+    return up, down, torch.randn(24, 32, 24).to(dtype), torch.randn(24, 32, 24).to(dtype)
+
+
 def uncommon_uses_of_layers() -> dict[str, Any]:
     """Use layers under autocast, with weights that change, frozen, copied, and on no rows. Return what was seen."""
     torch.set_num_threads(1)

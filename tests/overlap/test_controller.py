@@ -24,6 +24,7 @@ PLANS = {
     "split": schedule.split(2),
     "buckets": schedule.buckets(2),
     "beside": schedule.beside(),
+    "gather and scatter": schedule.gather_and_scatter(),
 }
 
 

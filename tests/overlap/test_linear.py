@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import overlap_targets as targets
 import pytest
 import torch
 
+from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.overlap.lanes import ThreadLanes
@@ -49,6 +52,53 @@ def check_block(device: str, tolerance: float) -> None:
     for result in results:  # the gradient of the input is summed as a whole, overlapped or not
         for name, value in result[0].items():
             assert torch.equal(value, result[1][name]), name
+
+
+WAYS_BY_ROWS = ["sequential", "plain", "auto", "fused"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_sequence_parallelism(ranks: int) -> None:
+    check_block_by_rows(spawn(targets.block_by_rows, ranks, WAYS_BY_ROWS, timeout_s=300), 1e-6)
+
+
+@pytest.mark.full
+def test_sequence_parallelism_with_rows_that_arrive() -> None:
+    """Check the layers with the kernels of GPUs: a product of rows that arrive, and one that sums its tiles."""
+    ways, dtype = ["sequential", "fused"], torch.bfloat16
+    results = interpret(targets.block_by_rows, 2, ways, "cpu", dtype, env=GPU_COLLECTIVES)
+    check_block_by_rows(results, 0.01, dtype)
+
+
+def check_block_by_rows(results: list[Any], tolerance: float, dtype: torch.dtype = torch.float32) -> None:
+    """Compare a block with sequence parallelism with whole layers in float64, and the bits of its ways."""
+    up, down, x, dy = targets.inputs_of_block(dtype)
+    up, down, x, dy = up.double(), down.double(), x.double().requires_grad_(), dy.double()
+    y = down(torch.nn.functional.gelu(up(x)))
+    y.backward(dy)
+    whole = {"y": y.detach(), "dx": x.grad, "up": up.weight.grad, "up bias": up.bias.grad, "down": down.weight.grad}
+    for number in range(len(results[0])):
+        for name, expected in whole.items():
+            joined = torch.cat([result[number][name] for result in results], 1 if name == "down" else 0)
+            assert expected is not None
+            assert relative_error(joined, expected) <= tolerance, name
+        for result in results:
+            assert down.bias.grad is not None
+            assert relative_error(result[number]["down bias"], down.bias.grad) <= tolerance
+    for result in results:
+        for other in result[1:]:
+            for name, value in result[0].items():
+                assert torch.equal(value, other[name]), name
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def test_collectives_keep_to_the_number_of_sms() -> None:
+    for seen in spawn(targets.numbers_of_sms, 2, timeout_s=100):
+        assert {name for name, _ in seen} == {"all_reduce", "all_gather", "reduce_scatter"}
+        assert {sms for _, sms in seen} == {5}
 
 
 def test_uncommon_uses() -> None:

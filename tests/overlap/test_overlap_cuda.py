@@ -12,7 +12,7 @@ import overlap_targets as targets
 import pytest
 import torch
 from test_controller import PLANS, Waits
-from test_linear import check_block
+from test_linear import check_block, check_block_by_rows
 
 from shotcast.collectives import reference
 from shotcast.collectives.rank_device import enough_gpus
@@ -150,3 +150,11 @@ def test_gradients_are_those_of_the_contract() -> None:
 @two_gpus
 def test_linear_layers() -> None:
     check_block("cuda", 2e-3)
+
+
+@two_gpus
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_with_sequence_parallelism(dtype: torch.dtype) -> None:
+    ways = ["sequential", "plain", "fused"]
+    results = spawn(targets.block_by_rows, 2, ways, "cuda", dtype, 16, timeout_s=300)
+    check_block_by_rows(results, 0.01 if dtype == torch.bfloat16 else 2e-3, dtype)

@@ -127,3 +127,45 @@ def test_the_choice_is_never_much_slower_than_the_best(times: list[float]) -> No
 def test_the_first_way_is_the_sequential_one() -> None:
     with pytest.raises(ConfigError, match="first way is the sequential"):
         policy.decide(Rank(), [Way("plain", lambda: None)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ([1.0, float("nan"), -0.0], True), ([1.0, float("nan"), 0.0], False), ([1.0, float("nan")], False),
+        ([[1.0, float("nan"), -0.0]], False),
+    ],
+    ids=["equal", "another zero", "another size", "another shape"],
+)  # fmt: skip
+def test_a_way_with_other_results_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: list[Any], taken: bool
+) -> None:
+    times = {"sequential": 10.0, "fused": 5.0, "wild": 6.0}
+    current = [""]
+    monkeypatch.setattr(policy, "_time_us", lambda comm, run: (run(), times[current[0]])[1])
+
+    def way(name: str, result: Any) -> Way:
+        def run() -> Any:
+            current[0] = name
+            return result
+
+        return Way(name, run, times[name])
+
+    right = [torch.tensor([1.0, float("nan"), -0.0]), (torch.ones(2, 2).t(),)]
+    ways = [way("sequential", right), way("fused", [torch.tensor(given), (torch.ones(2, 2),)]), way("wild", None)]
+    comm: Any = Rank()
+    decision = policy.decide(comm, ways, checked=["fused"])
+    assert decision.way == ("fused" if taken else "wild"), "nobody asked for a comparison of the last one"
+    assert ("fused" in decision.left_out) is not taken
+    assert ("results differ" in caplog.text) is not taken
+
+
+def test_a_way_with_other_results_on_another_rank_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Rank):
+        def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, torch.ones_like(x)])
+
+    monkeypatch.setattr(policy, "_time_us", lambda comm, run: 5.0)
+    comm: Any = Other()
+    ways = [Way("sequential", lambda: torch.ones(2), 9.0), Way("fused", lambda: torch.ones(2), 5.0)]
+    assert policy.decide(comm, ways, checked=["fused"]).left_out.keys() == {"fused"}

@@ -7,8 +7,9 @@ import contextlib
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shotcast.collectives import separate_norm
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.norm_operands import Fp8Normed
+from shotcast.collectives.norm_operands import Fp8Normed, fp8_operands, norm_operands
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
@@ -50,6 +51,11 @@ class Parallel:
         named = self.comm.topology.algorithms[self.algorithm] if self.algorithm != "auto" else None
         self._unfused = named is not None and not named.library and not named.is_fused
 
+    @property
+    def _by_kernel(self) -> bool:
+        """True where a kernel normalises: on GPUs, and where kernels are interpreted."""
+        return self.comm.device.type == "cuda" or self.comm.topology.kernels == "interpreter"
+
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
         """Return the algorithm of an all-reduce of ``x``; calls differ only in their number of rows."""
         if self.algorithm in ("auto", "vendor"):
@@ -87,13 +93,23 @@ class Parallel:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def reduce_norm_float8(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Do :meth:`reduce_norm` with the norm in FP8, where that needs no further kernel; ``x`` is not modified."""
+        """Do :meth:`reduce_norm` with the norm in FP8, where that needs no further kernel.
+
+        ``x`` is not modified, but with ``sms`` it is overwritten with the sum.
+        """
         if self._unfused:
-            return self.reduce_norm(x, residual, weight, eps)
+            return self.reduce_norm(x, residual, weight, eps, sms)
         with self._timed():
-            if residual.shape[0] == x.shape[0]:
+            if sms is not None:
+                total = self.comm.all_reduce(x, out=x, sms=sms)
+                scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+                found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
+                operands = total, residual, weight, eps, 1, False, None, False, found
+                norm, tensors = fp8_operands("reduce_norm_float8", x.device, *operands)
+                separate_norm.norm_sum(total, tensors, norm, self._by_kernel)
+            elif residual.shape[0] == x.shape[0]:
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 out = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
                 algorithm = self._algorithm("all_reduce_rms_norm", x)
@@ -103,7 +119,7 @@ class Parallel:
         return Float8Rows(found.quantized, found.scale), found.new_residual
 
     def reduce_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum ``x`` over the ranks, add the residual and normalise.
 
@@ -111,12 +127,22 @@ class Parallel:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
             residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
             weight: [hidden].
+            eps: added to the mean square.
+            sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is a kernel of
+                its own then, with the same bits.
 
         Returns:
             The norm, and the new residual.
         """
         with self._timed():
-            if residual.shape[0] == x.shape[0] and self._unfused:
+            if sms is not None:
+                total = self.comm.all_reduce(x, out=x, sms=sms)
+                norm, tensors = norm_operands(
+                    "reduce_norm", x.device, total, residual, weight, eps, 1, False, (x, residual)
+                )
+                separate_norm.norm_sum(total, tensors, norm, self._by_kernel)
+                normed = x
+            elif residual.shape[0] == x.shape[0] and self._unfused:
                 residual += self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
                 normed = F.rms_norm(residual.float(), weight.shape, weight.float(), eps).to(x.dtype)
             elif residual.shape[0] == x.shape[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping
 from typing import TypeVar
 
 import torch
@@ -10,8 +10,24 @@ import torch
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap.policy import SEQUENTIAL, Decision, Way, decide
 
+K = TypeVar("K")
 T = TypeVar("T")
 AUTO = "auto"
+MOST_KEPT = 1024
+"""The decisions, or calls, that are remembered at once: shapes may change without end."""
+
+
+def bucket(rows: int) -> int:
+    """Return the least power of two from ``rows`` on. One decision serves all numbers of rows up to it."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+def remember(known: MutableMapping[K, T], key: K, value: T) -> T:
+    """Add to what is known, and return it. The oldest is forgotten: the same on all ranks that do the same work."""
+    if len(known) >= MOST_KEPT:
+        del known[next(iter(known))]
+    known[key] = value
+    return value
 
 
 class Adaptive:
@@ -23,11 +39,12 @@ class Adaptive:
             exists, and the sequential one where it does not.
 
     Attributes:
-        decisions: what was decided for each shape.
+        way: the one that was given.
+        decisions: what was decided for each of the last shapes.
     """
 
     def __init__(self, comm: Communicator, way: str = AUTO):
-        self._comm, self._way = comm, way
+        self._comm, self.way = comm, way
         self.decisions: dict[Hashable, Decision] = {}
 
     def run(
@@ -35,6 +52,7 @@ class Adaptive:
         shape: Hashable,
         ways: Mapping[str, Callable[[], T]],
         predict: Callable[[], Mapping[str, float]] = dict,
+        checked: Collection[str] = (),
     ) -> T:
         """Do the work, by ways that can be repeated.
 
@@ -44,14 +62,16 @@ class Adaptive:
             shape: what the decision is for.
             ways: the sequential one first.
             predict: returns the times that models predict, in microseconds; called where a shape is first met.
+            checked: ways whose results must have the bits of the sequential one, or they are not taken.
         """
-        if self._way != AUTO:
-            return ways.get(self._way, ways[SEQUENTIAL])()
+        if self.way != AUTO:
+            return ways.get(self.way, ways[SEQUENTIAL])()
         decision = self.decisions.get(shape)
         if decision is None:
             if len(ways) == 1 or (self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 return ways[SEQUENTIAL]()
             times = predict()
-            decision = decide(self._comm, [Way(name, run, times.get(name)) for name, run in ways.items()])
-            self.decisions[shape] = decision
+            choices = [Way(name, run, times.get(name)) for name, run in ways.items()]
+            decision = decide(self._comm, choices, checked=checked)
+            remember(self.decisions, shape, decision)
         return ways.get(decision.way, ways[SEQUENTIAL])()  # a smaller shape may have fewer ways

@@ -25,15 +25,15 @@ class GradientBuckets:
 
     Args:
         ranks: a communicator; or, on CPU ranks, several, if so many buckets are to be under way at once.
-        algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`.
+        algorithm, sms: of the all-reduces, as for :meth:`Communicator.all_reduce`.
 
     Attributes:
         error: what the first failed all-reduce raised.
     """
 
-    def __init__(self, ranks: Communicator | Sequence[Communicator], algorithm: str = "auto"):
+    def __init__(self, ranks: Communicator | Sequence[Communicator], algorithm: str = "auto", sms: int | None = None):
         self._lanes: Lanes = lanes_of(ranks)
-        self._algorithm, self._turn = algorithm, 0
+        self._algorithm, self._sms, self._turn = algorithm, sms, 0
         self.error: Exception | None = None
 
     def average(self, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -51,7 +51,7 @@ class GradientBuckets:
 
         def work() -> None:
             with torch.no_grad():
-                total = comm.all_reduce(gradients, out=gradients, algorithm=self._algorithm)
+                total = comm.all_reduce(gradients, out=gradients, algorithm=self._algorithm, sms=self._sms)
                 total /= comm.world_size
 
         if cuda:  # an error is one of the call; what fails later, the next call or check reports

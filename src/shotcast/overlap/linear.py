@@ -4,6 +4,11 @@ A column-parallel layer, whose ranks compute different outputs, sums the gradien
 product that gives the gradient of its weights. A row-parallel layer, whose ranks compute parts of each output's sum,
 sums some rows under the product of the next rows. The other pass of each needs no communication. As in Megatron-LM
 (arXiv 1909.08053), one layer of each kind makes a block.
+
+With sequence parallelism (arXiv 2205.05198), what lies between blocks is divided by rows. A column-parallel layer
+gathers rows under their product, and a row-parallel layer leaves each rank the sums of its rows. In the backward, each
+does to gradients what the other does to activations. Rows are gathered again for the gradient of weights, so that only
+a rank's own are kept.
 """
 
 from __future__ import annotations
@@ -18,12 +23,14 @@ from torch import nn
 
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
-from shotcast.overlap import schedule
-from shotcast.overlap.adaptive import AUTO, Adaptive
+from shotcast.overlap import gathered_products, schedule
+from shotcast.overlap.adaptive import AUTO, Adaptive, bucket
 from shotcast.overlap.controller import Controller
+from shotcast.overlap.gathered_products import FUSED, all_gather_matmul
 from shotcast.overlap.lanes import Lanes, lanes_of
 from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Way, measure, model_us
 from shotcast.overlap.schedule import makespan_us
+from shotcast.overlap.summed_products import scattered_sums
 
 CHUNKS = (2, 4, 8)
 """The numbers of chunks that a row-parallel layer may divide its rows into."""
@@ -38,8 +45,9 @@ class _Divided(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, ranks: Communicator | Lanes, way: str):
+    def __init__(self, ranks: Communicator | Lanes, way: str, sequence_parallel: bool, sms: int | None):
         super().__init__()
+        self.sequence_parallel, self._sms = sequence_parallel, sms
         self._lanes = ranks if isinstance(ranks, Lanes) else lanes_of(ranks)
         self._controller = Controller(self._lanes)
         self._comm = self._lanes.communicators[0]
@@ -70,6 +78,26 @@ class _Divided(nn.Module):
         self.weight = parameter(weight, linear.weight.requires_grad)
         self.bias = None if bias is None else parameter(bias, linear.bias.requires_grad)
 
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` as a matrix of contiguous rows, which consist of its last dimension."""
+        if x.dim() < 2:
+            raise ConfigError(f"sequence parallelism divides the first of two or more dimensions, not {list(x.shape)}")
+        return x.reshape(-1, x.shape[-1]).contiguous()
+
+    def _gathered(self, rows: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
+        """Return the ways to multiply the rows of all ranks by a weight; each gives the product and the rows."""
+
+        def by(way: str) -> Callable[[], Any]:
+            return lambda: all_gather_matmul(self._lanes, rows, weight, return_gathered=True, way=way, sms=self._sms)
+
+        ways = {SEQUENTIAL: by(SEQUENTIAL)}
+        if self._comm.world_size > 1:
+            ways[PLAIN] = by(PLAIN)
+            shape = rows.new_empty(()).expand(self._comm.world_size * rows.shape[0], rows.shape[1])
+            if gathered_products.serves_fused(self._comm, shape, [weight], self._sms):
+                ways[FUSED] = by(FUSED)
+        return ways
+
     def _apply_to(self, function: type[torch.autograd.Function], x: torch.Tensor) -> torch.Tensor:
         """Apply a function to ``x``, weight and bias, in the dtype that autocast asks for."""
         operands: tuple[torch.Tensor | None, ...] = (x, self.weight, self.bias)
@@ -88,7 +116,12 @@ class ColumnParallelLinear(_Divided):
     Args:
         ranks: a communicator; or lanes that several layers share, from :func:`shotcast.overlap.lanes_of`.
         linear: the whole layer, the same on all ranks.
-        way: ``auto``, which measures at the first backward of about so many rows; or ``sequential`` or ``plain``.
+        way: ``auto``, which measures at the first backward of about so many rows; or ``sequential`` or ``plain``. With
+            sequence parallelism, forwards are measured too, and may be ``fused``
+            (:func:`shotcast.overlap.all_gather_matmul`).
+        sequence_parallel: every rank has some rows of the input, equally many: [rows / ranks, ..., inputs] to
+            [rows, ..., outputs / ranks].
+        sms: the most SMs that a collective may occupy, as for :meth:`Communicator.all_reduce`.
 
     Attributes:
         adaptive: its ``decisions`` say what was chosen, by rows (up to a power of two) and dtype, and why.
@@ -97,19 +130,35 @@ class ColumnParallelLinear(_Divided):
         ConfigError: the outputs are not divisible among the ranks.
     """
 
-    def __init__(self, ranks: Communicator | Lanes, linear: nn.Linear, way: str = AUTO):
-        super().__init__(ranks, way)
+    def __init__(
+        self,
+        ranks: Communicator | Lanes,
+        linear: nn.Linear,
+        way: str = AUTO,
+        sequence_parallel: bool = False,
+        sms: int | None = None,
+    ):
+        super().__init__(ranks, way, sequence_parallel, sms)
         part = self._part(linear.out_features, "outputs")
         self._keep(linear, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's outputs of ``x``, which is the same on all ranks."""
+        """Compute this rank's outputs of ``x``: the same on all ranks, or with sequence parallelism its rows of it."""
         return self._apply_to(_Column, x)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply the rows of all ranks by this rank's weight [inputs, outputs / ranks]."""
+        rows = self._rows(x)
+        ways = self._gathered(rows, weight)
+        done = self.adaptive.run(("forward", bucket(rows.shape[0]), rows.dtype), ways, checked=(FUSED,))
+        return done.products[0].view(self._comm.world_size * x.shape[0], *x.shape[1:-1], weight.shape[1])
 
     def backward(
         self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of the input, summed over the ranks, and of this rank's weights and bias."""
+        if self.sequence_parallel:
+            return self._backward_by_rows(x, weight, dy, needs)
         rows, grads = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
 
         def of_input() -> torch.Tensor:
@@ -123,7 +172,8 @@ class ColumnParallelLinear(_Divided):
 
         def sequential() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             dx = of_input()
-            return (self._comm.all_reduce(dx, out=dx), *of_parameters())
+            _sum(self._comm, dx, self._sms)
+            return (dx, *of_parameters())
 
         def plain() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             found: dict[str, torch.Tensor] = {}
@@ -135,15 +185,56 @@ class ColumnParallelLinear(_Divided):
             done = self._controller.run(
                 schedule.beside(),
                 {"compute 0": first, "compute 1": of_parameters},
-                {"communicate 0": lambda comm: comm.all_reduce(found["dx"], out=found["dx"])},
+                {"communicate 0": lambda comm: _sum(comm, found["dx"], self._sms)},
             )
-            return (done["communicate 0"], *done["compute 1"])
+            return (found["dx"], *done["compute 1"])
 
         ways: dict[str, Callable[[], Any]] = {SEQUENTIAL: sequential}
         if needs[1] and self._comm.world_size > 1:
             ways[PLAIN] = plain
-        dx, dw, db = self.adaptive.run((_bucket(rows.shape[0]), rows.dtype, needs), ways)
+        dx, dw, db = self.adaptive.run((bucket(rows.shape[0]), rows.dtype, needs), ways)
         return dx.view(x.shape), dw, db
+
+    def _backward_by_rows(
+        self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of this rank's rows, summed over the ranks, and of its weights and bias."""
+        rows, own = dy.reshape(-1, dy.shape[-1]), self._rows(x)
+        gathered = own.new_empty(self._comm.world_size * own.shape[0], own.shape[1]) if needs[1] else None
+        dx = torch.empty_like(own) if needs[0] else None
+        found: dict[str, torch.Tensor] = {}
+
+        def gather(comm: Communicator) -> None:
+            if gathered is not None:
+                comm.all_gather(own, out=gathered, sms=self._sms)
+
+        def of_input() -> None:
+            if dx is not None:
+                found["dx"] = rows @ weight
+
+        def scatter(comm: Communicator) -> None:
+            if dx is not None:
+                comm.reduce_scatter(found["dx"], out=dx, sms=self._sms)
+
+        def of_parameters() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            return (None if gathered is None else rows.t() @ gathered), (rows.sum(0) if needs[2] else None)
+
+        def sequential() -> tuple[torch.Tensor | None, ...]:
+            gather(self._comm)
+            of_input()
+            scatter(self._comm)
+            return of_parameters()
+
+        def plain() -> Any:
+            computations = {"compute 0": of_input, "compute 1": of_parameters}
+            communications = {"communicate 0": gather, "communicate 1": scatter}
+            return self._controller.run(schedule.gather_and_scatter(), computations, communications)["compute 1"]
+
+        ways: dict[str, Callable[[], Any]] = {SEQUENTIAL: sequential}
+        if (needs[0] or needs[1]) and self._comm.world_size > 1:
+            ways[PLAIN] = plain
+        dw, db = self.adaptive.run((bucket(rows.shape[0]), rows.dtype, needs), ways)
+        return None if dx is None else dx.view(x.shape), dw, db
 
 
 class _Column(torch.autograd.Function):
@@ -155,7 +246,12 @@ class _Column(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return F.linear(x, weight, bias)
+        if not layer.sequence_parallel:
+            return F.linear(x, weight, bias)
+        out = layer.product(x, weight.t())
+        if bias is not None:
+            out += bias
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -174,7 +270,11 @@ class RowParallelLinear(_Divided):
         ranks: as for :class:`ColumnParallelLinear`.
         linear: the whole layer, the same on all ranks.
         way: ``auto``, which measures at the first forward of about so many rows; or ``sequential``, or ``2 chunks``,
-            ``4 chunks`` or ``8 chunks``.
+            ``4 chunks`` or ``8 chunks``. With sequence parallelism, backwards are measured too, and the other ways are
+            ``plain`` and ``fused`` (:func:`shotcast.overlap.all_gather_matmul` and ``matmul_reduce_scatter``).
+        sequence_parallel: every rank gets the sums of some rows, equally many: [rows, ..., inputs / ranks] to
+            [rows / ranks, ..., outputs].
+        sms: as for :class:`ColumnParallelLinear`. Products that send their own tiles (``fused``) need no SMs beside.
 
     Attributes:
         adaptive: its ``decisions`` say what was chosen, by rows (up to a power of two) and dtype, and why.
@@ -183,14 +283,45 @@ class RowParallelLinear(_Divided):
         ConfigError: the inputs are not divisible among the ranks.
     """
 
-    def __init__(self, ranks: Communicator | Lanes, linear: nn.Linear, way: str = AUTO):
-        super().__init__(ranks, way)
+    def __init__(
+        self,
+        ranks: Communicator | Lanes,
+        linear: nn.Linear,
+        way: str = AUTO,
+        sequence_parallel: bool = False,
+        sms: int | None = None,
+    ):
+        super().__init__(ranks, way, sequence_parallel, sms)
         part = self._part(linear.in_features, "inputs")
         self._keep(linear, linear.weight[:, part], linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs from this rank's inputs, on all ranks."""
+        """Compute the outputs from this rank's inputs, on all ranks, or with sequence parallelism those of its rows."""
         return self._apply_to(_Row, x)
+
+    def scattered(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply [rows, ..., inputs / ranks] by [inputs / ranks, outputs] and sum this rank's rows over the ranks."""
+        rows, ranks = self._rows(x), self._comm.world_size
+        if x.shape[0] % ranks:
+            raise ConfigError(f"{x.shape[0]} rows are not divisible among {ranks} ranks")
+        out = scattered_sums(self.adaptive, self._comm, rows, weight, self._sms)
+        return out.view(x.shape[0] // ranks, *x.shape[1:-1], weight.shape[1])
+
+    def backward_by_rows(
+        self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
+    ) -> Gradients:
+        """Return the gradients of this rank's inputs and weights, and of the bias, from those of its rows."""
+        rows = self._rows(dy)
+        dx = gathered = None
+        if needs[0]:
+            ways = self._gathered(rows, weight)
+            done = self.adaptive.run(("backward", bucket(rows.shape[0]), rows.dtype), ways, checked=(FUSED,))
+            dx, gathered = done.products[0].view(x.shape), done.gathered
+        elif needs[1] or needs[2]:
+            gathered = self._comm.all_gather(rows, sms=self._sms)
+        dw = gathered.t() @ x.reshape(-1, x.shape[-1]) if gathered is not None and needs[1] else None
+        db = gathered.sum(0) if gathered is not None and needs[2] else None
+        return dx, dw, db
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply [rows, inputs / ranks] by [inputs / ranks, outputs] and sum over the ranks: [rows, outputs]."""
@@ -199,12 +330,13 @@ class RowParallelLinear(_Divided):
             out = x.new_empty(x.shape[0], weight.shape[1])
             parts = list(zip(x.chunk(count), out.chunk(count), strict=True))
             if count == 1:
-                return self._comm.all_reduce(torch.mm(x, weight, out=out), out=out)
+                _sum(self._comm, torch.mm(x, weight, out=out), self._sms)
+                return out
             numbers = range(len(parts))
             self._controller.run(
                 schedule.chain(len(parts)),
                 {f"compute {i}": lambda i=i: torch.mm(parts[i][0], weight, out=parts[i][1]) for i in numbers},  # type: ignore[misc]
-                {f"communicate {i}": lambda comm, i=i: _sum(comm, parts[i][1]) for i in numbers},  # type: ignore[misc]
+                {f"communicate {i}": lambda comm, i=i: _sum(comm, parts[i][1], self._sms) for i in numbers},  # type: ignore[misc]
             )
             return out
 
@@ -216,7 +348,10 @@ class RowParallelLinear(_Divided):
         def predict() -> dict[str, float]:
             """Predict each number of chunks from the times of the whole product and sum."""
             out = x.new_empty(x.shape[0], weight.shape[1])
-            alone = (Way("product", lambda: torch.mm(x, weight, out=out)), Way("sum", lambda: _sum(self._comm, out)))
+            alone = (
+                Way("product", lambda: torch.mm(x, weight, out=out)),
+                Way("sum", lambda: _sum(self._comm, out, self._sms)),
+            )
             product_us, sum_us = measure(self._comm, alone, 3).values()
             whole_us = model_us(self._comm, out)
             found = {SEQUENTIAL: product_us + sum_us}
@@ -229,16 +364,11 @@ class RowParallelLinear(_Divided):
                 found[f"{count} chunks"] = makespan_us(schedule.chain(count), times)
             return found
 
-        return self.adaptive.run((_bucket(x.shape[0]), x.dtype), ways, predict)
+        return self.adaptive.run((bucket(x.shape[0]), x.dtype), ways, predict)
 
 
-def _bucket(rows: int) -> int:
-    """Return the least power of two from ``rows`` on. One decision serves all numbers of rows up to it."""
-    return 1 << max(rows - 1, 0).bit_length()
-
-
-def _sum(comm: Communicator, x: torch.Tensor) -> None:
-    comm.all_reduce(x, out=x)
+def _sum(comm: Communicator, x: torch.Tensor, sms: int | None) -> None:
+    comm.all_reduce(x, out=x, sms=sms)
 
 
 class _Row(torch.autograd.Function):
@@ -249,15 +379,21 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: RowParallelLinear
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        out = layer.product(x.reshape(-1, x.shape[-1]), weight.t())
+        ctx.layer = layer
+        if layer.sequence_parallel:
+            out = layer.scattered(x, weight.t())
+        else:
+            out = layer.product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
         if bias is not None:
             out += bias
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
+        if ctx.layer.sequence_parallel:
+            return (*ctx.layer.backward_by_rows(x, weight, dy, ctx.needs_input_grad), None)
         rows = dy.reshape(-1, dy.shape[-1])
         dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         dw = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None

@@ -7,10 +7,11 @@ are always measured, and nothing is chosen that was more than 2% slower than the
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
 from shotcast.overlap.lanes import one_hardware_queue
 from shotcast.overlap.schedule import Schedule
+
+logger = logging.getLogger(__name__)
 
 ROUNDS = 5
 """The rounds of a measurement, in each of which every way runs once; their median counts."""
@@ -115,7 +118,7 @@ def model_us(comm: Communicator, x: torch.Tensor, op: str = "all_reduce") -> flo
     return predicted_us(comm.topology, known, explained.dtype, explained.nbytes, explained.algorithm)
 
 
-def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Decision:
+def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS, checked: Collection[str] = ()) -> Decision:
     """Choose among ``ways``. Collective: every rank gives the same ones, and each is run several times.
 
     Args:
@@ -123,6 +126,8 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Dec
         ways: the first is the sequential one; a plain overlap is named ``plain``. Where there is none, the way that
             is predicted to be the fastest takes its place.
         rounds: how often each is measured.
+        checked: the names of ways that are compared with the sequential one before they are measured. One whose
+            results (the tensors that ``run`` returns) have other bits, on any rank, is left out.
 
     Raises:
         ConfigError: the first way is not the sequential one.
@@ -149,9 +154,38 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> Dec
     for way in sorted(others, key=lambda way: predicted.get(way.name, math.inf))[MOST_MEASURED:]:
         chosen.remove(way)
         left_out[way.name] = f"{MOST_MEASURED} others are predicted to be faster"
+    for name in _different(comm, [way for way in chosen if way.name in (SEQUENTIAL, *checked)]):
+        chosen = [way for way in chosen if way.name != name]
+        left_out[name] = "its results differ from those one after the other"
+        logger.error("overlap: way %r is left out, as its results differ from those one after the other", name)
     median_us = measure(comm, chosen, rounds)
     name, why = _choose(comm, median_us)
     return Decision(name, why, median_us, predicted, left_out)
+
+
+def _different(comm: Communicator, ways: Sequence[Way]) -> list[str]:
+    """Return the names of ways whose results have other bits than those of the first one, on any rank. Collective."""
+    if len(ways) < 2:
+        return []
+    wanted = [tensor.clone() for tensor in _tensors(ways[0].run())]  # a way may write into the tensors of another
+    differ = []
+    for way in ways[1:]:
+        found = _tensors(way.run())
+        equal = len(found) == len(wanted) and all(map(_same_bits, found, wanted))
+        differ.append(0.0 if equal else 1.0)
+    return [way.name for way, differs in zip(ways[1:], agreed(comm, differ), strict=True) if differs]
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [one for each in result for one in _tensors(each)] if isinstance(result, list | tuple) else []
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (x, y)))  # NaN equals NaN
 
 
 def _predictions(comm: Communicator, ways: Sequence[Way]) -> dict[str, float]:

@@ -215,6 +215,12 @@ def beside(sms: int | None = None) -> Schedule:
     return Schedule((_compute(0), _communicate(0, ("compute 0",), sms), _compute(1)))
 
 
+def gather_and_scatter() -> Schedule:
+    """Gather what ``compute 1`` needs under ``compute 0``, and communicate the result of ``compute 0`` under it."""
+    gather, scatter = _communicate(0, (), None), _communicate(1, ("compute 0",), None)
+    return Schedule((gather, _compute(0), scatter, _compute(1, ("communicate 0",))))
+
+
 def sequential(schedule: Schedule) -> Schedule:
     """Return the same steps, each of which waits for the one before it."""
     steps: list[Step] = []

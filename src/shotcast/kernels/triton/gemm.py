@@ -38,7 +38,7 @@ UNIT = 8
 
 
 @triton.jit
-def _place(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
+def place_of(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
     """Return the row and the column of a tile, in tiles.
 
     GROUP rows of tiles are walked through column by column, so that tiles computed at once share rows and columns of
@@ -92,6 +92,60 @@ def _store(matrix, tile, row, column, rows, columns, stride, TMA: tl.constexpr, 
         tl.store(matrix + offsets, tile, mask=inside)
 
 
+@triton.jit
+def matrix_at(address, DTYPE: tl.constexpr, UNIT: tl.constexpr):
+    """Return a pointer to a matrix at an address, whose rows begin at multiples of UNIT elements."""
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
+
+
+@triton.jit
+def sums_of_tile(
+    a,
+    b,
+    row,
+    column,
+    m,
+    n,
+    k,
+    a_stride,
+    b_stride,
+    A_ROWS_ARE_K: tl.constexpr,
+    B_ROWS_ARE_N: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the tile of ``a @ b`` that begins at a row and a column, in float32."""
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for step in tl.range(tl.cdiv(k, TILE_K), num_stages=STAGES):
+        depth = step * TILE_K
+        if A_ROWS_ARE_K:
+            left = tl.trans(_load(a, depth, row, k, m, a_stride, TMA, UNIT, TILE_K, TILE_M))
+        else:
+            left = _load(a, row, depth, m, k, a_stride, TMA, UNIT, TILE_M, TILE_K)
+        if B_ROWS_ARE_N:
+            right = tl.trans(_load(b, column, depth, n, k, b_stride, TMA, UNIT, TILE_N, TILE_K))
+        else:
+            right = _load(b, depth, column, k, n, b_stride, TMA, UNIT, TILE_K, TILE_N)
+        sums = add_dot(sums, left, right)
+    return sums
+
+
+@triton.jit
+def store_tile(out, sums, row, column, m, n, out_stride, DTYPE: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr):
+    """Round a tile of sums and store the part of it that is within ``out``: with TMA, half after half."""
+    if TMA:
+        HALF: tl.constexpr = sums.shape[1] // 2
+        first, second = tl.split(tl.permute(tl.reshape(sums, (sums.shape[0], 2, HALF)), (0, 2, 1)))
+        _store(out, round_float(first, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
+        _store(out, round_float(second, DTYPE), row, column + HALF, m, n, out_stride, TMA, UNIT)
+    else:
+        _store(out, round_float(sums, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
+
+
 @kernel
 def gemm_kernel(
     a,
@@ -124,34 +178,35 @@ def gemm_kernel(
     it stores the one before.
     """
     if not TMA:
-        a = tl.multiple_of(a.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
-        b = tl.multiple_of(b.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
-        out = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
+        a = matrix_at(a, DTYPE, UNIT)
+        b = matrix_at(b, DTYPE, UNIT)
+        out = matrix_at(out, DTYPE, UNIT)
     tile_rows = tl.cdiv(m, TILE_M)
     tile_columns = tl.cdiv(n, TILE_N)
-    steps = tl.cdiv(k, TILE_K)
     for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=PERSISTENT):
-        tile_row, tile_column = _place(tile, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column = place_of(tile, tile_rows, tile_columns, GROUP)
         row = tile_row * TILE_M
         column = tile_column * TILE_N
-        sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-        for step in tl.range(steps, num_stages=STAGES):
-            depth = step * TILE_K
-            if A_ROWS_ARE_K:
-                left = tl.trans(_load(a, depth, row, k, m, a_stride, TMA, UNIT, TILE_K, TILE_M))
-            else:
-                left = _load(a, row, depth, m, k, a_stride, TMA, UNIT, TILE_M, TILE_K)
-            if B_ROWS_ARE_N:
-                right = tl.trans(_load(b, column, depth, n, k, b_stride, TMA, UNIT, TILE_N, TILE_K))
-            else:
-                right = _load(b, depth, column, k, n, b_stride, TMA, UNIT, TILE_K, TILE_N)
-            sums = add_dot(sums, left, right)
-        if TMA:
-            first, second = tl.split(tl.permute(tl.reshape(sums, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
-            _store(out, round_float(first, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
-            _store(out, round_float(second, DTYPE), row, column + TILE_N // 2, m, n, out_stride, TMA, UNIT)
-        else:
-            _store(out, round_float(sums, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
+        sums = sums_of_tile(
+            a,
+            b,
+            row,
+            column,
+            m,
+            n,
+            k,
+            a_stride,
+            b_stride,
+            A_ROWS_ARE_K,
+            B_ROWS_ARE_N,
+            TMA,
+            UNIT,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+            STAGES,
+        )
+        store_tile(out, sums, row, column, m, n, out_stride, DTYPE, TMA, UNIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +276,12 @@ class GemmForm:
     @property
     def uses_tma(self) -> bool:
         """True if the copy engine of SMs loads and stores tiles."""
-        return self.rows_are_units and min(self.m, self.n, self.k) > 0 and _has_tma(self.device)
+        return self.rows_are_units and min(self.m, self.n, self.k) > 0 and has_tma(self.device)
 
 
 @functools.cache
-def _has_tma(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
+    """Return whether SMs have a copy engine for tiles; true for the interpreter."""
     return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -268,6 +324,11 @@ def _is_by_columns(name: str, matrix: torch.Tensor) -> bool:
     raise UnsupportedError(f"rows or columns of {name} must be contiguous; its strides are {matrix.stride()}")
 
 
+def most_shared_bytes(device: torch.device) -> int:
+    """Return the most shared memory that a block may have."""
+    return shared_memory_per_sm(device) - _RESERVED_BYTES
+
+
 def shared_bytes(config: GemmConfig) -> int:
     """Return the least shared memory of a block with TMA: the stages, half the output on its way, and padding."""
     stage = (config.tile_m + config.tile_n) * config.tile_k * _ITEM_BYTES
@@ -308,6 +369,45 @@ def _evenness(form: GemmForm, config: GemmConfig, sms: int) -> float:
     return form.m * form.n / (config.tile_m * config.tile_n) / (sms * most)
 
 
+def constants_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
+    """Return the arguments of :func:`gemm_kernel` that the compiler is told."""
+    return {
+        "DTYPE": DTYPES[form.dtype],
+        "A_ROWS_ARE_K": form.a_rows_are_k,
+        "B_ROWS_ARE_N": form.b_rows_are_n,
+        "TMA": form.uses_tma,
+        "UNIT": UNIT if form.uses_tma else form.unit,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "TILE_K": config.tile_k,
+        "GROUP": config.group,
+        "STAGES": config.stages,
+        "PERSISTENT": config.persistent,
+    }
+
+
+def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
+    """Return the arguments of :func:`gemm_kernel`, in which ``a``, ``b`` and ``out`` stand for any."""
+    sizes = {"m": form.m, "n": form.n, "k": form.k}
+    strides = dict(zip(("a_stride", "b_stride", "out_stride"), form.strides, strict=True))
+    operands: dict[str, Any] = dict.fromkeys(("a", "b", "out"), 1 << 40)
+    if form.uses_tma:
+        a_shape, a_tile = (form.m, form.k), (config.tile_m, config.tile_k)
+        b_shape, b_tile = (form.k, form.n), (config.tile_k, config.tile_n)
+        if form.a_rows_are_k:
+            a_shape, a_tile = a_shape[::-1], a_tile[::-1]
+        if form.b_rows_are_n:
+            b_shape, b_tile = b_shape[::-1], b_tile[::-1]
+        shapes = {
+            "a": (a_shape, a_tile),
+            "b": (b_shape, b_tile),
+            "out": ((form.m, form.n), (config.tile_m, config.tile_n // 2)),
+        }
+        for (name, (shape, tile)), stride in zip(shapes.items(), form.strides, strict=True):
+            operands[name] = descriptor(form.dtype, shape, (stride, 1), tile)
+    return operands | sizes | strides | constants_of(form, config)
+
+
 class Gemm:
     """Products of one form in blocks of one shape, on a chosen number of SMs.
 
@@ -325,48 +425,15 @@ class Gemm:
         self.form, self.config = form, config
         self.tiles = _tiles(form, config)
         self.programs = min(self.tiles, sms) if config.persistent else self.tiles
-        if form.uses_tma and (needed := shared_bytes(config)) > (
-            most := shared_memory_per_sm(form.device) - _RESERVED_BYTES
-        ):
+        if form.uses_tma and (needed := shared_bytes(config)) > (most := most_shared_bytes(form.device)):
             raise ConfigError(f"blocks of {config} take {needed} bytes of shared memory; a block may have {most}")
         self._run = self._launch(max(1, self.programs))
         self._lock = threading.Lock()
 
     def _launch(self, programs: int) -> Launch:
-        form, config = self.form, self.config
-        sizes = {"m": form.m, "n": form.n, "k": form.k}
-        strides = dict(zip(("a_stride", "b_stride", "out_stride"), form.strides, strict=True))
-        operands: dict[str, Any] = dict.fromkeys(("a", "b", "out"), 1 << 40)
-        if form.uses_tma:
-            a_shape, a_tile = (form.m, form.k), (config.tile_m, config.tile_k)
-            b_shape, b_tile = (form.k, form.n), (config.tile_k, config.tile_n)
-            if form.a_rows_are_k:
-                a_shape, a_tile = a_shape[::-1], a_tile[::-1]
-            if form.b_rows_are_n:
-                b_shape, b_tile = b_shape[::-1], b_tile[::-1]
-            shapes = {
-                "a": (a_shape, a_tile),
-                "b": (b_shape, b_tile),
-                "out": ((form.m, form.n), (config.tile_m, config.tile_n // 2)),
-            }
-            for (name, (shape, tile)), stride in zip(shapes.items(), form.strides, strict=True):
-                operands[name] = descriptor(form.dtype, shape, (stride, 1), tile)
-        constants = {
-            "DTYPE": DTYPES[form.dtype],
-            "A_ROWS_ARE_K": form.a_rows_are_k,
-            "B_ROWS_ARE_N": form.b_rows_are_n,
-            "TMA": form.uses_tma,
-            "UNIT": UNIT if form.uses_tma else form.unit,
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "TILE_K": config.tile_k,
-            "GROUP": config.group,
-            "STAGES": config.stages,
-            "PERSISTENT": config.persistent,
-        }
-        arguments = operands | sizes | strides | constants
-        options = {"num_warps": config.warps}
-        return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, config.padding_bytes)
+        options = {"num_warps": self.config.warps}
+        arguments = arguments_of(self.form, self.config)
+        return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, self.config.padding_bytes)
 
     def resources(self) -> KernelResources | None:
         """Return what a block takes of an SM; None in the interpreter."""
@@ -380,12 +447,16 @@ class Gemm:
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """Compute ``out = a @ b`` on the current stream, for tensors of this form."""
-        if not self.tiles:
-            return
-        operands = (a, b, out) if self.form.uses_tma else (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        if self.tiles:
+            self._enqueue(self._operands(a, b, out))
+
+    def _operands(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        return (a, b, out) if self.form.uses_tma else (a.data_ptr(), b.data_ptr(), out.data_ptr())
+
+    def _enqueue(self, call_values: tuple[Any, ...]) -> None:
         with self._lock, self._on_device():  # a launch holds the operands of one call at a time
             stream = 0 if INTERPRETED else torch.cuda.current_stream(self.form.device).cuda_stream
-            self._run(stream, operands)
+            self._run(stream, call_values)
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if INTERPRETED else torch.cuda.device(self.form.device)

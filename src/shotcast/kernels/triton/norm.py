@@ -1,12 +1,14 @@
-"""Residual addition, RMSNorm and FP8 quantisation of a row, as a separate kernel and as the end of the fused kernels.
+"""Residual addition, norm and FP8 quantisation of a row, as a separate kernel and as the end of the fused kernels.
 
     residual' = round(x + residual)
-    normed    = round(residual' / sqrt(mean(residual'^2) + eps) * weight)
+    normed    = round(residual' / sqrt(mean(residual'^2) + eps) * weight)                                    RMSNorm
+    normed    = round((residual' - mean(residual')) / sqrt(variance(residual') + eps) * weight + bias)       LayerNorm
     quantized = e4m3(clamp(normed * (1 / scale), -448, 448)),  scale given, or max |normed| / 448 of the row
 
-All is computed in float32, from ``residual'`` and ``normed`` as rounded. A program holds a whole row in registers, as
-32-bit words. The squares add up in an order that depends only on the row's length (:func:`tree_sum_of_squares`), so
-every kernel that normalises a row gives the same bits.
+Weight and bias may be of another dtype. All is computed in float32, from ``residual'`` and ``normed`` as rounded. A
+program holds a whole row in registers, as 32-bit words. The squares add up in an order that depends only on the row's
+length (:func:`tree_sum_of_squares`), and so do mean and variance (:func:`moments_of`). So every kernel that normalises
+a row gives the same bits.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ STATIC = tl.constexpr(wire.QUANTIZATIONS.index("static"))
 DYNAMIC = tl.constexpr(wire.QUANTIZATIONS.index("dynamic"))
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _INFINITY = tl.constexpr(0x7F800000)
+RMS = tl.constexpr(wire.NORM_KINDS.index(wire.RMS))
+LAYER_WITH_BIAS = tl.constexpr(wire.NORM_KINDS.index(wire.LAYER_WITH_BIAS))
 
 
 @triton.jit
@@ -48,35 +52,163 @@ def tree_sum(values, COUNT: tl.constexpr):
 
 
 @triton.jit
+def sums_of_leaves(low, high, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Sum the values of each leaf of a row, the 128 words (or all, if there are fewer) that a warp loads at once.
+
+    ``low`` and ``high`` are the values of BLOCK words (16 or more). They are added up within each quad, and then over
+    32 quads by the lanes of a warp.
+    """
+    QUADS: tl.constexpr = BLOCK // 4
+    LANES: tl.constexpr = QUADS if QUADS < 32 else 32
+    values = low
+    if DTYPE != tl.float32:
+        values = low + high
+    even, odd = tl.split(tl.reshape(values, [QUADS, 2, 2]))
+    first, second = tl.split(even + odd)
+    return tl.sum(tl.reshape(first + second, [QUADS // LANES, LANES]), axis=1)
+
+
+@triton.jit
 def tree_sum_of_squares(words, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Sum the squares of all values in BLOCK words (16 or more): of each quad, then of 32 quads by the lanes of a warp,
-    then in a tree.
+    """Sum the squares of all values in BLOCK words (16 or more), of each leaf and then of the leaves in a tree.
 
     No order is left to the compiler's choice of layout, so a row gives the same bits whether one program holds it or
     several hold a tile each.
     """
-    QUADS: tl.constexpr = BLOCK // 4
-    LANES: tl.constexpr = QUADS if QUADS < 32 else 32
     low, high = unpack(words, DTYPE)
-    squares = low * low
-    if DTYPE != tl.float32:
-        squares = squares + high * high
-    even, odd = tl.split(tl.reshape(squares, [QUADS, 2, 2]))
-    first, second = tl.split(even + odd)
-    return tree_sum(tl.sum(tl.reshape(first + second, [QUADS // LANES, LANES]), axis=1), QUADS // LANES)
+    LEAVES: tl.constexpr = BLOCK // 128 if BLOCK > 128 else 1
+    return tree_sum(sums_of_leaves(low * low, high * high, BLOCK, DTYPE), LEAVES)
 
 
 @triton.jit
-def add_norm(total, residual, weight, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Return (new residual, norm) of a row, from the words of the sum, the residual and the weight; zero beyond the
-    row's end."""
+def count_within(count, first, size):
+    """Return, as float32, how many of ``size`` values from the ``first`` on are among the first ``count``."""
+    return tl.minimum(tl.maximum(count - first, 0), size).to(tl.float32)
+
+
+@triton.jit
+def merge_moments(means, squares, count, LEAVES: tl.constexpr, LEAF: tl.constexpr):
+    """Return (mean, sum of squared differences from it) of all, given those of LEAVES parts of LEAF values.
+
+    LEAVES is a power of two, and only the first ``count`` values exist. Neighbours are merged, then neighbouring pairs,
+    and so on, so the bits are the same whether one program has all parts or several have some of them each.
+    """
+    for level in tl.static_range(10):
+        if LEAVES >> level > 1:
+            left, right = tl.split(tl.reshape(means, [LEAVES >> (level + 1), 2]))
+            left_squares, right_squares = tl.split(tl.reshape(squares, [LEAVES >> (level + 1), 2]))
+            first = tl.arange(0, LEAVES >> (level + 1)) * (2 * LEAF << level)
+            lefts = count_within(count, first, LEAF << level)
+            rights = count_within(count, first + (LEAF << level), LEAF << level)
+            share = tl.div_rn(rights, tl.maximum(lefts + rights, 1.0))
+            apart = right - left
+            means = left + apart * share
+            squares = left_squares + right_squares + apart * apart * (lefts * share)
+    return tl.sum(means, axis=0), tl.sum(squares, axis=0)
+
+
+@triton.jit
+def moments_of(low, high, count, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Return (mean, sum of squared differences from it) of the first ``count`` values in BLOCK words.
+
+    Each leaf is passed over twice: for its mean, and for the squares of what differs from that. Leaves are then merged.
+    """
+    VALUES: tl.constexpr = 1 if DTYPE == tl.float32 else 2  # in a word
+    LEAVES: tl.constexpr = BLOCK // 128 if BLOCK > 128 else 1
+    WORDS: tl.constexpr = BLOCK // LEAVES
+    counts = count_within(count, tl.arange(0, LEAVES) * (WORDS * VALUES), WORDS * VALUES)
+    means = tl.div_rn(sums_of_leaves(low, high, BLOCK, DTYPE), tl.maximum(counts, 1.0))
+    from_mean = tl.reshape(tl.broadcast_to(means[:, None], [LEAVES, WORDS]), [BLOCK])
+    place = tl.arange(0, BLOCK) * VALUES
+    low = tl.where(place < count, low - from_mean, 0.0)
+    high = tl.where(place + 1 < count, high - from_mean, 0.0)
+    return merge_moments(means, sums_of_leaves(low * low, high * high, BLOCK, DTYPE), count, LEAVES, WORDS * VALUES)
+
+
+@triton.jit
+def load_weights(
+    address, first, offs, end, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr
+):
+    """Load the weights that belong to words ``offs`` from byte ``first`` of a row on, and zero from byte ``end`` on.
+
+    ``first`` and ``end`` count bytes of DTYPE, and UNIT is that of rows, as in :func:`load_words`; the weights begin at
+    a multiple of 16 bytes. Those of WEIGHT are returned in a form that :func:`unpack_weights` knows: words if they are
+    as wide as DTYPE, otherwise 16 bits or 64 bits for each word.
+    """
+    COUNT_UNIT: tl.constexpr = 4 if UNIT == 16 else 1
+    words = end // (4 * COUNT_UNIT) * COUNT_UNIT
+    if DTYPE.primitive_bitwidth == WEIGHT.primitive_bitwidth:
+        weights = load_words(address, first, offs, end, UNIT)
+    elif DTYPE == tl.float32:
+        pointer = tl.multiple_of((address.to(tl.int64) + first // 2).to(tl.pointer_type(tl.int16)), 16)
+        weights = tl.load(pointer + offs, mask=offs < words, other=0)
+    elif HIDDEN % 2 == 0:
+        pointer = tl.multiple_of((address.to(tl.int64) + first * 2).to(tl.pointer_type(tl.int64)), 16)
+        weights = tl.load(pointer + offs, mask=offs < words, other=0)
+    else:
+        pointer = (address.to(tl.int64) + first * 2).to(tl.pointer_type(tl.int32))
+        low = tl.load(pointer + 2 * offs, mask=2 * offs < end // 2, other=0)
+        high = tl.load(pointer + 2 * offs + 1, mask=2 * offs + 1 < end // 2, other=0)
+        weights = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    return weights
+
+
+@triton.jit
+def unpack_weights(weights, DTYPE: tl.constexpr, WEIGHT: tl.constexpr):
+    """Convert what :func:`load_weights` loaded to float32, for the low and the high halves of words of DTYPE."""
+    if DTYPE.primitive_bitwidth == WEIGHT.primitive_bitwidth:
+        low, high = unpack(weights, WEIGHT)
+    elif WEIGHT == tl.float32:
+        low = weights.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (weights >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        low, _ = unpack(weights.to(tl.int32) & 0xFFFF, WEIGHT)
+        high = low
+    return low, high
+
+
+@triton.jit
+def scale_and_shift(low, high, factor, weights, biases, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, KIND: tl.constexpr):
+    """Return the words of the norm, from centred values; ``weights`` and ``biases`` are from :func:`load_weights`."""
+    weight_low, weight_high = unpack_weights(weights, DTYPE, WEIGHT)
+    low = low * factor * weight_low
+    high = high * factor * weight_high
+    if KIND == LAYER_WITH_BIAS:
+        bias_low, bias_high = unpack_weights(biases, DTYPE, WEIGHT)
+        low = low + bias_low
+        high = high + bias_high
+    return pack(low, high, DTYPE)
+
+
+@triton.jit
+def add_norm(
+    total,
+    residual,
+    weights,
+    biases,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Return (new residual, norm) of a row, from the words of the sum and the residual, and weights and biases.
+
+    The new residual is zero beyond the row's end, and the norm there is zero or NaN.
+    """
     low, high = unpack(total, DTYPE)
     more_low, more_high = unpack(residual, DTYPE)
     new_residual = pack(low + more_low, high + more_high, DTYPE)
     low, high = unpack(new_residual, DTYPE)
-    factor = tl.rsqrt(tree_sum_of_squares(new_residual, BLOCK, DTYPE) / HIDDEN + eps)
-    weight_low, weight_high = unpack(weight, DTYPE)
-    return new_residual, pack(low * factor * weight_low, high * factor * weight_high, DTYPE)
+    if KIND == RMS:
+        factor = tl.rsqrt(tree_sum_of_squares(new_residual, BLOCK, DTYPE) / HIDDEN + eps)
+    else:
+        mean, squares = moments_of(low, high, HIDDEN, BLOCK, DTYPE)
+        factor = tl.rsqrt(squares / HIDDEN + eps)
+        low = low - mean
+        high = high - mean
+    return new_residual, scale_and_shift(low, high, factor, weights, biases, DTYPE, WEIGHT, KIND)
 
 
 @triton.jit
@@ -122,6 +254,7 @@ def finish_row(
     total,
     before,
     gain,
+    shift,
     new_residual,
     normed,
     quantized,
@@ -130,6 +263,8 @@ def finish_row(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,7 +272,7 @@ def finish_row(
     """Compute and store everything that follows from the words of a row's sum.
 
     The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` and ``gain`` are
-    words of the residual and the weight. All results are NaN if the call was stopped.
+    words of the residual, and weights as :func:`load_weights` loads them. All results are NaN if the call was stopped.
 
     Returns:
         The words of the norm and of its FP8 form (if asked for), and the row's own scale (if it has one).
@@ -146,7 +281,7 @@ def finish_row(
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4 if HIDDEN % 4 == 0 else 2 if HIDDEN % 2 == 0 else 1
     FP8_BLOCK: tl.constexpr = BLOCK // (DTYPE.primitive_bitwidth // 8)
     offs = tl.arange(0, BLOCK)
-    after, norm = add_norm(nan_unless(live, total, DTYPE), before, gain, eps, HIDDEN, BLOCK, DTYPE)
+    after, norm = add_norm(nan_unless(live, total, DTYPE), before, gain, shift, eps, HIDDEN, BLOCK, DTYPE, WEIGHT, KIND)
     store_words(new_residual, row * ROW, offs, after, ROW, UNIT)
     if KEEPS_NORMED:
         store_words(normed, at * ROW, offs, norm, ROW, UNIT)
@@ -166,10 +301,11 @@ def finish_row(
 
 
 @kernel
-def add_rms_norm(
+def norm_rows(
     x,
     residual,
     weight,
+    bias,
     new_residual,
     normed,
     quantized,
@@ -178,6 +314,8 @@ def add_rms_norm(
     HIDDEN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     KEEPS_NORMED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
@@ -190,13 +328,20 @@ def add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, ROW_BLOCK)
     start = row * ROW
+    total = load_words(x, start, offs, ROW, UNIT)
+    before = load_words(residual, start, offs, ROW, UNIT)
+    gain = load_weights(weight, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, UNIT)
+    shift = gain
+    if KIND == LAYER_WITH_BIAS:
+        shift = load_weights(bias, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, UNIT)
     finish_row(
         tl.program_id(0) * 0 + 1,
         row,
         row,
-        load_words(x, start, offs, ROW, UNIT),
-        load_words(residual, start, offs, ROW, UNIT),
-        load_words(weight, 0, offs, ROW, UNIT),
+        total,
+        before,
+        gain,
+        shift,
         new_residual,
         normed,
         quantized,
@@ -205,6 +350,8 @@ def add_rms_norm(
         HIDDEN,
         QUANTIZE,
         KEEPS_NORMED,
+        WEIGHT,
+        KIND,
         DTYPE,
         UNIT,
         ROW_BLOCK,
@@ -214,7 +361,7 @@ def add_rms_norm(
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
-NORM_ADDRESSES = ("residual", "weight", "new_residual", "normed", "quantized", "scale", "eps")
+NORM_ADDRESSES = ("residual", "weight", "bias", "new_residual", "normed", "quantized", "scale", "eps")
 """Arguments of every kernel with a norm that differ from call to call; see :func:`norm_addresses`."""
 
 
@@ -227,6 +374,7 @@ def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
     return (
         address(tensors.residual),
         address(tensors.weight),
+        address(tensors.bias),
         address(tensors.new_residual),
         address(tensors.normed),
         address(tensors.quantized),
@@ -235,18 +383,22 @@ def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
     )
 
 
-def norm_arguments(norm: Norm, nowhere: int) -> dict[str, Any]:
-    """Return the arguments of a norm for every kernel, with ``nowhere`` and 0 for those that differ from call to
-    call."""
+def norm_arguments(norm: Norm, dtype: str, nowhere: int) -> dict[str, Any]:
+    """Return the arguments of a norm of rows of ``dtype`` for every kernel.
+
+    Those that differ from call to call are ``nowhere`` and 0.
+    """
     return dict.fromkeys(NORM_ADDRESSES, nowhere) | {
         "eps": 0.0,
         "HIDDEN": norm.hidden,
         "QUANTIZE": wire.QUANTIZATIONS.index(norm.quantize),
         "KEEPS_NORMED": norm.keeps_normed,
+        "WEIGHT": DTYPES[norm.weight or dtype],
+        "KIND": wire.NORM_KINDS.index(norm.kind),
     }
 
 
-def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
+def launch_norm_sum(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
     """Normalise the rows of ``x`` [rows, hidden]. All tensors begin at multiples of 16 bytes; ``x`` may be one of
     ``tensors``."""
     item = x.element_size()
@@ -254,12 +406,13 @@ def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> No
     block, warps = tiles.row_tile(-(-row // 4))
     launched = launch_options(x.device, warps)
     addresses = dict(zip(NORM_ADDRESSES, norm_addresses(tensors, x.data_ptr()), strict=True))
+    dtype = str(x.dtype).removeprefix("torch.")
     arguments = (
-        norm_arguments(norm, x.data_ptr())
+        norm_arguments(norm, dtype, x.data_ptr())
         | addresses
         | {
             "x": x.data_ptr(),
-            "DTYPE": DTYPES[str(x.dtype).removeprefix("torch.")],
+            "DTYPE": DTYPES[dtype],
             "UNIT": 16 if row % 16 == 0 else item,
             "ROW_BLOCK": block,
             "PDL": launched["launch_pdl"],
@@ -267,7 +420,7 @@ def launch_add_rms_norm(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> No
     )
     options = launched | {"enable_fp_fusion": False}
     if INTERPRETED or torch.cuda.current_device() == x.device.index:
-        add_rms_norm[(x.numel() // norm.hidden,)](**arguments, **options)
+        norm_rows[(x.numel() // norm.hidden,)](**arguments, **options)
     else:
         with torch.cuda.device(x.device):
-            add_rms_norm[(x.numel() // norm.hidden,)](**arguments, **options)
+            norm_rows[(x.numel() // norm.hidden,)](**arguments, **options)

@@ -1,0 +1,227 @@
+"""Products of a matrix whose rows are arriving while they are multiplied.
+
+    out[m, n] = a[m, k] @ b[k, n]    as :mod:`.gemm`, with the same bits
+
+``a`` consists of a shard of each rank, and a call that runs beside the product brings all shards at once, from their
+first rows to their last. It announces how much of each is there (:func:`shotcast.transport.triton.sync.announce`). A
+tile begins when its rows are there. Tiles go in the order in which rows come: the first rows of every shard, this
+rank's first, and then the next ones.
+
+The kernel is launched behind the call, in its stream, as a programmatic dependent launch. So it begins when every
+program of the call has let it in, and not before: the call needs no SM any more that this kernel could take. It ends
+after the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.intrinsics import (
+    await_prior_kernel,
+    fence_async_proxy,
+    kernel,
+    load_acquire,
+    supports_pdl,
+    yield_core,
+)
+from shotcast.device.triton.launch import Launch
+from shotcast.kernels.triton.gemm import (
+    Gemm,
+    GemmConfig,
+    GemmForm,
+    arguments_of,
+    matrix_at,
+    place_of,
+    store_tile,
+    sums_of_tile,
+)
+
+MOST_WORDS = 256
+"""The most programs that a call announces by. A reduction over as many words passes through all warps."""
+WORDS = tl.constexpr(MOST_WORDS)
+WORDS_NBYTES = 8 * (MOST_WORDS + 1)
+"""Bytes of these words, and of one that counts programs of the product."""
+FEWEST_REGISTERS = 160
+"""Registers of a thread that tiles of up to 128 sums a thread do with. 256 threads with as many leave room for 512 with
+48 (``BESIDE_REGISTERS`` of :mod:`shotcast.transport.triton.few_sms`)."""
+
+
+@triton.jit
+def await_chunks(arrivals, chunks, workers, TMA: tl.constexpr):
+    """Wait until the first ``chunks`` chunks of every shard are there (an acquire).
+
+    Worker w brings chunks w, w + workers, ... and counts them in word w of ``arrivals``. With TMA, copies by the copy
+    engine of the SM see them too.
+    """
+    lanes = tl.arange(0, WORDS)
+    present = lanes < workers
+    wanted = (chunks - lanes + workers - 1) // workers
+    found = load_acquire(arrivals + lanes, present)
+    waiting = tl.max((present & (found < wanted)).to(tl.int32), axis=0)
+    while waiting != 0:
+        yield_core()
+        found = load_acquire(arrivals + lanes, present)
+        waiting = tl.max((present & (found < wanted)).to(tl.int32), axis=0)
+    tl.debug_barrier()
+    if TMA:
+        fence_async_proxy()
+
+
+@triton.jit
+def finish(arrivals):
+    """Set all words to zero for the next call; the last program of the grid does."""
+    tl.debug_barrier()
+    done = tl.atomic_add(arrivals + WORDS, 1, sem="relaxed", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        tl.store(arrivals + tl.arange(0, WORDS), tl.zeros([WORDS], tl.int64))
+        tl.store(arrivals + WORDS, done * 0)
+
+
+@kernel
+def arriving_gemm_kernel(
+    a,
+    b,
+    out,
+    arrivals,
+    m,
+    n,
+    k,
+    a_stride,
+    b_stride,
+    out_stride,
+    shard_rows,
+    shards,  # those whose first rows go before the second rows of any; 1 where tiles do not divide a shard
+    first_shard,
+    row_nbytes,
+    chunk_nbytes,
+    workers,
+    DTYPE: tl.constexpr,
+    A_ROWS_ARE_K: tl.constexpr,
+    B_ROWS_ARE_N: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Do what :func:`shotcast.kernels.triton.gemm.gemm_kernel` does, each tile when its rows of ``a`` are there."""
+    if not TMA:
+        a = matrix_at(a, DTYPE, UNIT)
+        b = matrix_at(b, DTYPE, UNIT)
+        out = matrix_at(out, DTYPE, UNIT)
+    arrivals = arrivals.to(tl.int64).to(tl.pointer_type(tl.int64))
+    tile_rows = tl.cdiv(m, TILE_M)
+    tile_columns = tl.cdiv(n, TILE_N)
+    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0)):
+        turn, tile_column = place_of(tile, tile_rows, tile_columns, GROUP)
+        tile_row = (first_shard + turn % shards) % shards * (tile_rows // shards) + turn // shards
+        row = tile_row * TILE_M
+        column = tile_column * TILE_N
+        end = tl.minimum(row + TILE_M, m)
+        shard = row // shard_rows
+        rows = tl.minimum(end - shard * shard_rows, shard_rows)  # a tile that goes on into the next shard needs all
+        chunks = (rows.to(tl.int64) * row_nbytes + chunk_nbytes - 1) // chunk_nbytes
+        await_chunks(arrivals, chunks, workers, TMA)
+        sums = sums_of_tile(
+            a,
+            b,
+            row,
+            column,
+            m,
+            n,
+            k,
+            a_stride,
+            b_stride,
+            A_ROWS_ARE_K,
+            B_ROWS_ARE_N,
+            TMA,
+            UNIT,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+            STAGES,
+        )
+        store_tile(out, sums, row, column, m, n, out_stride, DTYPE, TMA, UNIT)
+    await_prior_kernel(PDL)  # so the end of this kernel says that the call has ended, too
+    finish(arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The way in which rows come.
+
+    Attributes:
+        rank, world_size: the shard that is this rank's own, and the number of shards, all of equal size.
+        workers: programs of the call that brings them.
+        chunk_nbytes: bytes of a chunk, of which each worker brings one of every shard at a time.
+    """
+
+    rank: int
+    world_size: int
+    workers: int
+    chunk_nbytes: int
+
+
+def register_limit(form: GemmForm, config: GemmConfig) -> dict[str, int]:
+    """Return the compiler's limit of registers, by which a block that brings rows fits beside one of the product.
+
+    Blocks of four warps leave enough without one.
+    """
+    limited = form.uses_tma and config.warps == 8 and config.tile_m * config.tile_n <= 128 * 256
+    return {"maxnreg": FEWEST_REGISTERS} if limited else {}
+
+
+class ArrivingGemm(Gemm):
+    """Products of one form whose ``a`` is arriving.
+
+    Args:
+        form: of the product; rows of ``a`` lie one after the other.
+        config: the shape of blocks. Tiles are not pipelined across each other, so ``persistent`` only limits the SMs.
+        sms: as for :class:`~shotcast.kernels.triton.gemm.Gemm`.
+        arrival: the way in which ``a`` comes.
+    """
+
+    def __init__(self, form: GemmForm, config: GemmConfig, sms: int, arrival: Arrival):
+        self._arrival = arrival
+        super().__init__(form, config, sms)
+
+    def _launch(self, programs: int) -> Launch:
+        form, arrival = self.form, self._arrival
+        shard_rows = form.m // arrival.world_size
+        divided = shard_rows % self.config.tile_m == 0
+        pdl = supports_pdl(form.device)
+        arguments = arguments_of(self.form, self.config) | {
+            "arrivals": 1 << 40,
+            "shard_rows": shard_rows,
+            "shards": arrival.world_size if divided else 1,
+            "first_shard": arrival.rank if divided else 0,
+            "row_nbytes": form.k * form.dtype.itemsize,
+            "chunk_nbytes": arrival.chunk_nbytes,
+            "workers": arrival.workers,
+            "PDL": pdl,
+        }
+        del arguments["PERSISTENT"]
+        options = {"num_warps": self.config.warps, "launch_pdl": pdl} | register_limit(form, self.config)
+        opened = ("a", "b", "out", "arrivals")
+        return Launch(arriving_gemm_kernel, programs, arguments, opened, options, self.config.padding_bytes)
+
+    def load(self) -> None:
+        """Compile the kernel and load it, unless that has been done."""
+        with self._lock, self._on_device():
+            self._run.load()
+
+    def multiply(self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, arrivals: int) -> None:
+        """Compute ``out = a @ b`` on the stream with this handle, right behind the call that brings ``a``.
+
+        Args:
+            arrivals: the address of the words by which the call announces. They are zero again when this ends.
+        """
+        with self._lock:
+            self._run(stream, (*self._operands(a, b, out), arrivals))
