@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 import shotcast
-from shotcast.engine import prefill_overlap
+from shotcast.engine import prefill_forms, prefill_overlap
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
 from shotcast.engine.prefill_graphs import PrefillGraphs
-from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.step_plan import PENDING_TOKEN
@@ -52,7 +51,7 @@ def outputs_of(
             no step does.
         overlap: as for the model runner; steps of 4 tokens or more are divided.
     """
-    prefill_overlap.LEAST_TOKENS = 4
+    prefill_overlap.LEAST_TOKENS = prefill_forms.LEAST_TOKENS = 4
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
         job = comm = stack.enter_context(shotcast.Communicator(device=device))
@@ -66,15 +65,16 @@ def outputs_of(
         assert runner.lookahead >= lookahead
         eos = checkpoint.config.eos
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
-        halves = counted(PrefillOverlap, "run")
         with (
-            halves as divided,
+            counted(CausalLM, "hidden_of_parts") as divided,
             counted(ModelRunner, "_eager_batch") as eager,
             counted(PrefillGraphs, "_compute_head") as heads,
         ):
             runner.capture(stamped=False)
             heads.reset_mock()
+            divided.reset_mock()
             measured = len(runner._overlap.decision.median_us)
+            measured += sum(len(decision.median_us) for decision in runner.overlap.values())
             found, counts = run_requests(runner, Scheduler(config), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
             counts |= {"divided": divided.call_count, "measured": measured}

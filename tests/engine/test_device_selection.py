@@ -23,6 +23,8 @@ from shotcast.errors import ConfigError
         ("auto", 4, 8, "4", "cuda"),  # two machines of four
         ("cpu", 8, 1, None, "cpu"),
         ("cuda", 2, 2, None, "cuda"),
+        ("cuda", 1, 8, "4", "cuda"),  # a launcher shows each rank its own
+        ("auto", 1, 8, "4", "cpu"),  # or all of them the same
     ],
 )
 def test_the_device(

@@ -9,13 +9,14 @@ from typing import Any
 
 import model_runner_targets as targets
 import numpy as np
+import prefill_overlap_targets
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quick_interpreter import interpret
+from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.device_state import DeviceState
@@ -25,10 +26,12 @@ from shotcast.engine.input_batch import (
     max_tiles,
     pack_decode,
     pack_prefill,
+    part_bounds,
     prefill_layout,
 )
-from shotcast.engine.model_runner import ModelRunner, ModelRunnerOutput
-from shotcast.engine.outputs import EngineCoreOutput
+from shotcast.engine.model_runner import ModelRunner
+from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
+from shotcast.engine.prefill_forms import PrefillForms
 from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.requests import Request
@@ -238,6 +241,34 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, 
     assert outputs(little) == outputs(plain)
 
 
+@pytest.mark.parametrize("overlap", ["plain", pytest.param("auto", marks=pytest.mark.full)])
+def test_halves_on_static_memory_change_no_output(folder: Path, overlap: str) -> None:
+    """Steps of all three sizes are divided: with padding, cut sequences and sequences that wait for their token."""
+
+    def run(way: str) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
+        ranks = interpret(targets.outputs_of, 2, str(folder), requests(), 7, 64, SIZES, 1, 1, "cpu", way)
+        assert all(found == ranks[0][0] for found, _ in ranks)
+        return ranks[0]
+
+    whole, none = run("off")
+    assert none["divided"] == none["measured"] == 0
+    halves, counts = run(overlap)
+    assert counts["measured"] == (2 * len(SIZES) if overlap == "auto" else 0)
+    assert overlap == "auto" or counts["divided"] == counts["prompts"] > 10
+    assert min(counts["padded prompts"], counts["mixed"], counts["pending mixed"], counts["later"]) > 0
+    assert outputs(halves) == outputs(whole)
+
+
+@pytest.mark.full
+def test_shaped_halves_change_no_answer(folder: Path) -> None:
+    """Sums keep to a number of SMs, in the interpreter."""
+    prompts, ways = [list(range(30, 50)), [40, 41], list(range(60, 69))], ("off", "24 SMs")
+    options = str(folder), "cpu", SIZES, targets.LIMIT, ways, prompts
+    for found in interpret(prefill_overlap_targets.answers, 2, *options, env=GPU_COLLECTIVES):
+        for first, again, _ in found.values():
+            assert first == again == found["off"][0]
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_invalid_logits_end_only_their_request(folder: Path, static: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -308,13 +339,17 @@ def plans(draw: st.DrawFn) -> StepPlan:
     return StepPlan(0, tuple(sorted(made, key=lambda sequence: len(sequence.tokens) > 1)))
 
 
-@given(plans(), st.integers(1, 50), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9))
-def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, cells: int, more: int) -> None:
-    """Check every field that a graph reads, token by token, and that the tiles fit into their room."""
+@given(plans(), st.integers(1, 50), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9), st.integers(1, 3))
+def test_a_step_with_prompts_is_packed(
+    plan: StepPlan, most: int, padding: int, cells: int, more: int, parts: int
+) -> None:
+    """Check every field that a graph reads, token by token, and that the tiles of each part fit into their room."""
     tables = np.random.default_rng(3).permutation(ROWS * WIDTH).astype(np.int32).reshape(ROWS, WIDTH)
     batch = build_input_batch(plan, tables, BLOCK)
     size = plan.tokens + padding
-    layout = prefill_layout(size, ROWS, max_tiles(size, ROWS, most) + more)
+    bounds = part_bounds(size, parts)
+    assert [first for first, _ in bounds] + [size] == [0, *(stop for _, stop in bounds)]
+    layout = prefill_layout(size, ROWS, [max_tiles(stop - first, ROWS, most) + more for first, stop in bounds])
     filled = np.arange(2 * cells, dtype=np.int32).reshape(cells, 2)
     out = np.full(layout.block_updates.start + 2 * cells, 12345, np.int32)
     pack_prefill(batch, filled, most, 77, 88, layout, out)
@@ -337,11 +372,13 @@ def test_a_step_with_prompts_is_packed(plan: StepPlan, most: int, padding: int, 
     assert out[layout.num_block_updates] == cells
     assert out[layout.block_updates].tolist() == list(range(2 * cells))
     covered: list[tuple[int, int] | None] = [(-1, -1)] * size
-    for row, first, count, start in out[layout.tiles].reshape(-1, TILE_FIELDS).tolist():
-        assert count <= most
-        for place in range(count):
-            assert covered[first + place] == (-1, -1), "a token in two tiles"
-            covered[first + place] = (row, start + place) if start >= 0 else None
+    for (begin, stop), tiles in zip(bounds, layout.tiles, strict=True):
+        for row, first, count, start in out[tiles].reshape(-1, TILE_FIELDS).tolist():
+            assert count <= most
+            assert begin + first + count <= stop
+            for place in range(begin + first, begin + first + count):
+                assert covered[place] == (-1, -1), "a token in two tiles"
+                covered[place] = (row, start + place - begin - first) if start >= 0 else None
     assert covered == [*owners, *[None] * padding]
 
 
@@ -390,7 +427,8 @@ def test_the_packed_step_has_room_for_the_size_that_needs_most() -> None:
         parallel=SimpleNamespace(last=True),
     )
     state = DeviceState(model, [], tables, last_tokens, None)
-    made = PrefillGraphs(state, (512, 513), (64,), CudaGraphs(torch.device("cpu"), HostStepTimer()))
+    graphs = CudaGraphs(torch.device("cpu"), HostStepTimer())
+    made = PrefillGraphs(state, (512, 513), (64,), graphs, PrefillForms(model, "off", {}))
     before = {size: layout.block_updates.start for size, layout in made._layouts.items()}
-    assert before[512] > before[513]
-    assert made._packed.numel() >= before[512] + 2 * tables.numel()
+    assert before[512, 1] > before[513, 1]
+    assert made._packed.numel() >= max(before.values()) + 2 * tables.numel()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shotcast.engine.model_runner import ModelRunnerOutput
+from shotcast.engine.outputs import ModelRunnerOutput
 from shotcast.engine.step_plan import StepPlan
 from shotcast.engine.worker import worker_loop
 

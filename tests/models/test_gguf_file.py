@@ -363,7 +363,7 @@ def test_a_damaged_header_is_named(tmp_path: Path, old: bytes, new: bytes, error
         GgufFile(path)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_damage_before_the_weights_is_refused_or_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

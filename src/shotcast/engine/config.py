@@ -23,7 +23,7 @@ def algorithm_names() -> tuple[str, ...]:
     return ("auto", *(name for name, algorithm in known if not algorithm.lossy and not algorithm.multicast))
 
 
-OVERLAP = ("auto", "on", "off")
+OVERLAP = ("auto", "on", "plain", "shaped", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,11 @@ class EngineConfig:
         memory_fraction: the part of this machine's free memory that weights and caches of its CPU ranks may use.
         prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
         sequence_parallel: divide the residual of a prefill between the ranks of a stage.
-        overlap: on CPU ranks, compute the halves of long prompts in turn, so that one communicates while the other
-            computes: ``auto`` where ranks are on several nodes and a measurement at the start finds that it pays;
-            ``on``; or ``off``. Products of other numbers of rows may be rounded otherwise.
+        overlap: compute the halves of long prompts in turn, so that one communicates while the other computes:
+            ``auto`` where a measurement at the start finds that it pays, on GPUs and on CPU ranks of several nodes;
+            ``on`` for the fastest form by halves; ``plain`` on two streams or threads without more; ``shaped`` on GPUs,
+            where sums keep to some SMs and products leave them room; or ``off``. Products of other numbers of rows may
+            be rounded otherwise.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
@@ -126,6 +128,8 @@ class EngineConfig:
             )
         if self.overlap not in OVERLAP:
             raise ConfigError(f"overlap must be one of {', '.join(OVERLAP)}, not {self.overlap!r}")
+        if self.overlap == "shaped" and self.device == "cpu":
+            raise ConfigError("overlap shaped is about SMs of GPUs; on CPU ranks it is auto, on, plain or off")
         known = algorithm_names()
         if self.algorithm not in known:
             raise ConfigError(f"algorithm must be one of {', '.join(known)}, not {self.algorithm!r}")

@@ -19,7 +19,8 @@ def select_device(config: EngineConfig) -> EngineConfig:
     """Return ``config`` with a device in place of "auto": CUDA if each rank of this machine can have a GPU.
 
     Raises:
-        ConfigError: the device is "cuda" and there are too few GPUs, or the device does not support the dtype.
+        ConfigError: the device is "cuda" and there are too few GPUs (a launcher may show one to each rank), or the
+            device does not support the dtype.
     """
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -27,7 +28,8 @@ def select_device(config: EngineConfig) -> EngineConfig:
     if config.device == "cuda":
         if not visible:
             raise ConfigError("device is cuda, but PyTorch finds no usable GPU")
-        if not enough:
+        one_each = visible == 1 and "LOCAL_WORLD_SIZE" in os.environ  # a communicator refuses ranks with the same one
+        if not enough and not one_each:
             raise ConfigError(
                 f"{needed} ranks on CUDA need as many GPUs, and {visible} are visible; SHOTCAST_SHARE_GPUS=1 lets them "
                 "take turns"
@@ -35,5 +37,10 @@ def select_device(config: EngineConfig) -> EngineConfig:
     if config.device != "auto":
         return config
     if visible and not enough:
-        logger.warning("%d ranks need as many GPUs, and %d are visible: they run on the CPU", needed, visible)
+        logger.warning(
+            "%d ranks need as many GPUs, and %d are visible: they run on the CPU; device cuda takes the one that each "
+            "rank sees where a launcher shows each its own",
+            needed,
+            visible,
+        )
     return replace(config, device="cuda" if enough else "cpu")

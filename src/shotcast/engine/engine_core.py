@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.messages import (
@@ -20,9 +20,7 @@ from shotcast.engine.messages import (
     RejectedRequest,
     SetStampEvery,
 )
-from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
-from shotcast.engine.outputs import EngineStats
-from shotcast.engine.rank_channels import DriverChannel
+from shotcast.engine.outputs import EngineStats, ModelRunnerOutput
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.step_plan import StepPlan
@@ -72,39 +70,88 @@ class ClientConnection:
                 return  # the client is gone, which the main thread notices too
 
 
+class PendingOutput(Protocol):
+    """The output of a step that may still be computed."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it, and return it."""
+        ...
+
+
+class Runner(Protocol):
+    """Rank 0's part of each step: a :class:`~shotcast.engine.model_runner.ModelRunner`, or a simulation of one."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def communication_s(self) -> float: ...
+    def execute(self, plan: StepPlan) -> PendingOutput | None: ...
+
+
+class PlanChannel(Protocol):
+    """The way to the other ranks: a :class:`~shotcast.engine.rank_channels.DriverChannel`, or a simulation of one."""
+
+    def send_plan(self, plan: StepPlan | None) -> None: ...
+    def recv_output(self, timeout_s: float) -> ModelRunnerOutput: ...
+
+
+class Requests(Protocol):
+    """The way to the engine's client: a :class:`ClientConnection`, or a simulation of one."""
+
+    def poll(self) -> bool: ...
+    def recv(self) -> Any: ...
+    def send(self, message: Any) -> None: ...
+
+
+def scheduler_config(config: EngineConfig, info: EngineInfo, lookahead: int) -> SchedulerConfig:
+    """Return the limits of an engine's scheduler."""
+    return SchedulerConfig(
+        max_sequences=config.max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+        block_size=info.block_size,
+        num_blocks=info.kv_blocks,
+        max_model_len=info.max_model_len,
+        prefix_caching=config.prefix_caching,
+        lookahead=lookahead,
+        pipeline=config.pipeline_parallel,
+        eos=info.model.eos,
+    )
+
+
 class EngineCore:
-    """The loop of rank 0: it takes requests, plans steps, has them computed, and reports the sampled tokens."""
+    """The loop of rank 0: it takes requests, plans steps, has them computed, and reports the sampled tokens.
+
+    :mod:`shotcast.simulator.serving` runs the same loop in simulated time.
+
+    Args:
+        scheduler: decides what each step computes.
+        runner: computes rank 0's part of it.
+        channel: the way to the other ranks.
+        client: the way to the client.
+        check: raises if a failed collective may have corrupted the results.
+        stamp_every: as in :class:`EngineConfig`.
+        stage_timeout_s: how long rank 0 waits for the output of another stage.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
-        info: EngineInfo,
-        runner: ModelRunner,
-        channel: DriverChannel,
-        client: ClientConnection,
+        scheduler: Scheduler,
+        runner: Runner,
+        channel: PlanChannel,
+        client: Requests,
         check: Callable[[], None],
+        stamp_every: int,
+        stage_timeout_s: float,
     ):
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                max_sequences=config.max_sequences,
-                max_batch_tokens=config.max_batch_tokens,
-                block_size=info.block_size,
-                num_blocks=info.kv_blocks,
-                max_model_len=info.max_model_len,
-                prefix_caching=config.prefix_caching,
-                lookahead=runner.lookahead,
-                pipeline=config.pipeline_parallel,
-                eos=info.model.eos,
-            )
-        )
-        self._stamp_every = config.stamp_every
+        self._scheduler = scheduler
+        self._stamp_every = stamp_every
         self._runner, self._channel, self._client = runner, channel, client
         self._check = check
-        self._stage_timeout_s = config.timeout_s * STAGE_TIMEOUTS
+        self._stage_timeout_s = stage_timeout_s
 
     def run(self) -> None:
         """Serve requests until the client ends the engine or is gone."""
-        outstanding: deque[tuple[StepPlan, AsyncModelRunnerOutput | None]] = deque()
+        outstanding: deque[tuple[StepPlan, PendingOutput | None]] = deque()
         while True:
             idle = not outstanding and not self._scheduler.unfinished
             if not self._take_messages(wait=idle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,9 +68,9 @@ class InputBatch(NamedTuple):
         ends = self.query_starts + self.num_scheduled
         if ((self.query_starts == at - 1) & (ends > at)).any():
             at -= 1
-        return self._tokens(0, at), self._tokens(at, len(self.tokens))
+        return self.part(0, at), self.part(at, len(self.tokens))
 
-    def _tokens(self, first: int, stop: int) -> InputBatch:
+    def part(self, first: int, stop: int) -> InputBatch:
         """Return the tokens from ``first`` up to ``stop``. A sequence that goes on behind them samples no token."""
         starts, ends = self.query_starts, self.query_starts + self.num_scheduled
         inside = (starts < stop) & (ends > first)
@@ -146,7 +147,7 @@ class PrefillLayout(NamedTuple):
         logits_indices: [max_sequences], indices of the tokens whose logits are needed.
         logits_rows: [max_sequences], the table rows of their sequences, and the spare row beyond those.
         tokens, positions, cache_slots: [size], as in :class:`InputBatch`.
-        tiles: [max_tiles, TILE_FIELDS].
+        tiles: [max_tiles, TILE_FIELDS] for each part of the step, whose tokens they count from its first one.
         block_updates: [updates, 2], pairs of an index into the block tables and a block; any number of them.
     """
 
@@ -156,16 +157,23 @@ class PrefillLayout(NamedTuple):
     tokens: slice
     positions: slice
     cache_slots: slice
-    tiles: slice
+    tiles: tuple[slice, ...]
     block_updates: slice
 
 
-def prefill_layout(size: int, max_sequences: int, max_tiles: int) -> PrefillLayout:
-    """Return the layout of a step of ``size`` tokens with padding, and at most so many sequences and tiles."""
-    words = 1, max_sequences, max_sequences, size, size, size, max_tiles * TILE_FIELDS
+def prefill_layout(size: int, max_sequences: int, max_tiles: Sequence[int]) -> PrefillLayout:
+    """Return the layout of a step of ``size`` tokens with padding, at most so many sequences, and at most so many tiles
+    in each of its parts."""
+    words = 1, max_sequences, max_sequences, size, size, size, *(tiles * TILE_FIELDS for tiles in max_tiles)
     ends = list(itertools.accumulate(words))
-    parts = [slice(end - count, end) for end, count in zip(ends, words, strict=True)]
-    return PrefillLayout._make([*parts, slice(ends[-1], None)])
+    fields = [slice(end - count, end) for end, count in zip(ends, words, strict=True)]
+    updates, indices, rows, tokens, positions, slots, *tiles = fields
+    return PrefillLayout(updates, indices, rows, tokens, positions, slots, tuple(tiles), slice(ends[-1], None))
+
+
+def part_bounds(size: int, parts: int) -> list[tuple[int, int]]:
+    """Divide ``size`` tokens into ``parts`` of about equal length: the first token of each, and the one behind it."""
+    return list(itertools.pairwise([size * number // parts for number in range(parts + 1)]))
 
 
 def pack_prefill(
@@ -198,8 +206,10 @@ def pack_prefill(
     ):
         out[part][: len(values)] = values
         out[part][len(values) :] = padding
-    table = out[layout.tiles].reshape(-1, TILE_FIELDS)
-    tiles = attention_tiles(batch, tile_tokens, size - count)
-    table[: len(tiles)] = tiles
-    table[len(tiles) :] = 0, 0, 0, -1
+    for (first, stop), where in zip(part_bounds(size, len(layout.tiles)), layout.tiles, strict=True):
+        own = batch.part(min(first, count), min(stop, count)) if len(layout.tiles) > 1 else batch
+        table = out[where].reshape(-1, TILE_FIELDS)
+        tiles = attention_tiles(own, tile_tokens, stop - first - len(own.tokens))
+        table[: len(tiles)] = tiles
+        table[len(tiles) :] = 0, 0, 0, -1
     out[layout.block_updates] = block_updates.reshape(-1)

@@ -12,7 +12,7 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
-from shotcast.collectives.rank_device import gpu_of, local_world_size
+from shotcast.collectives.rank_device import gpu_of, local_world_size, ranks_of_a_gpu
 from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
@@ -26,6 +26,7 @@ from shotcast.models.causal_lm import CausalLM
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import weight_bytes
 from shotcast.models.source import open_checkpoint
+from shotcast.overlap.policy import Decision
 
 DEFAULT_MODEL_LEN = 8192
 _LOADING_TIMEOUT_S = 600.0
@@ -80,11 +81,13 @@ def load(
     decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
     prefill_sizes = prefill_capture_sizes(config.max_batch_tokens) if device == "cuda" else ()
 
+    decisions: dict[int, Decision] = {}  # a trial runner makes them
+
     def new_runner(num_blocks: int) -> ModelRunner:
         limits = num_blocks, config.block_size, config.max_sequences, max_model_len
         reports = job.rank == config.output_rank
-        sizes = decode_sizes, prefill_sizes
-        return ModelRunner(part, *limits, int(salt), *sizes, reports, config.overlap, config.max_batch_tokens)
+        sizes, overlap = (decode_sizes, prefill_sizes), (config.overlap, config.max_batch_tokens)
+        return ModelRunner(part, *limits, int(salt), *sizes, reports, *overlap, decisions)
 
     started = time.perf_counter()
     blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)
@@ -176,7 +179,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
         ConfigError: the weights, or a cache of ``kv_cache_bytes``, do not fit.
     """
     on_gpu = config.device == "cuda"
-    sharers = -(-local_world_size() // torch.cuda.device_count()) if on_gpu else local_world_size()
+    sharers = ranks_of_a_gpu() if on_gpu else local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.decode_graphs import DecodeGraphs
 from shotcast.engine.device_state import DeviceState
 from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
-from shotcast.engine.outputs import TokenLogprob
+from shotcast.engine.outputs import ModelRunnerOutput
+from shotcast.engine.prefill_forms import PrefillForms
 from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.sampler import Sampler, SamplerOutput, token_logprobs
@@ -23,23 +24,9 @@ from shotcast.engine.token_feedback import TokenFeedback
 from shotcast.engine.transfer import HostCopy, copy_to_device
 from shotcast.layers.batch import AttentionTiles, Batch, Logits, PrefillMetadata
 from shotcast.models.causal_lm import CausalLM
+from shotcast.overlap.policy import Decision
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
-    """The tokens that a step sampled.
-
-    Attributes:
-        number: the number of the plan.
-        tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order.
-        logprobs: log-probabilities for each of them, or None where they are not wanted.
-    """
-
-    number: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...]
 
 
 class AsyncModelRunnerOutput:
@@ -81,9 +68,11 @@ class ModelRunner:
             the last is ``max_sequences``. Empty: all steps allocate their memory.
         prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill_graphs.py``);
             needs ``decode_sizes``.
-        overlap: whether steps with prompts that allocate their memory are computed by halves, of which one communicates
-            while the other computes: ``auto`` (as measured), ``on`` or ``off``.
+        overlap: whether steps with prompts are computed by halves, of which one communicates while the other computes:
+            as in ``EngineConfig``. Where steps run on static memory, others are computed as a whole.
         max_batch_tokens: the most tokens of a step, for that measurement.
+        decisions: what another runner of this model decided about overlap, by number of tokens of steps on static
+            memory; what this one decides is added.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -101,6 +90,7 @@ class ModelRunner:
         reports: bool = True,
         overlap: str = "off",
         max_batch_tokens: int = 2048,
+        decisions: dict[int, Decision] | None = None,
     ) -> None:
         self._reports = reports
         static = bool(decode_sizes)
@@ -120,8 +110,9 @@ class ModelRunner:
             values = torch.empty(max_sequences, model.config.vocab, device=device)
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
-        overlap = "off" if prefill_sizes else overlap
-        self._overlap = PrefillOverlap(self._state, overlap, self._host_tables, max_batch_tokens)
+        eager_overlap = "off" if prefill_sizes else overlap
+        self._overlap = PrefillOverlap(self._state, eager_overlap, self._host_tables, max_batch_tokens)
+        self._forms = PrefillForms(model, overlap if prefill_sizes else "off", {} if decisions is None else decisions)
         self._decode_graphs = self._prefill_graphs = self._feedback = None
         if static and model.parallel.can_send_back(last_tokens):
             self._feedback = TokenFeedback(model.parallel, last_tokens)
@@ -129,7 +120,9 @@ class ModelRunner:
             self._graphs = CudaGraphs(device, model.parallel.timer)
             self._decode_graphs = DecodeGraphs(self._state, decode_sizes, self._graphs)
             if prefill_sizes:
-                self._prefill_graphs = PrefillGraphs(self._state, prefill_sizes, decode_sizes, self._graphs)
+                self._prefill_graphs = PrefillGraphs(
+                    self._state, prefill_sizes, decode_sizes, self._graphs, self._forms
+                )
 
     @property
     def lookahead(self) -> int:
@@ -138,6 +131,11 @@ class ModelRunner:
         It is 1 with static memory, where the token stays on the device from one step to the next; otherwise 0.
         """
         return int(self._feedback is not None)
+
+    @property
+    def overlap(self) -> Mapping[int, Decision]:
+        """The decisions about overlap, by number of tokens of steps on static memory."""
+        return self._forms.decisions
 
     @property
     def step_s(self) -> float:
@@ -151,7 +149,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
-        """Capture the graphs and compile the kernels of steps on static memory, and decide on overlap. Collective.
+        """Decide on overlap, and capture the graphs and compile the kernels of steps on static memory. Collective.
 
         Args:
             stamped: also capture the graphs of stamped steps.
@@ -174,6 +172,7 @@ class ModelRunner:
     def close(self) -> None:
         """Release the graphs. Call this before the communicators are closed."""
         self._overlap.close()
+        self._forms.close()
         if self._decode_graphs is not None:
             self._graphs.close()
 

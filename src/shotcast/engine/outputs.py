@@ -28,6 +28,21 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The tokens that a step sampled.
+
+    Attributes:
+        number: the number of the plan.
+        tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order.
+        logprobs: log-probabilities for each of them, or None where they are not wanted.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
 class EngineCoreOutput(NamedTuple):
     """The output of one step for one request, sent by the engine core.
 

@@ -4,18 +4,33 @@ One graph serves any mix of prompt chunks and decoding sequences: the tiles (``k
 that the host sends with the tokens, in one copy, say which tokens belong to which sequence. The graph ends with the
 hidden states of the tokens whose logits are needed. These are few, in any number, and the head is as large as several
 layers, so the head has graphs of its own.
+
+Long steps may be captured in halves (``engine/prefill_forms.py``): a graph then has a branch that communicates. The
+halves are the first and the second half of the tokens, padding included, and each has tiles of its own. A sequence that
+is cut is in both: the second half attends to the keys that the first has written to the cache in the same layer.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.device_state import DeviceState
-from shotcast.engine.input_batch import InputBatch, Int32Array, max_tiles, pack_prefill, prefill_layout
+from shotcast.engine.input_batch import (
+    InputBatch,
+    Int32Array,
+    max_tiles,
+    pack_prefill,
+    part_bounds,
+    prefill_layout,
+)
+from shotcast.engine.prefill_forms import HALVES, MEASURED_LAYERS, WHOLE, Form, PrefillForms
 from shotcast.engine.transfer import pinned_empty
 from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
 from shotcast.kernels.triton.step_inputs import unpack_prompts
@@ -30,15 +45,30 @@ class PrefillGraphs:
         sizes: numbers of tokens, ascending.
         head_sizes: numbers of sequences that sample a token, ascending; the last is the number of slots.
         graphs: where the graphs are kept.
+        forms: decides in which form the steps of a size are computed.
     """
 
-    def __init__(self, state: DeviceState, sizes: tuple[int, ...], head_sizes: tuple[int, ...], graphs: CudaGraphs):
+    def __init__(
+        self,
+        state: DeviceState,
+        sizes: tuple[int, ...],
+        head_sizes: tuple[int, ...],
+        graphs: CudaGraphs,
+        forms: PrefillForms,
+    ):
         self._state, self._sizes, self._head_sizes, self._graphs = state, sizes, head_sizes, graphs
+        self._forms, self._form = forms, dict.fromkeys(sizes, WHOLE)
         model, device, sequences = state.model, state.device, head_sizes[-1]
+        # Halves have tiles of the same length as the whole, so that queries are computed alike.
         self._tile_tokens = {size: model.max_tile_tokens(size) for size in sizes}
         self._layouts = {
-            size: prefill_layout(size, sequences, max_tiles(size, sequences, tile_tokens))
+            (size, parts): prefill_layout(
+                size,
+                sequences,
+                [max_tiles(stop - first, sequences, tile_tokens) for first, stop in part_bounds(size, parts)],
+            )
             for size, tile_tokens in self._tile_tokens.items()
+            for parts in (WHOLE.parts, HALVES.parts)
         }
         # a smaller size may have smaller tiles, and so more of them
         words = max(layout.block_updates.start for layout in self._layouts.values()) + 2 * state.block_tables.numel()
@@ -52,9 +82,12 @@ class PrefillGraphs:
         self._results: dict[int, Logits] = {}
 
     def capture(self) -> None:
-        """Capture the graphs of all sizes. Call this before the first step, while memory holds padding only."""
+        """Decide on the forms of steps, and capture the graphs of all sizes. Call this before the first step, while
+        memory holds padding only."""
         for size in reversed(self._sizes):
-            self._graphs.get_or_capture(("prefill", size), partial(self._compute, size))
+            self._decide(size)
+        for size in reversed(self._sizes):
+            self._graphs.get_or_capture(("prefill", size), partial(self._compute, size, self._form[size]))
         if self._state.model.parallel.last:
             for size in reversed(self._head_sizes):
                 self._graphs.get_or_capture(("head", size), partial(self._compute_head, size))
@@ -73,10 +106,7 @@ class PrefillGraphs:
             block_updates: [updates, 2], entries of the block tables that change before the step: index and block.
         """
         size = self._sizes[bisect.bisect_left(self._sizes, len(batch.tokens))]
-        layout = self._layouts[size]
-        host = pinned_empty([layout.block_updates.start + block_updates.size], torch.int32, self._packed.device)
-        spare = self._state.spare_row, self._state.spare_slot
-        pack_prefill(batch, block_updates, self._tile_tokens[size], *spare, layout, host.numpy())
+        host = self._pack(batch, block_updates, size, self._form[size])
         replay = self._graphs.get(("prefill", size))
         self._packed[: host.numel()].copy_(host, non_blocking=True)
         replay()
@@ -87,10 +117,21 @@ class PrefillGraphs:
         self._graphs.get(("head", head_size))()
         return self._results[head_size].rows(slice(0, count))
 
-    def _compute(self, size: int) -> None:
-        state, packed, layout = self._state, self._packed, self._layouts[size]
+    def _pack(self, batch: InputBatch, block_updates: Int32Array, size: int, form: Form) -> torch.Tensor:
+        """Return a step of at most ``size`` tokens in the host's memory, packed for a form."""
+        layout = self._layouts[size, form.parts]
+        host = pinned_empty([layout.block_updates.start + block_updates.size], torch.int32, self._packed.device)
+        spare = self._state.spare_row, self._state.spare_slot
+        pack_prefill(batch, block_updates, self._tile_tokens[size], *spare, layout, host.numpy())
+        return host
+
+    def _compute(self, size: int, form: Form, layers: int | None = None) -> None:
+        """Compute the packed step up to the head; with ``layers``, as if the model had no more layers."""
+        state, packed, layout = self._state, self._packed, self._layouts[size, form.parts]
         tokens, positions, slots = self._tokens[:size], self._positions[:size], self._cache_slots[:size]
-        with state.model.parallel.timer.step():
+        model = state.model if layers is None else state.model.shortened(layers)
+        caches = state.caches[:layers]
+        with model.parallel.timer.step():
             unpack_prompts(
                 packed[layout.tokens],
                 packed[layout.positions],
@@ -105,12 +146,61 @@ class PrefillGraphs:
                 slots,
                 self._rows,
             )
-            tiles = AttentionTiles(packed[layout.tiles].view(-1, TILE_FIELDS), self._tile_tokens[size])
             no_rows = self._rows[:0]
-            batch = Batch(tokens, positions, slots, 0, no_rows, no_rows.int(), None, tiles, state.block_tables, None)
-            hidden = state.model.hidden(batch, state.caches)
+            batches = []
+            for (first, stop), where in zip(part_bounds(size, form.parts), layout.tiles, strict=True):
+                tiles = AttentionTiles(packed[where].view(-1, TILE_FIELDS), self._tile_tokens[size])
+                part = tokens[first:stop], positions[first:stop], slots[first:stop]
+                batches.append(Batch(*part, 0, no_rows, no_rows.int(), None, tiles, state.block_tables, None))
+            hidden: torch.Tensor | None
+            if form.parts == 1:
+                hidden = model.hidden(batches[0], caches)
+            else:
+                assert self._forms.controller is not None
+                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, form.shaping))
             if hidden is not None:
                 torch.index_select(hidden, 0, packed[layout.logits_indices], out=self._last_hidden)
+
+    def _decide(self, size: int) -> None:
+        """Find the form of steps of a size. The forms are compared by graphs of the first layers, with prompts that
+        belong to no sequence. Collective."""
+        if self._forms.undecided(size):
+            trial = CudaGraphs(self._state.device, self._state.model.parallel.timer)
+            step = self._prompts(size)
+
+            def run_of(form: Form) -> Callable[[], Any]:
+                host = self._pack(step, np.empty((0, 2), np.int32), size, form)
+
+                def run() -> None:
+                    self._packed[: host.numel()].copy_(host, non_blocking=True)
+                    trial.get_or_capture(form.name, partial(self._compute, size, form, MEASURED_LAYERS))()
+
+                return run
+
+            try:
+                self._forms.decide(size, run_of)
+            finally:
+                trial.close()
+                self._packed.zero_()
+            if self._state.device.type == "cuda":
+                torch.cuda.empty_cache()  # graphs of other forms take memory of their own
+        self._form[size] = self._forms.form(size)
+
+    def _prompts(self, size: int) -> InputBatch:
+        """Return a step of ``size`` random tokens, or of as many as there may be, whose sequences have the spare row
+        of the block tables in common."""
+        state = self._state
+        # the tables may end beyond the last position that the model knows, within a block of it
+        longest = max(1, (state.block_tables.shape[1] - 1) * state.block_size)
+        count = min(-(-size // longest), self._head_sizes[-1])
+        lengths = np.full(count, longest, np.int32)
+        lengths[-1] = min(size - (count - 1) * longest, longest)
+        starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+        total = int(lengths.sum())
+        positions = (np.arange(total) - np.repeat(starts, lengths)).astype(np.int32)
+        tokens = np.random.default_rng(0).integers(0, state.model.config.vocab, total, dtype=np.int32)
+        slots, rows = np.full(total, state.spare_slot, np.int32), np.full(count, state.spare_row, np.int32)
+        return InputBatch(tokens, positions, slots, rows, np.zeros_like(rows), lengths, starts, rows < 0)
 
     def _compute_head(self, size: int) -> None:
         state, part = self._state, slice(0, size)

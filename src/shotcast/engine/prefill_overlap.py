@@ -16,6 +16,7 @@ import numpy as np
 from shotcast.engine.device_state import DeviceState
 from shotcast.engine.input_batch import InputBatch, Int32Array, cache_slots
 from shotcast.layers.batch import Batch, Logits
+from shotcast.layers.parallel import Parallel
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import lanes_of
 from shotcast.overlap.policy import SEQUENTIAL, Decision, Way, decide
@@ -28,12 +29,23 @@ _MEASURED_TOKENS = 512
 _HALVES = "halves"
 
 
+def overlap_obstacle(parallel: Parallel, overlap: str) -> str:
+    """Return why no step is divided; empty if steps may be."""
+    if overlap == "off":
+        return "overlap is off"
+    if parallel.size == 1 or parallel.stages > 1:
+        return "one stage of several ranks has sums to hide"
+    if parallel.divides_residual(parallel.size * LEAST_TOKENS):
+        return "sequence_parallel divides the residual instead"
+    return ""
+
+
 class PrefillOverlap:
     """Computes steps on memory of their own by halves, where that was found to pay. Construction is not collective.
 
     Args:
         state: the state of this rank.
-        overlap: ``auto`` to measure, ``on`` for always, ``off`` for never.
+        overlap: ``auto`` to measure, ``on`` or ``plain`` for always, ``off`` for never.
         tables: the block tables of the host, int32 [slots + 1, blocks].
         max_batch_tokens: the most tokens of a step.
 
@@ -46,19 +58,13 @@ class PrefillOverlap:
         self._least = LEAST_TOKENS
         self._controller: Controller | None = None
         parallel = state.model.parallel
-        obstacle = ""
-        if overlap == "off":
-            obstacle = "overlap is off"
-        elif parallel.size == 1 or parallel.stages > 1:
-            obstacle = "one stage of several ranks has sums to hide"
-        elif parallel.divides_residual(parallel.size * LEAST_TOKENS):
-            obstacle = "sequence_parallel divides the residual instead"
-        elif overlap == "auto" and state.device.type == "cpu" and not parallel.comm.topology.network:
+        obstacle = overlap_obstacle(parallel, overlap)
+        if not obstacle and overlap == "auto" and state.device.type == "cpu" and not parallel.comm.topology.network:
             obstacle = "CPU ranks of one node wait for no network"
         self.decision = Decision(SEQUENTIAL, obstacle, {}, {}, {})
         if not obstacle:
             self._controller = Controller(lanes_of(parallel.comm))
-            self.decision = Decision(_HALVES, "overlap is on", {}, {}, {})
+            self.decision = Decision(_HALVES, f"overlap is {overlap}", {}, {}, {})
         self._measures = not obstacle and overlap == "auto"
 
     def measure(self, batch_of: Callable[[InputBatch], Batch]) -> None:
@@ -71,7 +77,9 @@ class PrefillOverlap:
             return
         self._measures = False
         state = self._state
-        tokens = min(_MEASURED_TOKENS, self._tables.shape[1] * state.block_size, self._most)
+        # the tables may end beyond the last position that the model knows, within a block of it
+        positions_known = (self._tables.shape[1] - 1) * state.block_size
+        tokens = min(_MEASURED_TOKENS, positions_known, self._most)
         if tokens < LEAST_TOKENS:
             self.decision = Decision(SEQUENTIAL, "steps are too short to divide", {}, {}, {})
             return

@@ -21,7 +21,7 @@ import torch
 from shotcast import env
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import local_world_size
-from shotcast.engine.model_runner import ModelRunnerOutput
+from shotcast.engine.outputs import ModelRunnerOutput
 from shotcast.engine.step_plan import ScheduledSequence, StepPlan
 from shotcast.errors import ShotcastError
 from shotcast.hardware.interfaces import address_of_this_host

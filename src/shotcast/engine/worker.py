@@ -12,10 +12,11 @@ from multiprocessing.connection import Client
 
 from shotcast import env
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.engine_core import STAGE_TIMEOUTS, ClientConnection, EngineCore
+from shotcast.engine.engine_core import STAGE_TIMEOUTS, ClientConnection, EngineCore, scheduler_config
 from shotcast.engine.load import load
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
 from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
+from shotcast.engine.scheduler import Scheduler
 
 _POLL_S = 5e-5
 """Seconds that a rank that reports waits for the next plan before it checks again whether the last step has
@@ -53,7 +54,9 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
             channel = DriverChannel(job, config.output_rank, config.timeout_s)
             stack.callback(channel.close)
             client = ClientConnection(requests)
-            core = EngineCore(config, info, runner, channel, client, check)
+            scheduler = Scheduler(scheduler_config(config, info, runner.lookahead))
+            stage_timeout_s = config.timeout_s * STAGE_TIMEOUTS
+            core = EngineCore(scheduler, runner, channel, client, check, config.stamp_every, stage_timeout_s)
             client.send(replace(info, load_s=time.perf_counter() - started))
             client.start_heartbeat()
             stack.callback(client.stop_heartbeat)

@@ -108,25 +108,26 @@ class Block:
         return self.output(self.attention(self.qkv(normed), cache, batch))
 
     def mlp_input(
-        self, partial: torch.Tensor, residual: torch.Tensor
+        self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Sum the partial results of the attention; return the normed input of the MLP and the new residual."""
-        return self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up)
+        """Sum the partial results of the attention, on ``sms`` SMs if they are given; return the normed input of the
+        MLP and the new residual."""
+        return self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up, sms)
 
     def feed_forward(self, normed: torch.Tensor | Float8Rows) -> torch.Tensor:
         """Compute partial sums of the MLP's output."""
         return self.down(self.gate_up.gated(normed))
 
     def normed_input(
-        self, partial: torch.Tensor, residual: torch.Tensor
+        self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Sum the partial results of the operation before, and return this block's normed input and the new
-        residual."""
-        return self._reduce_norm(partial, residual, self.attention_norm, self.qkv)
+        """Sum the partial results of the operation before, on ``sms`` SMs if they are given; return this block's
+        normed input and the new residual."""
+        return self._reduce_norm(partial, residual, self.attention_norm, self.qkv, sms)
 
     def _reduce_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, following: Linear
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, following: Linear, sms: int | None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         if following.takes_float8(partial.shape[0]):
-            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps)
-        return self._parallel.reduce_norm(partial, residual, weight, self._eps)
+            return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps, sms)
+        return self._parallel.reduce_norm(partial, residual, weight, self._eps, sms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial as partial_of
 from typing import Any
@@ -15,6 +16,7 @@ from shotcast.layers.embedding import VocabParallelEmbedding
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import partition
+from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
 from shotcast.models.block import Block
 from shotcast.models.config import ModelConfig
@@ -83,6 +85,12 @@ class CausalLM:
             for block in self.blocks
         ]
 
+    def shortened(self, layers: int) -> CausalLM:
+        """Return a model of the first ``layers`` layers of this stage at most, which shares its memory."""
+        short = copy.copy(self)
+        short.blocks = self.blocks[:layers]
+        return short
+
     def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits | None:
         """Run one step. On the last stage, return the logits of ``batch.logits_indices``, None if it is empty."""
         last = self.hidden(batch, caches)
@@ -112,10 +120,19 @@ class CausalLM:
         return self.logits(rows) if rows.shape[0] else None
 
     def hidden_of_parts(
-        self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller
+        self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller, shaping: Shaping = UNSHAPED
     ) -> list[torch.Tensor]:
-        """Do the work of :meth:`overlapped` up to the head: return the last normed hidden states of each part."""
+        """Do the work of :meth:`overlapped` up to the head: return the last normed hidden states of each part.
+
+        The computation is given to the lanes layer by layer, one part after the other, and so is the communication. A
+        tensor that both use is freed only when what comes next of its part has waited for both.
+
+        Args:
+            batches, caches, controller: as in :meth:`overlapped`.
+            shaping: what sums and products take of a GPU.
+        """
         assert self.embeddings is not None
+        sms, device = shaping.sms, self.parallel.comm.device
         blocks, parts = self.blocks, range(len(batches))
         partial: list[Any] = [None for _ in parts]
         normed: list[Any] = [None for _ in parts]
@@ -128,24 +145,26 @@ class CausalLM:
             if stage == 0:
                 partial[part] = embeddings.embed(batch.tokens)
                 residual[part] = torch.zeros_like(partial[part])
-            elif stage % 2:
-                index = stage // 2
-                partial[part] = blocks[index].attend(normed[part], caches[index], batch)
-            else:
-                partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part])
+                return
+            with shaping.scope(device):
+                if stage % 2:
+                    index = stage // 2
+                    partial[part] = blocks[index].attend(normed[part], caches[index], batch)
+                else:
+                    partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part])
 
         def reduce(stage: int, part: int) -> None:
             x, before = partial[part], residual[part]
             if stage == stages - 1:
-                normed[part], residual[part] = self.parallel.reduce_norm(x, before, norm, self._eps)
+                normed[part], residual[part] = self.parallel.reduce_norm(x, before, norm, self._eps, sms)
             elif stage % 2:
-                normed[part], residual[part] = blocks[stage // 2].mlp_input(x, before)
+                normed[part], residual[part] = blocks[stage // 2].mlp_input(x, before, sms)
             else:
-                normed[part], residual[part] = blocks[stage // 2].normed_input(x, before)
+                normed[part], residual[part] = blocks[stage // 2].normed_input(x, before, sms)
 
         names = [(stage, part, f"{stage}.{part}") for stage in range(stages) for part in parts]
         controller.run(
-            split(stages, len(batches)),
+            split(stages, len(batches), sms),
             {f"compute {name}": partial_of(compute, stage, part) for stage, part, name in names},
             {f"communicate {name}": lambda comm, at=(stage, part): reduce(*at) for stage, part, name in names},  # type: ignore[misc]
         )

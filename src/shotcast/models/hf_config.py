@@ -9,6 +9,7 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import Fields, count, number, strings, token_ids
+from shotcast.models.family import ModelFamily
 from shotcast.models.registry import by_hf_name
 
 
@@ -22,7 +23,11 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
         ConfigError: a field is missing or makes no sense.
         UnsupportedError: the model computes something that is not implemented.
     """
-    family = by_hf_name(strings(config, "architectures"), config.get("model_type"))
+    return read_of_family(by_hf_name(strings(config, "architectures"), config.get("model_type")), config, generation)
+
+
+def read_of_family(family: ModelFamily, config: Fields, generation: Fields | None = None) -> ModelConfig:
+    """Read what a ``config.json`` says of a model of a family, as :func:`read_hf_config` does."""
     _refuse_unsupported(config)
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     is_optional = family.kv_heads_default_to_heads or "num_key_value_heads" in config

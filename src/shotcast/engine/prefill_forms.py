@@ -1,0 +1,170 @@
+"""The forms in which steps with prompts on static memory are computed, and which of them serves steps of each size.
+
+A step is computed as a whole, or in halves, of which one communicates while the other computes. On GPUs the sum of a
+half may be kept to some SMs, which products leave alone; the sum is not fused with the norm then. Halves can lose:
+their products are smaller, each of them may read all weights, and their messages may be too short for the algorithm of
+the whole. So the forms are measured for each size of a step when the engine starts. A size is decided on once, and in
+the same way on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.rank_device import gpus_are_shared
+from shotcast.engine.prefill_overlap import overlap_obstacle
+from shotcast.layers.shaping import UNSHAPED, Shaping
+from shotcast.models.causal_lm import CausalLM
+from shotcast.overlap.controller import Controller
+from shotcast.overlap.lanes import lanes_of
+from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, decide, measure
+
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS = 512
+"""Steps of fewer tokens are not divided: up to some hundred rows, a product takes as long as reading its weights."""
+SMS = (16, 24, 32)
+"""The numbers of SMs that sums of halves are tried on."""
+_BESIDE_OWN = 32
+"""The SMs of a sum beside our own products. From 24 on its programs have so few registers with two ranks that one fits
+on an SM beside a block of ours (docs/design/overlap.md)."""
+MEASURED_LAYERS = 8
+"""The layers of a model that a measurement computes: they are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of a step.
+
+    Attributes:
+        name: a name.
+        parts: the number of parts that the tokens are divided into.
+        shaping: what sums and products of the parts take of a GPU.
+    """
+
+    name: str
+    parts: int
+    shaping: Shaping = UNSHAPED
+
+
+WHOLE, HALVES = Form(SEQUENTIAL, 1), Form(PLAIN, 2)
+ON_SMS = tuple(Form(f"{sms} SMs", 2, Shaping(sms, sms)) for sms in SMS)
+BESIDE_OWN = Form(f"{_BESIDE_OWN} SMs beside own products", 2, Shaping(_BESIDE_OWN, 0, True))
+FORMS = {form.name: form for form in (WHOLE, HALVES, *ON_SMS, BESIDE_OWN)}
+
+
+def _share_gpus(comm: Communicator) -> bool:
+    """Return whether ranks of any machine share a GPU. Collective."""
+    if comm.device.type != "cuda":
+        return False
+    return agreed(comm, [float(gpus_are_shared())])[0] > 0
+
+
+class PrefillForms:
+    """Decides in which form steps of each number of tokens are computed.
+
+    Args:
+        model: this rank's part of the model.
+        overlap: as in ``EngineConfig``.
+        decisions: what was decided before, by number of tokens; later decisions are added.
+
+    Attributes:
+        controller: runs the parts of steps; None where no step is divided.
+        decisions: as above. They are the same on all ranks.
+    """
+
+    def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision]):
+        self._model, self._overlap, self.decisions = model, overlap, decisions
+        self._obstacle = overlap_obstacle(model.parallel, overlap)
+        self.controller = None if self._obstacle else Controller(lanes_of(model.parallel.comm))
+
+    def form(self, size: int) -> Form:
+        """Return the form of steps of ``size`` tokens."""
+        decision = self.decisions.get(size)
+        return WHOLE if decision is None else FORMS[decision.way]
+
+    def undecided(self, size: int) -> bool:
+        """Return whether the forms of a step of ``size`` tokens are still to be compared. Collective."""
+        if size in self.decisions:
+            return False
+        why = self._obstacle
+        if not why and size < LEAST_TOKENS:
+            why = f"steps of fewer than {LEAST_TOKENS} tokens are not divided"
+        if not why and self._overlap == "auto" and _share_gpus(self._model.parallel.comm):
+            why = "ranks take turns on a GPU, so nothing runs at once"
+        if why:
+            self.decisions[size] = Decision(SEQUENTIAL, why, {}, {}, {})
+        elif self._overlap == PLAIN:
+            self.decisions[size] = Decision(PLAIN, "overlap is plain", {}, {}, {})
+        return size not in self.decisions
+
+    def decide(self, size: int, run_of: Callable[[Form], Callable[[], Any]]) -> None:
+        """Decide on a size, by measuring. Collective.
+
+        Args:
+            size: the number of tokens.
+            run_of: returns a function that computes a step of that many tokens in a form; called once for each form.
+        """
+        forms, left_out = self._forms(size)
+        if self._overlap == "shaped":
+            forms = [form for form in forms if form.shaping != UNSHAPED]
+        comm = self._model.parallel.comm
+        ways = [Way(form.name, run_of(form)) for form in forms]
+        if self._overlap == "auto":
+            found = decide(comm, [Way(SEQUENTIAL, run_of(WHOLE)), *ways])
+        elif ways:
+            times = measure(comm, ways)
+            best = min(times, key=lambda name: times[name])
+            found = Decision(best, f"overlap is {self._overlap}", times, {}, {})
+        else:
+            found = Decision(SEQUENTIAL, "no sum can be kept to a number of SMs", {}, {}, {})
+        why = found.why + self._other_algorithm(size)
+        self.decisions[size] = replace(found, why=why, left_out={**found.left_out, **left_out})
+        logger.info("steps of %d tokens: %s", size, self.decisions[size])
+
+    def close(self) -> None:
+        """Release the lanes."""
+        if self.controller is not None:
+            self.controller.lanes.close()
+
+    def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
+        """Return the forms by halves of a step, and why there are no others."""
+        parallel, left_out = self._model.parallel, {}
+        forms, shaped = [HALVES], list(ON_SMS)
+        if parallel.comm.device.type == "cuda":
+            if self._model.dtype == torch.float32 or self._model.blocks[0].qkv.takes_float8(size):
+                left_out[BESIDE_OWN.name] = "own products take 16 bits"
+            elif parallel.size > 2:
+                left_out[BESIDE_OWN.name] = "a program for more than two ranks does not fit beside a product"
+            else:
+                shaped.append(BESIDE_OWN)
+        half = self._message(size // 2)
+        for form in shaped:
+            if parallel.algorithm != "auto":
+                left_out[form.name] = f"algorithm {parallel.algorithm} was named"
+            elif "few_sms" not in parallel.comm.candidates(half, "all_reduce", form.shaping.sms):
+                left_out[form.name] = "no sum keeps to a number of SMs here"
+            else:
+                forms.append(form)
+        return forms, left_out
+
+    def _message(self, tokens: int) -> torch.Tensor:
+        model = self._model
+        return torch.empty(tokens, model.config.hidden, dtype=model.dtype, device=model.parallel.comm.device)
+
+    def _other_algorithm(self, size: int) -> str:
+        """Say so where the sums of a half are computed by another algorithm than those of the whole."""
+        parallel = self._model.parallel
+        if parallel.algorithm != "auto":
+            return ""
+        whole, half = (
+            parallel.comm.explain(self._message(tokens), "all_reduce_rms_norm").algorithm
+            for tokens in (size, size - size // 2)
+        )
+        return "" if whole == half else f"; the sum of a half takes {half}, that of the whole {whole}"
