@@ -1,0 +1,62 @@
+"""Register the backend ``shotcast`` of ``ray.util.collective``."""
+
+from __future__ import annotations
+
+import math
+
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.integrations.signatures import Expected, refusal
+
+AT_LEAST, BELOW = (2, 60), (3,)
+"""The versions that are served. 2.60.0 was run."""
+EXPECTED = (
+    Expected("ray.util.collective.backend_registry", "register_collective_backend", ("name", "group_cls"), whole=True),
+    Expected(
+        "ray.util.collective.collective_group.base_collective_group",
+        "BaseGroup.__init__",
+        ("self", "world_size", "rank", "group_name"),
+        whole=True,
+    ),
+    Expected("ray.experimental.internal_kv", "_internal_kv_put"),
+    Expected("ray.experimental.internal_kv", "_internal_kv_get"),
+    Expected("ray.experimental.internal_kv", "_internal_kv_del"),
+)
+BACKEND = "shotcast"
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def obstacle() -> str:
+    """Return why actors of this environment cannot use the backend; empty if they can. It does not import Ray."""
+    return refusal("ray", "Ray", AT_LEAST, BELOW, EXPECTED)
+
+
+def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Make ``backend="shotcast"`` known to ``ray.util.collective`` in this process.
+
+    The driver and every actor have to know it. A call on the driver and ``worker_process_setup_hook`` of Ray's runtime
+    environment do that, so actors need no change::
+
+        register()
+        ray.init(runtime_env={"worker_process_setup_hook": "shotcast.integrations.ray.register"})
+
+    Args:
+        timeout_s: the deadline of calls of groups that this process joins from here on. A second call changes it.
+
+    Raises:
+        ConfigError: ``timeout_s`` is no number of seconds above 0.
+        UnsupportedError: Ray is not installed, or not as 2.60 is.
+    """
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+        raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+    if why := obstacle():
+        raise UnsupportedError(why)
+    from ray.util.collective import backend_registry
+
+    from shotcast.integrations.ray_group import group_class
+
+    group_class().timeout_s = float(timeout_s)
+    try:
+        backend_registry.register_collective_backend(BACKEND, group_class())
+    except ValueError as error:
+        if "already registered" not in str(error):
+            raise

@@ -1,0 +1,217 @@
+"""A collective group of Ray's actors, one rank an actor.
+
+The class is made when it is first asked for, as its base is Ray's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from shotcast import env
+from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.rank_device import uuid_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S
+from shotcast.errors import ClosedError, ConfigError, UnsupportedError
+from shotcast.integrations.ray_meeting import ActorMeeting
+from shotcast.memory.host_group import Meeting
+
+_NAME_BYTES = 128
+_REDUCTIONS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
+"""Ours, by the names of ``ray.util.collective.types.ReduceOp``."""
+
+
+@functools.cache
+def group_class() -> Any:
+    """Return the class of groups; ``timeout_s`` is the deadline of calls of groups that are made from here on."""
+    from ray.util.collective.collective_group.base_collective_group import BaseGroup
+
+    class ShotcastGroup(BaseGroup):
+        """A group of ``ray.util.collective``: a communicator of CPUs, and one of GPUs where each rank has its own.
+
+        Construction is collective. Calls take what Ray passes: lists of one tensor, a ``torch.Tensor`` or an array that
+        shares its memory by DLPack (numpy, CuPy), which they write in place. On the CPU a call returns when it is done;
+        on a GPU it is enqueued on the current stream. A rank that does not come, or whose actor has died, is named by
+        :class:`~shotcast.CollectiveTimeout`; then the group is of no use, and :meth:`destroy_group` ends it.
+
+        Args:
+            world_size, rank, group_name: as Ray passes them.
+
+        Raises:
+            CollectiveTimeout: a rank did not come to the construction.
+        """
+
+        timeout_s: ClassVar[float] = 600.0
+        """The deadline of calls of new groups; ``shotcast.integrations.ray.register`` sets it."""
+
+        def __init__(self, world_size: int, rank: int, group_name: str):
+            super().__init__(world_size, rank, group_name)
+            self._communicators: dict[str, Communicator] = {}
+            self._obstacle = ""
+            self._meeting = ActorMeeting(group_name, rank, world_size, SETUP_TIMEOUT_S)
+            try:
+                cpu = self._add("cpu")
+                self._obstacle = _gpu_obstacle(cpu)
+                if not self._obstacle:
+                    self._add(f"cuda:{torch.cuda.current_device()}")
+            except BaseException:
+                self.destroy_group()
+                raise
+
+        def _add(self, device: str) -> Communicator:
+            kind = torch.device(device).type
+            meeting = Meeting(self._meeting.store, self.rank, self.world_size, f"ray/{kind}")
+            made = Communicator.from_store(meeting, device, timeout_s=self.timeout_s)
+            self._communicators[kind] = made
+            return made
+
+        @classmethod
+        def backend(cls) -> str:
+            return "SHOTCAST"
+
+        @classmethod
+        def check_backend_availability(cls) -> bool:
+            return dist.is_available()
+
+        def destroy_group(self) -> None:
+            """Close the group on this rank. Needs no other rank; a second call does nothing."""
+            for communicator in self._communicators.values():
+                communicator.close()
+            self._communicators.clear()
+            self._meeting.close()
+
+        def communicator(self, device: str = "cpu") -> Communicator:
+            """Return the communicator for tensors on ``cpu`` or ``cuda``, for calls that Ray does not have.
+
+            Raises:
+                ClosedError: the group was destroyed.
+                UnsupportedError: there is none, and why.
+            """
+            if not self._communicators:
+                raise ClosedError(f"group {self.group_name} was destroyed")
+            if device not in self._communicators:
+                raise UnsupportedError(f"group {self.group_name} has no communicator for {device}: {self._obstacle}")
+            return self._communicators[device]
+
+        # -- calls ----------------------------------------------------------------------------------------------------
+
+        @torch.no_grad()
+        def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
+            with self._written(_one(tensor)) as x:
+                self.communicator(x.device.type).all_reduce(x, out=x, reduction=_reduction(allreduce_options))
+
+        def barrier(self, barrier_options: Any = None) -> None:
+            """Wait for all ranks, and before for what this rank has enqueued on its GPU."""
+            _check_options(barrier_options)
+            if "cuda" in self._communicators:
+                device = self._communicators["cuda"].device
+                torch.cuda.synchronize(device)
+                self._communicators["cuda"].check()
+            self.communicator().barrier()
+
+        @torch.no_grad()
+        def reduce(self, tensor: list[Any], reduce_options: Any = None) -> None:
+            x, root, reduction = _one(tensor), _root(reduce_options), _reduction(reduce_options)
+            if root == self.rank:
+                with self._written(x) as x:
+                    self.communicator(x.device.type).reduce(x, root, out=x, reduction=reduction)
+            else:
+                self.communicator(x.device.type).reduce(x.contiguous(), root, reduction=reduction)
+
+        @torch.no_grad()
+        def allgather(self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = None) -> None:
+            _check_options(allgather_options)
+            x, parts = _one(tensor), _several(tensor_list, self.world_size)
+            gathered = self.communicator(x.device.type).all_gather(x.reshape(1, -1))
+            for part, values in zip(parts, gathered, strict=True):
+                part.copy_(values.view(x.shape))
+
+        @torch.no_grad()
+        def broadcast(self, tensor: list[Any], broadcast_options: Any = None) -> None:
+            with self._written(_one(tensor)) as x:
+                self.communicator(x.device.type).broadcast(x, _root(broadcast_options))
+
+        @torch.no_grad()
+        def reducescatter(
+            self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any = None
+        ) -> None:
+            out, parts = _one(tensor), _several(tensor_list, self.world_size)
+            reduction = _reduction(reducescatter_options)
+            if any(part.shape != out.shape for part in parts):
+                raise ConfigError(f"reducescatter: tensors of a list have the shape of the result, {list(out.shape)}")
+            with self._written(out) as out:
+                x = torch.stack([part.reshape(-1) for part in parts])
+                self.communicator(out.device.type).reduce_scatter(x, out=out.view(1, -1), reduction=reduction)
+
+        @torch.no_grad()
+        def send(self, tensor: list[Any], send_options: Any) -> None:
+            _check_options(send_options)
+            x = _one(tensor)
+            self.communicator(x.device.type).send(x.contiguous(), send_options.dst_rank)
+
+        @torch.no_grad()
+        def recv(self, tensor: list[Any], recv_options: Any) -> None:
+            _check_options(recv_options)
+            with self._written(_one(tensor)) as x:
+                self.communicator(x.device.type).recv(x, recv_options.src_rank)
+
+        @contextmanager
+        def _written(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+            """Give ``x``, or where it is not contiguous a copy whose values it gets."""
+            dense = x.contiguous()
+            yield dense
+            if dense is not x:
+                x.copy_(dense)
+
+    return ShotcastGroup
+
+
+def _gpu_obstacle(cpu: Communicator) -> str:
+    """Return why these ranks have no communicator on GPUs; empty if each has a GPU of its own. Collective."""
+    own = uuid_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
+    name = torch.tensor([list(own.encode().ljust(_NAME_BYTES, b"\0"))], dtype=torch.uint8)
+    gpus = [bytes(row).rstrip(b"\0").decode() for row in cpu.all_gather(name).tolist()]
+    without = [str(rank) for rank, gpu in enumerate(gpus) if not gpu]
+    if without:
+        return f"ranks {', '.join(without)} have no GPU (num_gpus of their actors)"
+    if len(set(gpus)) < len(gpus) and not env.share_gpus():
+        return f"ranks share GPUs: {', '.join(f'rank {rank} has {gpu}' for rank, gpu in enumerate(gpus))}"
+    return ""
+
+
+def _one(tensors: list[Any]) -> torch.Tensor:
+    """Return the tensor of a call with one tensor a rank, in whose memory results can be written."""
+    if len(tensors) != 1:
+        raise UnsupportedError(f"one rank of this backend has one tensor a call, not {len(tensors)}: one GPU an actor")
+    (x,) = tensors
+    return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+
+
+def _several(lists: list[list[Any]], count: int) -> list[torch.Tensor]:
+    if len(lists) != 1:
+        raise UnsupportedError(f"one rank of this backend has one list a call, not {len(lists)}: one GPU an actor")
+    if len(lists[0]) != count:
+        raise ConfigError(f"a list has a tensor for each of {count} ranks, not {len(lists[0])}")
+    return [_one([x]) for x in lists[0]]
+
+
+def _check_options(options: Any) -> None:
+    """Refuse a deadline of a single call, which Ray's functions do not pass."""
+    timeout = getattr(options, "timeout_ms", None)
+    if timeout is not None and timeout.total_seconds() >= 0:
+        raise UnsupportedError("the deadline is that of the group: shotcast.integrations.ray.register(timeout_s)")
+
+
+def _root(options: Any) -> int:
+    _check_options(options)
+    return 0 if options is None else options.root_rank
+
+
+def _reduction(options: Any) -> str:
+    _check_options(options)
+    return "sum" if options is None else _REDUCTIONS[options.reduceOp.name]

@@ -1,0 +1,72 @@
+"""Find out which integrations with other programs are active in this environment, and why the others are not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shotcast.integrations import ray, sglang, vllm
+from shotcast.process_group.names import BACKEND
+
+
+@dataclass(frozen=True, slots=True)
+class Integration:
+    """One integration, in this environment.
+
+    Attributes:
+        name: of the program.
+        use: how its users get shotcast.
+        obstacle: why they would not; empty where the integration is active.
+    """
+
+    name: str
+    use: str
+    obstacle: str
+
+    @property
+    def active(self) -> bool:
+        return not self.obstacle
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "active": self.active}
+
+
+def integrations() -> tuple[Integration, ...]:
+    """Return every integration. It asks each for its state, and imports none of the programs."""
+    return (
+        Integration(
+            "torch.distributed",
+            f'init_process_group("{BACKEND}"): DDP, FSDP2, DTensor, Transformers, accelerate',
+            _state("torch.backends", _torch_obstacle),
+        ),
+        Integration("Ray", f'{ray.__name__}.register(), then backend="{ray.BACKEND}"', _state("", ray.obstacle)),
+        Integration("vLLM", "tensor-parallel sums on CUDA", _state("vllm.platform_plugins", vllm.obstacle)),
+        Integration("SGLang", "tensor-parallel sums on CUDA", _state("sglang.srt.plugins", sglang.obstacle)),
+    )
+
+
+def _state(group: str, obstacle: Callable[[], str]) -> str:
+    """Return why an integration is not active: its entry point in ``group`` if it needs one, then what it says."""
+    if group and BACKEND not in {point.name for point in importlib.metadata.entry_points(group=group)}:
+        return f"this installation has no entry point in {group}: install shotcast again"
+    return obstacle()
+
+
+def _torch_obstacle() -> str:
+    """Return why PyTorch does not know the backend; it is not asked itself unless it has been imported."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so PyTorch loads no backends"
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    dist = sys.modules.get("torch.distributed")
+    if dist is None:
+        return ""
+    if not dist.is_available():
+        return "this PyTorch is built without torch.distributed"
+    known = BACKEND in dist.Backend.backend_list
+    return "" if known else "PyTorch was imported without loading it, which a warning of then explains"

@@ -1,0 +1,203 @@
+"""The sums of a tensor-parallel group of a host program, by a communicator of ours."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shotcast import env
+from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S
+from shotcast.errors import ShotcastError, UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+_REASON_BYTES = 1024
+"""Bytes in which a rank tells the others why it has no communicator."""
+
+_all: weakref.WeakSet[TensorParallelSums] = weakref.WeakSet()
+
+
+class TensorParallelSums:
+    """The sums of one group. Results are new tensors, as the host programs expect.
+
+    The host program keeps a way of its own for what :meth:`serves` declines. All ranks decline the same calls, as the
+    choice of an algorithm is the same on all of them. In batch-invariant mode nothing is declined but tensors of other
+    devices, so that no size leaves the numerics contract; what it does not serve raises.
+
+    Calls can be captured in a CUDA graph once a call of that size has been made. Kernels read their operands where they
+    are and have workspaces of their own, so a graph registers no buffers.
+
+    Args:
+        communicator: of the ranks of the group; it belongs to this object.
+        group_name: the host program's name of the group.
+    """
+
+    def __init__(self, communicator: Communicator, group_name: str):
+        self.communicator = communicator
+        self.group_name = group_name
+        self.batch_invariant = communicator.topology.batch_invariant
+        self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
+        """Calls by operation, with those that were left to the host program. Replays of graphs do not count."""
+        self._served: dict[tuple[int, torch.dtype], bool] = {}
+        self._modes = ("graph", "eager") if communicator.device.type == "cuda" else ("eager",)
+        _all.add(self)
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Return whether :meth:`all_reduce` takes ``x``, captured or not. All ranks get the same answer."""
+        if x.device != self.communicator.device or x.layout is not torch.strided:
+            return False
+        if self.batch_invariant:
+            return True
+        key = x.numel(), x.dtype
+        served = self._served.get(key)
+        if served is None:
+            served = self._served[key] = self._own(x)
+        if not served:
+            self.calls["declined"] += 1
+        return served
+
+    def _own(self, x: torch.Tensor) -> bool:
+        try:
+            return not any(self.communicator.explain(x, mode=mode).by_library for mode in self._modes)
+        except UnsupportedError:
+            return False
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``x`` over the ranks, in a new tensor with the strides of ``x``."""
+        self.calls["all_reduce"] += 1
+        out = torch.empty_like(x)
+        if x.is_contiguous():
+            return self.communicator.all_reduce(x, out=out)
+        return out.copy_(self.communicator.all_reduce(x.contiguous()))
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: list[int] | None = None) -> torch.Tensor:
+        """Return this rank's part along ``dim`` of the sum of ``x``, with the bits of :meth:`all_reduce`.
+
+        Parts are equal, or have the ``sizes`` of the ranks.
+        """
+        self.calls["reduce_scatter"] += 1
+        rank, ranks = self.communicator.rank, self.communicator.world_size
+        total = self.communicator.all_reduce(x.contiguous())
+        parts = total.chunk(ranks, dim) if sizes is None else total.split(sizes, dim)
+        return parts[rank].contiguous()
+
+    def all_reduce_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(normed, new_residual)`` of the sum of ``x`` plus ``residual``, as new tensors."""
+        self.calls["all_reduce_rms_norm"] += 1
+        return self.communicator.all_reduce_rms_norm(x, residual, weight, eps)
+
+    def close(self) -> None:
+        """Give the workspace back. Needs no other rank; a second call does nothing."""
+        self.communicator.close()
+        _all.discard(self)
+
+
+def make_sums(
+    group: dist.ProcessGroup, device: torch.device, group_name: str, batch_invariant: bool, host: str
+) -> TensorParallelSums | None:
+    """Return the sums of a group, or None where the host program is to go on as without us. Collective.
+
+    All ranks get sums, or none does: what one of them lacks it tells the others, so that no rank waits in our kernels
+    for one that is in the host program's. They log the reason, and whose it is.
+
+    Args:
+        group: the host program's group of CPU tensors, which connects the ranks while they set up.
+        batch_invariant: the host program is in its own batch-invariant mode; without it, SHOTCAST_BATCH_INVARIANT says.
+        host: the name of the host program, for messages.
+
+    Raises:
+        UnsupportedError: on all ranks, where there are none and SHOTCAST_BATCH_INVARIANT asks for them.
+        ShotcastError: a rank did not tell how it fared, so this one cannot know what the others do.
+    """
+    try:
+        ranks = dist.get_world_size(group)
+    except (ValueError, RuntimeError, TypeError):
+        leave_to_host(host, group_name, f"{host} makes it without torch.distributed")
+        return None
+    if ranks == 1:
+        return None
+    communicator, sums, asked, why = None, None, False, ""
+    try:
+        asked = env.batch_invariant()
+        communicator = Communicator(group, device, batch_invariant=batch_invariant or None)
+        if communicator.topology.kernels:
+            sums = TensorParallelSums(communicator, group_name)
+        else:
+            why = communicator.topology.obstacle
+    except Exception as error:  # also what a compiler, the driver or the system raises on this rank alone
+        why = f"{type(error).__name__}: {error}"
+    try:
+        any_asked, obstacles = _obstacles(group, asked, why)
+    except BaseException:
+        if communicator is not None:
+            communicator.close()
+        raise
+    if obstacles:
+        if communicator is not None:
+            communicator.close()
+        leave_to_host(host, group_name, obstacles, any_asked)
+        return None
+    assert sums is not None
+    mode = " in batch-invariant mode" if sums.batch_invariant else ""
+    logger.info("shotcast serves group %s of %s%s: %r", group_name, host, mode, sums.communicator)
+    return sums
+
+
+def leave_to_host(host: str, group_name: str, why: str, asked: bool | None = None) -> None:
+    """Log why the host program's own all-reduce serves a group. It raises in the mode that only ours can keep.
+
+    That is so if SHOTCAST_BATCH_INVARIANT asks for the mode. A host program that is in its own has a way of its own.
+
+    Args:
+        asked: whether a rank has the variable set; None for this one to look.
+
+    Raises:
+        UnsupportedError: the mode was asked for.
+    """
+    if env.batch_invariant() if asked is None else asked:
+        text = f"SHOTCAST_BATCH_INVARIANT=1, and group {group_name} of {host} has no sums of ours"
+        raise UnsupportedError(f"{text}: {why}")
+    logger.warning("the all-reduce of %s itself serves group %s: %s", host, group_name, why)
+
+
+def _obstacles(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, str]:
+    """Return whether a rank asked for the batch-invariant mode, and why there are no sums; empty if all have them.
+
+    Collective. The deadline is longer than that of the construction, whose others may wait for a rank that has failed.
+    """
+    text = why.encode()[: _REASON_BYTES - 2]
+    own = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
+    own[0], own[1] = asked, bool(why)
+    own[2 : 2 + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(rows, own, group=group, async_op=True)
+    assert work is not None
+    limit_s = 2 * SETUP_TIMEOUT_S
+    try:
+        work.wait(timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        what = f"a rank has ended, or has not told within {limit_s:g} s whether it has a communicator"
+        raise ShotcastError(f"rank {dist.get_rank(group)}: {what}") from error
+    reasons: dict[str, list[str]] = {}
+    for rank, row in enumerate(rows):
+        if row[1]:
+            reason = bytes(row[2:].tolist()).rstrip(b"\0").decode(errors="replace")
+            reasons.setdefault(reason, []).append(str(rank))
+    named = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {reason}" for reason, ranks in reasons.items()]
+    return any(bool(row[0]) for row in rows), "; ".join(named)
+
+
+def counts() -> dict[str, int]:
+    """Return the calls of all groups of this process so far, by operation (see :attr:`TensorParallelSums.calls`)."""
+    total: dict[str, int] = {}
+    for sums in list(_all):
+        for name, calls in sums.calls.items():
+            total[name] = total.get(name, 0) + calls
+    return total

@@ -1,0 +1,71 @@
+"""The plug-in of vLLM: the entry point ``shotcast`` of ``vllm.platform_plugins``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+
+from shotcast import env
+from shotcast.errors import ConfigError
+from shotcast.integrations.signatures import Expected, refusal
+
+logger = logging.getLogger(__name__)
+
+AT_LEAST, BELOW = (0, 24), (0, 34)
+"""The versions that are served. 0.24.0 and 0.33.0 were read."""
+
+COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
+EXPECTED = (
+    Expected(COMMUNICATOR, "CudaCommunicator.__init__", ("self", "cpu_group", "device", "device_group", "unique_name")),
+    Expected(COMMUNICATOR, "CudaCommunicator.all_reduce", ("self", "input_"), whole=True),
+    Expected(COMMUNICATOR, "CudaCommunicator.reduce_scatter", ("self", "input_", "dim"), whole=True),
+    Expected(COMMUNICATOR, "CudaCommunicator.reduce_scatterv", ("self", "input_", "dim", "sizes"), whole=True),
+    Expected(COMMUNICATOR, "CudaCommunicator.destroy", ("self",), whole=True),
+    Expected(
+        "vllm.distributed.parallel_state", "GroupCoordinator._all_reduce_out_place", ("self", "input_"), whole=True
+    ),
+    Expected("vllm.platforms", "cuda_platform_plugin"),
+    Expected("vllm.platforms.cuda", "CudaPlatform"),
+    Expected("vllm.platforms.cuda", "CudaPlatformBase.get_device_communicator_cls", ("cls",), whole=True),
+    Expected("vllm.platforms.cuda", "CudaPlatformBase.check_and_update_config", ("cls", "vllm_config"), whole=True),
+    Expected("vllm.config.compilation", "PassConfig.fuse_allreduce_rms"),
+    Expected("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
+    Expected("vllm.config.parallel", "ParallelConfig.tensor_parallel_size"),
+    Expected("vllm.config.vllm", "get_current_vllm_config_or_none"),
+    Expected("vllm.envs", "VLLM_BATCH_INVARIANT"),
+)
+PLATFORM = "shotcast.integrations.vllm_platform.ShotcastCudaPlatform"
+
+
+def obstacle() -> str:
+    """Return why the plug-in is not active in this environment; empty if it is. It imports nothing of vLLM."""
+    try:
+        if not env.vllm():
+            return "SHOTCAST_VLLM is not 1"
+    except ConfigError as error:
+        return str(error)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "shotcast" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves it out"
+    return refusal("vllm", "vLLM", AT_LEAST, BELOW, EXPECTED)
+
+
+def register() -> str | None:
+    """Return the platform that vLLM is to take, or None to leave vLLM as it is. vLLM calls it, more than once."""
+    try:
+        if not env.vllm():
+            return None
+        if why := obstacle():
+            logger.warning("the plug-in of shotcast is off, and vLLM as without it: %s", why)
+            return None
+        from vllm.platforms import cuda_platform_plugin
+
+        if cuda_platform_plugin() is None:
+            logger.warning("the plug-in of shotcast is off, and vLLM as without it: vLLM finds no GPU of NVIDIA")
+            return None
+        pkgutil.resolve_name(PLATFORM)  # now, as what it raises later would end vLLM
+    except Exception as error:
+        logger.warning("the plug-in of shotcast is off, and vLLM as without it: %s", error)
+        return None
+    return PLATFORM

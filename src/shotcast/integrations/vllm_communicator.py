@@ -1,0 +1,92 @@
+"""The communicator of a group of vLLM on CUDA, whose tensor-parallel sums are ours.
+
+The class is made when it is first asked for, as its base is vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shotcast.integrations.tensor_parallel import TensorParallelSums, make_sums
+
+
+@functools.cache
+def _communicator() -> type:
+    from vllm import envs
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    class ShotcastCudaCommunicator(CudaCommunicator):
+        """vLLM's own communicator; of a tensor-parallel group, the sums are ours wherever our kernels serve them.
+
+        vLLM calls :meth:`all_reduce` inside an operator that is opaque to its compiler, so nothing here is traced. In
+        batch-invariant mode, which vLLM's own flag VLLM_BATCH_INVARIANT or SHOTCAST_BATCH_INVARIANT sets, the sums of
+        ``reduce_scatter`` are ours too; else they stay vLLM's.
+
+        Attributes:
+            sums: None for other groups, and where vLLM's own sums serve.
+        """
+
+        def __init__(
+            self,
+            cpu_group: dist.ProcessGroup,
+            device: torch.device | None = None,
+            device_group: dist.ProcessGroup | None = None,
+            unique_name: str = "",
+            *args: Any,
+            **kwargs: Any,
+        ):
+            super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)
+            self.sums: TensorParallelSums | None = None
+            if unique_name.split(":")[0] == "tp":
+                self.sums = make_sums(cpu_group, self.device, unique_name, envs.VLLM_BATCH_INVARIANT, "vLLM")
+
+        def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+            """Return the sum in a new tensor."""
+            if self.sums is not None and self.sums.serves(input_):
+                return self.sums.all_reduce(input_)
+            return super().all_reduce(input_)
+
+        def _scatters(self, x: torch.Tensor) -> bool:
+            return self.sums is not None and self.sums.batch_invariant and self.sums.serves(x)
+
+        def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+            """Return this rank's part of the sum along ``dim``."""
+            if self._scatters(input_):
+                assert self.sums is not None
+                return self.sums.reduce_scatter(input_, dim)
+            return super().reduce_scatter(input_, dim)
+
+        def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+            """Return this rank's part of the sum along ``dim``, where parts have the sizes of the ranks."""
+            if self._scatters(input_):
+                assert self.sums is not None
+                return self.sums.reduce_scatter(input_, dim, sizes)
+            return super().reduce_scatterv(input_, dim, sizes)
+
+        def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
+            """Return this rank's rows of the sum, or None where vLLM has no kernel for it (from 0.33 on it asks)."""
+            if self._scatters(input_):
+                assert self.sums is not None
+                return self.sums.reduce_scatter(input_, 0)
+            return super().custom_reduce_scatter(input_)
+
+        def destroy(self) -> None:
+            """Close the communicator of ours while the groups still exist, then do what vLLM does."""
+            if self.sums is not None:
+                self.sums.close()
+                self.sums = None
+            super().destroy()
+
+    ShotcastCudaCommunicator.__module__ = __name__
+    ShotcastCudaCommunicator.__qualname__ = ShotcastCudaCommunicator.__name__
+    return ShotcastCudaCommunicator
+
+
+def __getattr__(name: str) -> type:
+    if name == "ShotcastCudaCommunicator":
+        return _communicator()
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,0 +1,81 @@
+"""The platform of vLLM on CUDA, with our communicator for its groups.
+
+The class is made when it is first asked for, as its base is vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pkgutil
+from typing import Any
+
+from shotcast import env
+
+logger = logging.getLogger(__name__)
+
+COMMUNICATOR = "shotcast.integrations.vllm_communicator.ShotcastCudaCommunicator"
+
+
+@functools.cache
+def _platform() -> type:
+    from vllm.platforms.cuda import CudaPlatform
+
+    class ShotcastCudaPlatform(CudaPlatform):
+        """vLLM's own platform, but for the class of communicators and a fusion that would pass them by."""
+
+        @classmethod
+        def get_device_communicator_cls(cls) -> str:
+            """Return the path of the class of communicators: vLLM's own for elastic groups, which check for it."""
+            # vLLM asks for its platform while it imports its configuration
+            from vllm.config.vllm import get_current_vllm_config_or_none
+
+            config = get_current_vllm_config_or_none()
+            why, asked = "", None
+            if config is not None and config.parallel_config.enable_elastic_ep:
+                why = "elastic expert parallelism compares the class of its communicators"
+                asked = False if config.parallel_config.tensor_parallel_size == 1 else None
+            else:
+                try:
+                    pkgutil.resolve_name(COMMUNICATOR)
+                except Exception as error:
+                    why = str(error)
+            if not why:
+                return COMMUNICATOR
+            from shotcast.integrations.tensor_parallel import leave_to_host
+
+            leave_to_host("vLLM", "tp", why, asked)
+            return str(super().get_device_communicator_cls())
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            """Do what vLLM does, and switch fusions off whose kernels call no communicator, where ours would sum.
+
+            These are the all-reduce with RMSNorm, and in batch-invariant mode the product with reduce-scatter. Ranks
+            and their GPUs are not known yet, so they stay off also where no communicator can be had later.
+            """
+            super().check_and_update_config(vllm_config)
+            parallel = vllm_config.parallel_config
+            if parallel.enable_elastic_ep or parallel.tensor_parallel_size == 1:
+                return
+            from vllm import envs
+
+            passes = vllm_config.compilation_config.pass_config
+            if passes.fuse_allreduce_rms:
+                passes.fuse_allreduce_rms = False
+                logger.warning("fuse_allreduce_rms is off, as its kernel would bypass the all-reduce of shotcast")
+            # vLLM 0.24 has it, and 0.33 does not
+            if (envs.VLLM_BATCH_INVARIANT or env.batch_invariant()) and getattr(passes, "fuse_gemm_comms", False):
+                passes.fuse_gemm_comms = False
+                logger.warning(
+                    "fuse_gemm_comms is off, as its kernels would bypass the batch-invariant sums of shotcast"
+                )
+
+    ShotcastCudaPlatform.__module__, ShotcastCudaPlatform.__qualname__ = __name__, ShotcastCudaPlatform.__name__
+    return ShotcastCudaPlatform
+
+
+def __getattr__(name: str) -> type:
+    if name == "ShotcastCudaPlatform":
+        return _platform()
+    raise AttributeError(f"module {__name__} has no attribute {name}")

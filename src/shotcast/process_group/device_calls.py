@@ -1,0 +1,213 @@
+"""The calls of a process group on one device: its communicator, and their order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.started import Outcome, StreamStarter, ThreadStarter
+from shotcast.errors import ClosedError, CollectiveTimeout, ShotcastError
+from shotcast.memory.host_group import Meeting
+from shotcast.process_group.torch_private import own_connection
+from shotcast.process_group.works import DONE, DoneWork, StreamWork, ThreadWork
+
+_DESTROYED = "this process group was destroyed"
+Make = Callable[[Communicator], None]
+"""Makes a call on a communicator."""
+
+
+class DeviceCalls:
+    """Makes calls on one device in the order in which threads issue them, some while their caller goes on.
+
+    The communicator is built by the first call, on all ranks at once.
+
+    Args:
+        meeting: the ranks.
+        device: of the tensors.
+        timeout_s: the deadline of calls.
+
+    Attributes:
+        timeout_s: the same, of later calls.
+        lock: held while a call is issued.
+        comm: the communicator, None before the first call.
+    """
+
+    def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float):
+        self._meeting, self._device, self.timeout_s = meeting, device, timeout_s
+        self._error: ShotcastError | None = None
+        self.lock = threading.Lock()
+        self.comm: Communicator | None = None
+        self._starter: ThreadStarter | StreamStarter | None = None
+        self._closed = False
+
+    def communicator(self) -> Communicator:
+        """Return the communicator; the first call builds it, which is collective."""
+        if self.comm is None:
+            if self._error is not None:
+                raise copy.copy(self._error)
+            if self._closed:
+                raise ClosedError(_DESTROYED)
+            try:
+                meeting = self._meeting._replace(store=own_connection(self._meeting.store))
+                self.comm = Communicator.from_store(
+                    meeting, self._device, timeout_s=self.timeout_s, setup_timeout_s=self.timeout_s
+                )
+            except ShotcastError as error:  # later calls would wait as long again
+                self._error = error
+                raise
+        return self.comm
+
+    def again(self, x: torch.Tensor) -> bool:
+        """Add up ``x`` of all ranks in place, if such a call was made before; else return False, with nothing done."""
+        comm = self.comm
+        if self._is_called_back():
+            return False
+        with self.lock:
+            if self._starter is not None:
+                self._starter.settle()
+            path = comm._fast_path if comm is not None and not self._closed else None
+            return path is not None and path.make(x, x, "auto", "sum")
+
+    def short(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Make a call by a method of the communicator, which exists. Return whether own kernels served it."""
+        comm = self.comm
+        assert comm is not None
+        with contextlib.nullcontext() if self._is_called_back() else self.lock:
+            if self._closed:
+                raise ClosedError(_DESTROYED)
+            if self._starter is not None:
+                self._starter.settle()
+            before = comm.calls_by_library
+            method(comm, *args, **kwargs)
+            return comm.calls_by_library == before
+
+    def make(
+        self, op: str, make: Make, result: Any, operands: Any, asynchronous: bool, timeout_s: float | None
+    ) -> DoneWork:
+        """Make a call, or start it.
+
+        Args:
+            op: the name of the operation.
+            make: makes it on the communicator.
+            result: the tensors that it writes.
+            operands: all of its tensors.
+            asynchronous: the caller goes on meanwhile.
+            timeout_s: the deadline of this call; None for that of the group.
+        """
+        if timeout_s is not None and timeout_s != self.timeout_s:
+            make = functools.partial(_within, timeout_s, self, make)
+        if self._is_called_back():
+            outcome = Outcome()
+            outcome.run(lambda: make(self.communicator()))
+            work = ThreadWork(op, outcome, result, self)
+            if not asynchronous:
+                work.wait()
+            return work
+        with self.lock:
+            if self._closed:
+                raise ClosedError(_DESTROYED)
+            if asynchronous:
+                return self._start(op, make, result, operands)
+            if self._starter is not None:
+                self._starter.settle()
+            if self._device.type == "cpu":
+                make(self.comm or self.communicator())
+            else:
+                with torch.cuda.device(self._device):
+                    make(self.communicator())
+        return DONE
+
+    def _is_called_back(self) -> bool:
+        """Return whether this is a callback at the end of a call that the thread has made.
+
+        Its calls are made at once: they have the place of the future's end among the calls, which is behind all that
+        were issued before the future was asked for. A callback that finds the call over when it is added issues them
+        behind those, too. Nobody who makes calls holds the lock then, but maybe one who waits for the thread.
+        """
+        return self._starter is not None and self._starter.is_current()
+
+    def _start(self, op: str, make: Make, result: Any, operands: Any) -> DoneWork:
+        def call() -> None:
+            make(self.communicator())
+
+        if self._device.type == "cpu":
+            if self._starter is None:
+                self._starter = ThreadStarter(_nothing, _nothing)
+            outcome = Outcome()
+            self._starter.start(functools.partial(outcome.run, call), operands)
+            return ThreadWork(op, outcome, result, self)
+        with torch.cuda.device(self._device):
+            comm = self.communicator()  # meets the other ranks on the host
+        if self._starter is None:
+            self._starter = StreamStarter(self._device)
+        assert isinstance(self._starter, StreamStarter)
+        handle = self._starter.start(functools.partial(_result_of, call, result), operands)
+        pending = functools.partial(self.pending, op)
+        return StreamWork(handle, self._starter.stream, result, comm.check, pending)
+
+    def behind(self, task: Callable[[], None]) -> None:
+        """Do something after the calls that were issued, on their thread; at once if all are over."""
+        if not self._is_called_back():
+            with self.lock:
+                if isinstance(self._starter, ThreadStarter) and not self._closed:
+                    self._starter.start(task, ())
+                    return
+        task()
+
+    def serve_until(self, over: threading.Event) -> None:
+        """Make the calls that were issued until one is over, if this is their thread; else return at once."""
+        if self._is_called_back():
+            assert isinstance(self._starter, ThreadStarter)
+            self._starter.serve_until(over)
+
+    def pending(self, op: str, limit_s: float) -> CollectiveTimeout:
+        """Return the error of a wait that ended before its call."""
+        return CollectiveTimeout(self._meeting.rank, self._meeting.ended(), op, 0, limit_s, "pending")
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream of asynchronous calls on a GPU, if there was one."""
+        return self._starter.stream if isinstance(self._starter, StreamStarter) else None
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later calls."""
+        self.timeout_s = timeout_s
+        if self.comm is not None:
+            self.comm.set_timeout(timeout_s)
+
+    def close(self) -> None:
+        """Wait for this rank's calls, and give back what they hold. A second call does nothing."""
+        with self.lock:
+            if self._closed:
+                return
+            if self._starter is not None:
+                self._starter.settle()
+                self._starter.close()
+            self._closed = True
+            if self.comm is not None:
+                self.comm.close()
+
+
+def _within(timeout_s: float, calls: DeviceCalls, make: Make, comm: Communicator) -> None:
+    """Make a call with a deadline of its own."""
+    comm.set_timeout(timeout_s)
+    try:
+        make(comm)
+    finally:
+        comm.set_timeout(calls.timeout_s)
+
+
+def _result_of(call: Callable[[], None], result: Any) -> Any:
+    call()
+    return result
+
+
+def _nothing() -> None:
+    """Take no note of calls that begin or end."""

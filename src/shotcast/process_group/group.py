@@ -1,0 +1,398 @@
+"""The process group: every call of torch.distributed, made by a communicator or by the group inside."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.rank_device import gpus_are_shared
+from shotcast.collectives.reductions import Reduction, reduction_name
+from shotcast.collectives.rendezvous import use_interface
+from shotcast.errors import ClosedError, ConfigError, UnsupportedError
+from shotcast.memory.agreed_number import agreed_number
+from shotcast.memory.host_group import Meeting
+from shotcast.process_group import torch_private
+from shotcast.process_group.calls import Begin, Calls
+from shotcast.process_group.device_calls import DeviceCalls, Make
+from shotcast.process_group.ends import ProcessEnds
+from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, begin_together
+from shotcast.process_group.names import BACKEND
+from shotcast.process_group.served import INNER, LIBRARY, MOVED_AS_THEY_ARE, OWN, Way, way_of
+from shotcast.process_group.torch_private import is_profiled
+from shotcast.process_group.works import DONE, DoneWork, InnerWork, SeveralWorks, seconds
+
+_SUM = dist.ReduceOp.SUM
+_NO_TIMEOUT = timedelta(0)
+"""Calls without a deadline of their own have one below this."""
+_AllreduceOptions = torch_private.AllreduceOptions
+
+
+class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
+    """The ranks of a group of torch.distributed.
+
+    Calls go to a communicator for each device, built by the first of them, or to a group of Gloo or NCCL inside
+    (:meth:`explain`). Threads may issue calls; the order in which they do is that of the calls.
+
+    Args:
+        store: of these ranks.
+        rank, world_size: of this rank among them.
+        timeout: the deadline of calls.
+        name: of the group, which no other of the job has.
+        nccl_options: of the NCCL inside; None for the usual ones.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, name: str, nccl_options: Any = None
+    ):
+        super().__init__(rank, world_size)
+        self._rank, self._world_size, self._timeout, self._name = rank, world_size, timeout, name
+        self._nccl_options = nccl_options
+        # a process may make the group of all ranks again on the same store, where the addresses of before still are
+        meetings = dist.PrefixStore("shotcast groups", store)
+        number = agreed_number(meetings, rank, world_size, timeout.total_seconds(), "construction of the process group")
+        self._store = dist.PrefixStore(f"shotcast {number}", store)
+        self._ends = ProcessEnds(self._store, rank, world_size)
+        use_interface()
+        kinds = dist.ProcessGroup.BackendType
+        gloo = torch_private.inner_gloo(
+            self._part("gloo"), rank, world_size, timeout, weakref.WeakMethod(self._take_timeout)
+        )
+        self._inners: dict[str, Any] = {"cpu": gloo}
+        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        if torch_private.has_nccl() and not gpus_are_shared():
+            self._inners["cuda"] = self._nccl("nccl")
+            self._register_backend(torch.device("cuda"), kinds.NCCL, self._inners["cuda"])
+        elif torch.cuda.is_available():
+            self._inners["cuda"] = gloo
+            self._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
+        self._set_default_backend(kinds.GLOO)
+        self._calls: dict[torch.device, DeviceCalls] = {}
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._quick = 0
+        self._thread = OfThread()
+        self._splits = 0
+        self._aborted = False
+        self._on_cpu = self._calls_on(torch.device("cpu"))
+
+    def _part(self, name: str) -> dist.Store:
+        """Return a part of the store."""
+        return dist.PrefixStore(f"shotcast {name}", self._store)
+
+    def _nccl(self, name: str) -> Any:
+        ranks = self._part(name), self._rank, self._world_size
+        told: torch_private.Told = weakref.WeakMethod(self._take_timeout)
+        return torch_private.inner_nccl(*ranks, self._timeout, told, self._nccl_options)
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+    def name(self) -> str:
+        return BACKEND
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    getRank, getSize, getBackendName = rank, size, name  # noqa: N815 - as C++ calls them
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the inner group of a device.
+
+        ``init_process_group(device_id=...)`` asks for that of its device while there is no group of all ranks yet, and
+        tells a group of Python of the device by nothing else.
+        """
+        if device.index is not None and not dist.is_initialized():
+            self.bound_device_id = device
+        return super()._get_backend(device)
+
+    def __repr__(self) -> str:
+        return f"ShotcastProcessGroup(rank={self._rank}, world_size={self._world_size}, {self._name!r})"
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return how many calls each way has served, by operation; see :func:`shotcast.process_group.counts`."""
+        counts: dict[str, dict[str, int]] = {}
+        for (op, way), number in sorted(self._counts.items()):
+            counts.setdefault(op, {})[way] = number
+        if self._quick:
+            ways = counts.setdefault("all_reduce", {})
+            ways[OWN] = ways.get(OWN, 0) + self._quick
+        return counts
+
+    def explain(self, x: torch.Tensor, op: str = "all_reduce", reduction: Reduction = "sum") -> Way:
+        """Return which way a call would go, and why. Communicates nothing.
+
+        Args:
+            x: the tensor that defines the size of the call: the input, or for an all_gather the output.
+            op: the name of the operation, such as ``"all_reduce"``, ``"all_to_all"`` or ``"send"``.
+            reduction: as in the call.
+        """
+        way = way_of(op, x.dtype, reduction_name(reduction), x.layout)
+        calls = self._calls.get(x.device)
+        if not way.is_own or calls is None or calls.comm is None:
+            return way
+        found = calls.comm.explain(x, op.removesuffix("_coalesced"), reduction=reduction)
+        return Way(LIBRARY if found.by_library else OWN, found.reason, found.algorithm)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> DoneWork:
+        """Reduce a tensor of all ranks, in place."""
+        alone = type(opts) is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1
+        if alone and self._thread.works is None and opts.timeout <= _NO_TIMEOUT and not is_profiled():
+            x = tensors[0]
+            calls = self._on_cpu if x.is_cpu else self._calls.get(x.device)
+            if calls is not None and calls.comm is not None and opts.reduceOp == _SUM and calls.again(x):
+                self._quick += 1
+                return DONE
+        return self._all_reduce(tensors, opts, op, timeout)
+
+    def _short(
+        self,
+        op: str,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        opts: Any,
+        method: Callable[..., Any],
+        /,
+        *args: Any,
+        **named: Any,
+    ) -> DoneWork | None:
+        """Make a synchronous call on plain tensors of CPU ranks by a method of the communicator.
+
+        None if the call needs more than that, with nothing done. A small call takes most of its time in Python.
+        """
+        calls = self._on_cpu
+        if (
+            calls.comm is None
+            or is_profiled()
+            or self._thread.works is not None
+            or opts.asyncOp
+            or type(x) is not torch.Tensor
+            or type(out) is not torch.Tensor
+            or x.dtype is not out.dtype
+            or x.dtype not in MOVED_AS_THEY_ARE
+            or not (x.is_cpu and out.is_cpu and x.is_contiguous() and out.is_contiguous())
+            or x.requires_grad
+            or out.requires_grad
+            or x.is_neg()
+            or (x is not out and out.is_neg())
+            or seconds(opts.timeout) is not None
+        ):
+            return None
+        own = calls.short(method, *args, **named)
+        self._counts[op, OWN if own else LIBRARY] += 1
+        return DONE
+
+    def _calls_on(self, device: torch.device) -> DeviceCalls:
+        if device == torch.device("cuda"):
+            device = torch.device(device.type, torch.cuda.current_device())
+        calls = self._calls.get(device)
+        if calls is None:
+            name = f"group {self._name} on {device.type}"
+            meeting = Meeting(self._store, self._rank, self._world_size, name, self._ended)
+            calls = self._calls[device] = DeviceCalls(meeting, device, self._timeout.total_seconds())
+        return calls
+
+    def _ended(self) -> list[int]:
+        """Return the ranks whose processes have ended, while a communicator is built. Raises ClosedError on abort."""
+        if self._aborted:
+            raise ClosedError("the process group was aborted")
+        return self._ends.known()
+
+    def _ends_on_gpus(self) -> list[Callable[[], None]]:
+        ends = []
+        for device, calls in list(self._calls.items()):
+            if device.type == "cuda" and calls.comm is not None and not torch.cuda.is_current_stream_capturing():
+                for stream in filter(None, (torch.cuda.current_stream(device), calls.stream)):
+                    ends.append(stream.record_event().synchronize)
+        return ends
+
+    def _check_gpus(self) -> None:
+        for device, calls in list(self._calls.items()):
+            if device.type == "cuda" and calls.comm is not None:
+                calls.comm.check()
+
+    def _own(
+        self, op: str, make: Make, result: Any, operands: Sequence[torch.Tensor], opts: Any, device: torch.device
+    ) -> DoneWork:
+        def counted(comm: Communicator) -> None:
+            before = comm.calls_by_library
+            make(comm)
+            self._counts[op, OWN if comm.calls_by_library == before else LIBRARY] += 1
+
+        calls = self._calls_on(device)
+        call = _profiled(f"{BACKEND}:{op}", counted, operands) if is_profiled() else counted
+        return self._issued(calls.make(op, call, result, operands, opts.asyncOp, seconds(opts.timeout)))
+
+    def _inner(
+        self, op: str, begin: Begin, result: Any, device: torch.device, finish: Callable[[], Any] | None = None
+    ) -> DoneWork:
+        inner = self._inners.get(device.type)
+        if inner is None:
+            raise ConfigError(f"{op}: this process group has no tensors on {device}")
+        return self._begun(op, begin, inner, result, finish)
+
+    def _begun(
+        self, op: str, begin: Begin, inner: Any, result: Any, finish: Callable[[], Any] | None = None
+    ) -> DoneWork:
+        self._counts[op, INNER] += 1
+        try:
+            work = begin(inner)
+        except RuntimeError as error:
+            raise self._meaning(op, error, None) from error
+        return self._issued(InnerWork(work, result, functools.partial(self._meaning, op), finish))
+
+    def _message(self, op: str, x: torch.Tensor, peer: int, tag: int) -> DoneWork:
+        inner = self._inners.get(x.device.type)
+        if x.is_cpu or inner is None:
+            return self._inner(op, Message(op, x, peer, tag).begin, [x], x.device)
+        if inner is self._inners["cpu"]:  # ranks that share a GPU
+            host = x.cpu() if op == "send" else torch.empty_like(x, device="cpu")
+            finish = None if op == "send" else lambda: x.copy_(host)
+            return self._inner(op, Message(op, host, peer, tag).begin, [x], x.device, finish)
+        if op == "recv_anysource":
+            raise UnsupportedError("recv: NCCL has to know the rank that sends: give src, or use tensors on the CPU")
+        if self._thread.works is not None:
+            return self._issued(HeldWork(Message(op, x, peer, tag)))
+        if (found := torch_private.batch_of_caller()) is None:
+            return self._begun(op, Message(op, x, peer, tag).begin, inner, [x])
+        return self._of_batch(inner, *found)
+
+    def _of_batch(self, inner: Any, caller: Any, messages: Sequence[tuple[str, torch.Tensor, int, int]]) -> DoneWork:
+        """Return the work of all messages of a batch, each of which asks for it; the first begins them.
+
+        So they begin with no code of PyTorch in between, which might leave NCCL waiting for the rest.
+        """
+        batch = self._thread.batch
+        if batch is None or batch.caller is not caller:
+            ours = [Message(*message) for message in messages if not message[1].is_cpu]
+            batch = Batch(caller, self._together(inner, ours), len(ours))
+        batch = batch._replace(left=batch.left - 1)
+        self._thread.batch = batch if batch.left else None
+        return batch.work
+
+    def _together(self, inner: Any, messages: Sequence[Message]) -> DoneWork:
+        self._counts.update((message.op, INNER) for message in messages)
+        meaning = functools.partial(self._meaning, "batch_isend_irecv")
+        try:
+            work = begin_together(inner, messages)
+        except RuntimeError as error:
+            raise meaning(error, None) from error
+        return InnerWork(work, [message.x for message in messages], meaning)
+
+    def _meaning(self, op: str, error: Exception, limit_s: float | None) -> Exception:
+        """Return the error to raise for one of the inner library."""
+        return self._ends.meaning(op, error, self._timeout.total_seconds() if limit_s is None else limit_s)
+
+    def _issued(self, work: DoneWork) -> DoneWork:
+        if self._thread.works is not None:
+            self._thread.works.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._thread.works = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> DoneWork:
+        works, self._thread.works = self._thread.works or [], None
+        held = [work for work in works if isinstance(work, HeldWork)]
+        if held:
+            begun = self._together(self._inners["cuda"], [work.message for work in held])
+            for work in held:
+                work.begun = begun
+        return SeveralWorks(works)
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # as C++ calls them from PyTorch 2.14 on
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ShotcastProcessGroup | None:
+        """Make a group of some of these ranks, in this order; None on the others. Collective among all."""
+        self._splits += 1
+        members = list(ranks)
+        if self._rank not in members:
+            return None
+        name = group_name or f"{self._name}:split {self._splits}:{members[0]}"
+        store = self._part(f"split {self._splits}/{members[0]}")
+        child = ShotcastProcessGroup(
+            store, members.index(self._rank), len(members), timeout or self._timeout, name, self._nccl_options
+        )
+        if self.bound_device_id is not None:
+            child.bound_device_id = self.bound_device_id
+        child._set_group_name(name)
+        child._set_group_desc(group_desc or f"split of {self._name}")
+        return child
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls."""
+        for inner in list(self._inners.values()):
+            inner._set_default_timeout(timeout)
+
+    def _take_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        for calls in list(self._calls.values()):
+            calls.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Wait for this rank's calls, which end at their deadline at the latest, and give back what they hold.
+
+        Needs no other rank.
+        """
+        for calls in list(self._calls.values()):
+            calls.close()
+        for inner in list(self._inners.values()):
+            inner.shutdown()
+
+    def abort(self) -> None:
+        """Do what :meth:`shutdown` does, but end calls at once, except those of own kernels on GPUs.
+
+        Calls that wait on CPUs raise a CollectiveTimeout that names this rank, here and on the other ranks.
+        """
+        self._aborted = True
+        for calls in list(self._calls.values()):
+            if calls.comm is not None:
+                calls.comm._interrupt()
+        for inner in list(self._inners.values()):
+            inner.abort()
+        self.shutdown()
+
+
+def _profiled(name: str, make: Make, operands: Sequence[torch.Tensor]) -> Make:
+    """Begin a range of the profile, which ends with the call, on whatever thread makes it."""
+    profiled = torch_private.profiled_range(name, {id(x): x for x in operands}.values())
+    profiled.__enter__()
+
+    def make_in_range(comm: Communicator) -> None:
+        try:
+            make(comm)
+        finally:
+            profiled.__exit__(None, None, None)
+
+    return make_in_range
+
+
+def own_group(group: dist.ProcessGroup | None) -> ShotcastProcessGroup:
+    """Return a process group of this backend, for None that of all ranks. Raises ConfigError if it is another's."""
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, ShotcastProcessGroup):
+        raise ConfigError(f"the process group is not one of the backend {BACKEND}: {found!r}")
+    return found

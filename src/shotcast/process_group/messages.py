@@ -1,0 +1,110 @@
+"""Messages between two ranks, alone and in batches, on an inner group."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from shotcast.errors import ConfigError
+from shotcast.process_group.works import DoneWork
+
+
+class Message(NamedTuple):
+    """A message of this rank.
+
+    Attributes:
+        op: ``send``, ``recv`` or ``recv_anysource``.
+        x: the tensor.
+        peer: the other rank; of no use where the source is any.
+        tag: of the message.
+    """
+
+    op: str
+    x: torch.Tensor
+    peer: int
+    tag: int
+
+    def begin(self, inner: Any) -> Any:
+        """Begin the message on an inner group; return the group's work."""
+        if self.op == "recv_anysource":
+            return inner.recv_anysource([self.x], self.tag)
+        return getattr(inner, self.op)([self.x], self.peer, self.tag)
+
+
+def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
+    """Begin messages on an inner group of NCCL, none of which waits for another; return the work of all."""
+    inner._start_coalescing()
+    try:
+        for message in messages:
+            message.begin(inner)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error says more
+            inner._end_coalescing()
+        raise
+    return inner._end_coalescing()
+
+
+class HeldWork(DoneWork):
+    """A message in a block of calls that PyTorch coalesces, which begins where the block ends.
+
+    Args:
+        message: this one.
+    """
+
+    def __init__(self, message: Message):
+        super().__init__([message.x])
+        self.message = message
+        self.begun: DoneWork | None = None
+
+    def _found(self) -> DoneWork:
+        if self.begun is None:
+            raise ConfigError(
+                f"{self.message.op}: a message in a block of coalesced calls begins where the block ends; wait after it"
+            )
+        return self.begun
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._found().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self.begun is not None and self.begun.is_completed()
+
+    def is_success(self) -> bool:
+        return self.begun is not None and self.begun.is_success()
+
+    def exception(self) -> BaseException | None:
+        return None if self.begun is None else self.begun.exception()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._found().get_future()
+
+
+class Batch(NamedTuple):
+    """A call of ``batch_isend_irecv`` that has begun all its messages.
+
+    Attributes:
+        caller: its frame.
+        work: of all the messages.
+        left: how many of them PyTorch has yet to ask for.
+    """
+
+    caller: Any
+    work: DoneWork
+    left: int
+
+
+class OfThread(threading.local):
+    """The calls that a thread has in hand.
+
+    Attributes:
+        works: of a block of calls that PyTorch coalesces; None outside.
+        batch: the messages that one call of ``batch_isend_irecv`` issues.
+    """
+
+    works: list[DoneWork] | None = None
+    batch: Batch | None = None

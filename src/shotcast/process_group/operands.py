@@ -1,0 +1,67 @@
+"""The tensors of a call, in the memory layout that a communicator takes."""
+
+from __future__ import annotations
+
+import torch
+
+from shotcast import wire
+
+
+class Operands:
+    """Contiguous tensors that stand for those of a call, which may have other strides.
+
+    Args:
+        inputs: what the call reads.
+        outputs: what it writes.
+        keeps: an output is read, too.
+    """
+
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], keeps: bool = False):
+        self.inputs = [_dense(x) for x in inputs]
+        self.outputs: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for out in outputs:
+            if _is_dense(out):
+                self.outputs.append(out)
+                continue
+            room = _dense(out) if keeps else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            self.outputs.append(room)
+            self._copies.append((out, room))
+
+    def all(self) -> list[torch.Tensor]:
+        """Return every tensor that the call uses."""
+        return [*self.inputs, *self.outputs, *(out for out, _ in self._copies)]
+
+    def finish(self) -> None:
+        """Copy results to where the call has them."""
+        for out, room in self._copies:
+            out.copy_(room)
+
+    def receive(self, whole: torch.Tensor | list[torch.Tensor]) -> None:
+        """Copy the parts of a result, which is flat and may be in bytes, to all outputs."""
+        if isinstance(whole, torch.Tensor):
+            whole = list(whole.split([movable(out).numel() for out in self.outputs]))
+        for out, part in zip(self.outputs, whole, strict=True):
+            movable(out).copy_(part)
+        self.finish()
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with one dimension."""
+    return x if x.dim() == 1 else x.view(-1)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with one dimension, as bytes if own kernels do not know its dtype."""
+    known = str(x.dtype).removeprefix("torch.") in wire.DTYPES
+    return flat(x) if known else flat(x).view(torch.uint8)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    if _is_dense(x):
+        return x
+    return x.resolve_conj().resolve_neg().contiguous()

@@ -1,0 +1,49 @@
+"""The entry point by which PyTorch learns of the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shotcast.process_group.names import BACKEND, DEVICES
+
+
+def register() -> None:
+    """Register the backend, whose parts are imported when its first group is made. A second call does nothing.
+
+    It never raises: PyTorch calls it at ``import torch``, also where it has no torch.distributed.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available():
+            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=list(DEVICES))
+    except Exception:  # an error here would break every program that imports torch
+        import logging
+
+        logging.getLogger(__name__).warning("the backend %s of torch.distributed is not there", BACKEND, exc_info=True)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """Make a process group, as torch.distributed asks for it, also before the group of all ranks exists.
+
+    Raises TypeError if ``pg_options`` are not those of NCCL.
+    """
+    from shotcast.process_group import torch_private
+    from shotcast.process_group.group import ShotcastProcessGroup
+
+    if backend_options is not None and not torch_private.are_nccl_options(backend_options):
+        kind = type(backend_options).__name__
+        raise TypeError(f"pg_options of the backend {BACKEND} are ProcessGroupNCCL.Options, for its NCCL, not {kind}")
+    others = torch_private.other_backends(BACKEND)
+    if others:
+        import warnings
+
+        found = ", ".join(f"{device}:{name}" for device, name in others.items())
+        warnings.warn(f"the backend {BACKEND} serves all tensors of its groups; {found} is not used", stacklevel=2)
+    group = ShotcastProcessGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id, backend_options
+    )
+    bound = torch_private.bound_device()
+    if bound is not None:
+        group.bound_device_id = bound
+    return group

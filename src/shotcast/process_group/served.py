@@ -1,0 +1,80 @@
+"""The way of every call of a process group: its communicator, or the group of Gloo or NCCL inside."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shotcast import wire
+from shotcast.collectives.reductions import check_reduction
+from shotcast.errors import ConfigError, UnsupportedError
+
+OWN, LIBRARY, INNER = "own", "library", "inner"
+"""The ways: own kernels of the communicator, the vendor library under the communicator, or the inner group."""
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+"""Operations that have a reduction."""
+MOVING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "barrier")
+"""Operations that move bytes."""
+MESSAGES = ("send", "recv", "recv_anysource")
+"""Operations of two ranks."""
+
+
+MOVED_AS_THEY_ARE = frozenset(dtype for name in wire.DTYPES if not (dtype := getattr(torch, name)).is_complex)
+"""The dtypes that own kernels know and that nothing conjugates lazily."""
+
+
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Return whether PREMUL_SUM is defined for a dtype: a factor is seldom a whole number."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class Way(NamedTuple):
+    """The way of a call.
+
+    Attributes:
+        name: ``own``, ``library`` or ``inner``.
+        reason: why that is so; empty for ``own`` before the communicator exists.
+        algorithm: of the communicator, once it exists.
+    """
+
+    name: str
+    reason: str = ""
+    algorithm: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        return self.name == OWN
+
+
+_OWN = Way(OWN)
+_KNOWN = dict.fromkeys((*REDUCING, *MOVING, *MESSAGES))
+
+
+def way_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.layout = torch.strided) -> Way:
+    """Return the way of a call by its operation, the dtype and layout of its tensors, and its reduction.
+
+    Raises ConfigError if there is no such operation.
+    """
+    if op not in _KNOWN:
+        op = op.removesuffix("_coalesced")
+        if op not in _KNOWN:
+            known = ", ".join(_KNOWN)
+            raise ConfigError(f"a process group has no operation {op!r}; there are {known}, and coalesced forms")
+    if op in MESSAGES:
+        return Way(INNER, "messages have tags, and any rank as their source")
+    if layout is not torch.strided:
+        return Way(INNER, "the tensors are sparse")
+    if op in MOVING:
+        return _OWN
+    name = str(dtype).removeprefix("torch.")
+    if name not in wire.REDUCED:
+        return Way(INNER, f"no own kernel adds up {name}")
+    try:
+        check_reduction(name, reduction)
+    except UnsupportedError as error:
+        return Way(INNER, str(error))
+    if reduction not in wire.REDUCED[name]:
+        return Way(INNER, f"no own kernel has {reduction} of {name}")
+    return _OWN

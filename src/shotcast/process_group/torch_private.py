@@ -1,0 +1,205 @@
+"""Names of PyTorch that are not public, for this package alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._C import _profiler
+from torch.autograd import profiler
+from torch.distributed import distributed_c10d
+
+Told = weakref.WeakMethod[Callable[[timedelta], None]]
+"""A method that is told of a timeout, of an object that may be gone."""
+ProcessGroup: Any = c10d.ProcessGroup
+"""The base of process groups, which PyTorch gives a stricter type than it demands."""
+Work: Any = c10d.Work
+"""The base of the results of calls."""
+AllgatherOptions: Any = c10d.AllgatherOptions
+AllreduceCoalescedOptions: Any = c10d.AllreduceCoalescedOptions
+AllreduceOptions: Any = c10d.AllreduceOptions
+AllToAllOptions: Any = c10d.AllToAllOptions
+BarrierOptions: Any = c10d.BarrierOptions
+BroadcastOptions: Any = c10d.BroadcastOptions
+GatherOptions: Any = c10d.GatherOptions
+ReduceOptions: Any = c10d.ReduceOptions
+ReduceScatterOptions: Any = c10d.ReduceScatterOptions
+ScatterOptions: Any = c10d.ScatterOptions
+
+
+def premul_factor(op: Any) -> float | torch.Tensor:
+    """Return the factor of a PREMUL_SUM."""
+    factor: float | torch.Tensor = op.__getstate__()[1]
+    return factor
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself for a parameter, or for a result of PyTorch's functional collectives, which it awaits.
+
+    A tensor without data, as of a trace, is returned as it is.
+    """
+    if type(x) is torch.Tensor:
+        return x.detach() if x.requires_grad else x
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(x, AsyncCollectiveTensor):
+        x = x.wait()
+    return x if has_no_data(x) else x.detach().as_subclass(torch.Tensor)
+
+
+def has_no_data(x: torch.Tensor) -> bool:
+    """Return whether a tensor only stands for one, as in a trace."""
+    if type(x) is torch.Tensor:
+        return x.is_meta
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor) or x.is_meta
+
+
+_BATCH = inspect.unwrap(distributed_c10d.batch_isend_irecv).__code__
+_FRAMES_TO_BATCH = 8
+"""The most frames from a method of a group to the batch that called it; four without wrappers."""
+
+
+def batch_of_caller() -> tuple[Any, list[tuple[str, torch.Tensor, int, int]]] | None:
+    """Return the frame of the ``batch_isend_irecv`` that issues this message, and all its messages; None for none.
+
+    PyTorch tells backends of C++ alone that messages are a batch. A message is its operation, tensor, peer in the group
+    and tag, as :func:`torch.distributed.isend` would give them to the group.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_TO_BATCH):
+        if frame.f_code is _BATCH:
+            return frame, [_message_of(op) for op in frame.f_locals["p2p_op_list"]]
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _message_of(op: Any) -> tuple[str, torch.Tensor, int, int]:
+    x = torch.view_as_real(op.tensor) if op.tensor.is_complex() else op.tensor
+    return "send" if op.op is dist.isend else "recv", plain(x), op.group_peer, op.tag
+
+
+def inner_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told) -> Any:
+    """Make a group of Gloo. Collective.
+
+    Args:
+        store: of this group alone.
+        rank, world_size: of this rank.
+        timeout: the deadline of calls.
+        told: is told of the timeouts that PyTorch sets for the group.
+    """
+    made = _InnerGloo(store, rank, world_size, timeout)
+    made.told = told
+    return made
+
+
+def _tell(told: Told, timeout: timedelta) -> None:
+    method = told()
+    if method is not None:
+        method(timeout)
+
+
+class _InnerGloo(c10d.ProcessGroupGloo):
+    told: Told
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        _tell(self.told, timeout)
+
+
+def inner_nccl(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told, options: Any = None
+) -> Any:
+    """Make a group of NCCL, whose ranks connect at their first call; arguments as of :func:`inner_gloo`.
+
+    ``options`` are those of NCCL, whose timeout becomes ``timeout``; None for the usual ones.
+    """
+    options = c10d.ProcessGroupNCCL.Options() if options is None else options
+    options._timeout = timeout
+    made = _nccl_class()(store, rank, world_size, options)
+    made.told = told
+    return made
+
+
+@functools.cache
+def _nccl_class() -> Any:
+    """Return the class of inner groups of NCCL, which is not there in builds for the CPU."""
+    base: Any = c10d.ProcessGroupNCCL
+
+    class InnerNccl(base):
+        """A group of NCCL that PyTorch takes for one that can be split: the process group around it splits itself."""
+
+        told: Told
+
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            super()._set_default_timeout(timeout)
+            _tell(self.told, timeout)
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            """Do nothing: ranks connect when a call needs it."""
+
+        def perform_nocolor_split(self, device: torch.device) -> None:
+            """Do nothing: to split needs those ranks alone that are in the new group."""
+
+    return InnerNccl
+
+
+def are_nccl_options(options: Any) -> bool:
+    """Return whether options of a group are those of NCCL, which builds for the CPU do not have."""
+    nccl = getattr(c10d, "ProcessGroupNCCL", None)
+    return nccl is not None and isinstance(options, nccl.Options)
+
+
+def other_backends(name: str) -> dict[str, str]:
+    """Return by device the backends other than ``name`` of the group that PyTorch is making.
+
+    PyTorch tells the maker of a group of Python of none, so they are those of the function that has called it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    if not isinstance(config, dist.BackendConfig):
+        return {}
+    return {device: other for device, other in config.get_device_backend_map().items() if other != name}
+
+
+def bound_device() -> torch.device | None:
+    """Return the device of ``init_process_group(device_id=...)``, None if none was given or there is no group yet."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    bound: torch.device | None = getattr(world, "bound_device_id", None)
+    return bound
+
+
+def has_nccl() -> bool:
+    """Return whether this build has NCCL, and this process a GPU."""
+    return bool(dist.is_nccl_available() and torch.cuda.is_available())
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler records this process."""
+    return profiler._is_profiler_enabled
+
+
+def profiled_range(name: str, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return a range of a profile, with the shapes of its tensors. The thread that ends it may be another."""
+    return _profiler._RecordFunctionFast(name, list(tensors))
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """Return a store with the same keys for use by another thread: a store serves one call at a time, and some wait."""
+    copied: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return copied

@@ -1,0 +1,319 @@
+"""The results of calls: torch.distributed's ``Work``, with its future."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from shotcast.collectives.started import Handle, Outcome
+from shotcast.errors import CollectiveTimeout
+from shotcast.process_group import torch_private
+
+Result = list[torch.Tensor] | list[list[torch.Tensor]]
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Return a limit in seconds; None for what PyTorch gives where there is none."""
+    if timeout is None or timeout <= timedelta(0):
+        return None
+    return timeout.total_seconds()
+
+
+class DoneWork(torch_private.Work):
+    """A call that is over, with a result. The base of others.
+
+    Args:
+        result: the tensors that the call has written.
+    """
+
+    def __init__(self, result: Any = ()):
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the call is over, on GPUs when the current stream waits for it. Raises what the call raised."""
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> Any:
+        return self._result
+
+    def source_rank(self) -> int:
+        return -1
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors that the call writes."""
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=cuda_devices(self._result))
+        future.set_result(self._result)
+        return future
+
+
+DONE = DoneWork()
+"""The work of a call whose caller asks for no more than its end."""
+
+
+class Place(Protocol):
+    """The place of the asynchronous calls of a device, which are made one after the other."""
+
+    def behind(self, task: Callable[[], None]) -> None:
+        """Do something after the calls that were issued."""
+
+    def serve_until(self, over: threading.Event) -> None:
+        """Make the calls that were issued until one is over, if this is their thread; else return at once."""
+
+    def pending(self, op: str, limit_s: float) -> CollectiveTimeout:
+        """Return the error of a wait that ended before its call."""
+
+
+class ThreadWork(DoneWork):
+    """A call that a thread makes.
+
+    Args:
+        op: the name of the operation.
+        outcome: of the call.
+        result: the tensors that it writes.
+        place: of the call.
+    """
+
+    def __init__(self, op: str, outcome: Outcome, result: Any, place: Place):
+        super().__init__(result)
+        self._op, self._place, self._outcome = op, place, outcome
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def __del__(self) -> None:
+        self._outcome.drop()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        over = self._outcome.over
+        if not over.is_set():
+            self._place.serve_until(over)
+            limit = seconds(timeout)
+            if not over.wait(limit):
+                assert limit is not None
+                raise self._place.pending(self._op, limit)
+        if (error := self._outcome.seen()) is not None:
+            raise error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._outcome.over.is_set()
+
+    def is_success(self) -> bool:
+        return self._outcome.over.is_set() and self._outcome.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._outcome.seen() if self._outcome.over.is_set() else None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors that the call writes, which waits in C++ raise the call's error from too.
+
+        Callbacks that are added to it at once run before the calls that are issued next: where the call is over, they
+        run as they are added; where it is not, the future's end has a place among the calls, and that is here. Ranks
+        differ in that, but not in the order of calls.
+
+        C++ takes an exception that is set in Python for a result, and ends the process; it knows one that a callback
+        raises.
+        """
+        end: torch.futures.Future[None] | None = None
+        with self._lock:
+            if self._future is None:
+                end = torch.futures.Future()
+                self._future = end.then(functools.partial(_end_of, self._outcome, self._result))
+        if end is not None:
+            complete = functools.partial(end.set_result, None)
+            self._place.serve_until(self._outcome.over)
+            if self._outcome.over.is_set():
+                complete()
+            else:
+                self._place.behind(complete)
+        return self._future
+
+
+def _end_of(outcome: Outcome, result: Any, _: torch.futures.Future[None]) -> Any:
+    if (error := outcome.seen()) is not None:
+        raise error
+    return result
+
+
+class StreamWork(DoneWork):
+    """A call on a stream of a GPU.
+
+    Args:
+        handle: of the call.
+        stream: the one it is on.
+        result: the tensors that it writes.
+        check: raises the fault that has stopped the communicator, as far as it is known.
+        pending: returns the error of a wait that ended before the call, by its limit in seconds.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        stream: torch.cuda.Stream,
+        result: Any,
+        check: Callable[[], None],
+        pending: Callable[[float], CollectiveTimeout],
+    ):
+        super().__init__(result)
+        self._handle, self._stream, self._check, self._pending = handle, stream, check, pending
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if (limit := seconds(timeout)) is not None:
+            until = time.monotonic() + limit
+            while not self._handle.is_completed():
+                if time.monotonic() > until:
+                    self._check()
+                    raise self._pending(limit)
+                time.sleep(0.0005)
+        self._handle.wait()
+        self._check()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        try:
+            self._check()
+        except Exception as error:
+            return error
+        return None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._stream.device])
+            with torch.cuda.stream(self._stream):  # streams of callbacks wait for what this one has to do
+                self._future.set_result(self._result)
+        return self._future
+
+
+class InnerWork(DoneWork):
+    """A call that the inner group makes.
+
+    Args:
+        work: of the inner group.
+        result: the tensors that it writes.
+        meaning: returns the error to raise for one of the library.
+        finish: makes what is left to do with what has arrived; None for nothing.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        result: Any,
+        meaning: Callable[[Exception, float | None], Exception],
+        finish: Callable[[], Any] | None = None,
+    ):
+        super().__init__(result)
+        self._work, self._meaning, self._finish = work, meaning, finish
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._error is not None:
+            raise self._error
+        limit = seconds(timeout)
+        try:
+            done: bool = self._work.wait() if limit is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            self._error = self._meaning(error, limit)
+            if self._error is error:
+                raise
+            raise self._error from error
+        self._arrived()
+        return done
+
+    def _arrived(self) -> None:
+        """Make what is left to do with what has arrived, once; others wait for it."""
+        if self._finish is not None:
+            with self._lock:
+                finish, self._finish = self._finish, None
+                if finish is not None:
+                    finish()
+
+    def is_completed(self) -> bool:
+        if self._error is not None:
+            return True
+        completed = bool(self._work.is_completed())
+        if completed and self._finish is not None and self._work.is_success():
+            self._arrived()
+        return completed
+
+    def is_success(self) -> bool:
+        return self._error is None and self.is_completed() and bool(self._work.is_success())
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = self._work.get_future()
+        return future if self._finish is None else future.then(self._after)
+
+    def _after(self, future: torch.futures.Future[Any]) -> Any:
+        future.value()  # raises the error of the library
+        self._arrived()
+        return self._result
+
+
+class SeveralWorks(DoneWork):
+    """Calls that are waited for together.
+
+    Args:
+        works: of the calls.
+    """
+
+    def __init__(self, works: Sequence[DoneWork]):
+        super().__init__([tensor for work in works for tensor in work.result()])
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        together = torch.futures.collect_all([work.get_future() for work in self._works])
+        return together.then(lambda _: self._result)
+
+
+def cuda_devices(result: Any) -> list[int | str | torch.device]:
+    """Return the GPUs of the tensors of a result."""
+    tensors = [one for part in result for one in (part if isinstance(part, list) else [part])]
+    return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))

@@ -1,0 +1,42 @@
+"""The plug-ins in the real classes of vLLM and SGLang, on CPU ranks, where their packages can be imported.
+
+They are too large to install for the tests. The sources of a wheel, unpacked into a folder of PYTHONPATH, will do with
+the packages that these import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import real_host_targets as targets
+from fake_hosts import write_entry_points
+
+import shotcast
+from shotcast.integrations import sglang, vllm
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOTCAST_VLLM", "1")
+    assert vllm.obstacle() == ""
+    write_entry_points(tmp_path)
+    environment = {"VLLM_BATCH_INVARIANT": mode}
+    for version, calls, invariant in shotcast.spawn(targets.vllm, 2, str(tmp_path), env=environment, timeout_s=400):
+        assert version.startswith("0.")
+        assert calls == {"all_reduce": 3, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
+        assert invariant == (mode == "1")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOTCAST_SGLANG", "1")
+    assert sglang.obstacle() == ""
+    write_entry_points(tmp_path)
+    for version, calls in shotcast.spawn(targets.sglang, 2, str(tmp_path), timeout_s=400):
+        assert version.startswith("0.5.23")
+        assert calls == {"all_reduce": 1, "reduce_scatter": 0, "all_reduce_rms_norm": 2, "declined": 0}
