@@ -1,0 +1,54 @@
+"""The configuration of a model that a plan is asked for: by a preset, or by a ``config.json`` without weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shotcast.errors import ConfigError
+from shotcast.models.checkpoint import read_json
+from shotcast.models.config import ModelConfig
+from shotcast.models.presets import PRESETS, preset
+from shotcast.models.source import PACKAGED, PACKAGED_PRESET, RANDOM
+from shotcast.planner.expert_model import EXPERT_PRESETS, ExpertModel, read_planned_config
+
+_PRESETS: Mapping[str, ModelConfig] = {**PRESETS, **EXPERT_PRESETS}
+
+
+class NamedModel(NamedTuple):
+    """A configuration, and what ``--model`` of other commands calls the model."""
+
+    config: ModelConfig
+    name: str
+
+
+def named_model(model: str) -> NamedModel:
+    """Return the configuration of a preset, of a folder that has ``config.json``, or of such a file.
+
+    Raises:
+        ConfigError: there is no such model, or its configuration makes no sense.
+        UnsupportedError: it is of a kind that plans do not price.
+    """
+    if not model.strip():
+        raise ConfigError("--model is empty; give a preset, or a folder with config.json")
+    if model in PACKAGED:
+        return NamedModel(preset(PACKAGED_PRESET), model)
+    name = model.removeprefix(RANDOM)
+    if name.partition(":")[0] in _PRESETS:
+        found = preset(name, _PRESETS)
+        # no other command takes a model with experts
+        return NamedModel(found, name if isinstance(found, ExpertModel) else RANDOM + name)
+    path = Path(model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json" and file.is_file():
+        return NamedModel(read_planned_config(read_json(file)), str(file.parent))
+    if path.is_dir():
+        raise ConfigError(f"{model} has no config.json, which says what the model is")
+    similar = difflib.get_close_matches(name.lower().rsplit("/")[-1], _PRESETS, 3, 0.5)
+    hint = f"similar presets: {', '.join(similar)}; " if similar else ""
+    raise ConfigError(
+        f"there is no model {model!r}; {hint}accepted: a preset ({', '.join(_PRESETS)}), a folder with config.json, or "
+        "that file"
+    )

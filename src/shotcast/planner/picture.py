@@ -1,0 +1,64 @@
+"""The Pareto picture of a plan: tokens/s of a GPU over tokens/s of a user, one curve for each layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shotcast.errors import ConfigError
+from shotcast.planner.plan import Plan
+
+
+def require_format(path: Path) -> None:
+    """Raise ConfigError if matplotlib writes no file of such a name."""
+    import matplotlib.figure
+
+    if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
+        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the points of a plan in a file of a format that matplotlib writes.
+
+    Raises:
+        ConfigError: matplotlib does not write such a file.
+    """
+    import matplotlib.figure
+
+    require_format(path)
+    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    front = plan.pareto()
+    leading = {(point.layout, point.engines) for point in front}
+    others = "the others"
+    for layout, engines in dict.fromkeys((point.layout, point.engines) for point in plan.points):
+        points = [point for point in plan.points if (point.layout, point.engines) == (layout, engines)]
+        leads = (layout, engines) in leading
+        # colours and names for those alone that are on the front: models with experts have dozens of layouts
+        style: dict[str, Any] = {"marker": "o", "zorder": 2.0} if leads else {"color": "lightgrey", "zorder": 1.0}
+        label = f"{layout.label}{f' x {engines}' if engines > 1 else ''}" if leads else others
+        axes.plot(
+            [point.tokens_per_s_per_user for point in points],
+            [point.tokens_per_s_per_gpu for point in points],
+            markersize=3,
+            linewidth=1,
+            label=label,
+            **style,
+        )
+        if not leads:
+            others = ""  # named once
+    axes.plot(
+        [point.tokens_per_s_per_user for point in front],
+        [point.tokens_per_s_per_gpu for point in front],
+        color="black",
+        linewidth=3,
+        alpha=0.25,
+        label="Pareto",
+    )
+    job = plan.job
+    axes.set_xlabel("tokens/s of a user")
+    axes.set_ylabel("tokens/s of a GPU")
+    axes.set_title(f"{job.name} {plan.precision}, {job.gpus} x {job.cluster.gpu.name}, predicted")
+    axes.legend(fontsize=7, ncols=2)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

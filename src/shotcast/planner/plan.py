@@ -1,0 +1,528 @@
+r"""Plans: every layout of a model on a cluster, how fast it serves how many sequences, and which one suits a target.
+
+With C sequences at once, prompts of I tokens and outputs of O, P stages that take :math:`d_s` for a step of
+:math:`\lceil C / P \rceil` sequences that decode, and a transfer :math:`x_s` from each stage to the next and from the
+last to the first, which decodes its tokens next, each sequence gets a token every
+
+.. math:: T_d = \max\left(m \max_s d_s,\; \sum_s (d_s + x_s)\right), \quad m = \min(C, P)
+
+A prompt takes :math:`t_p`, its part of the steps that are full of prompts, on the slowest stage. In the time in which C
+sequences get O tokens each, C prompts are computed, so
+
+.. math:: \text{tokens/s} = \frac{C\,O}{O\,T_d + C\,t_p}, \quad T_{TPOT} = T_d + \frac{(C - 1)\,t_p}{O}
+
+The first token comes when the prompt has passed all stages and its token is back at the first. The consequence: with
+few sequences :math:`T_d` is reading weights, once for each of the m shares of a pipeline; with many it is arithmetic,
+and what tensor parallel adds is the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from shotcast.collectives.registry import registered
+from shotcast.errors import ConfigError
+from shotcast.hardware.cluster import Cluster
+from shotcast.models.config import ModelConfig
+from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
+from shotcast.planner.calibration import Calibration
+from shotcast.planner.collectives import CollectiveCosts
+from shotcast.planner.cpu_rows import step_model
+from shotcast.planner.expert_model import ExpertModel
+from shotcast.planner.experts import expert_weight_bytes, row_width
+from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, largest_share, require_layout
+from shotcast.transport.triton.layout import MOST_RANKS
+from shotcast.units import about_size
+from shotcast.wire import MAX_WORLD_SIZE, NodeShape
+
+MAX_RANKS = 1024
+"""The most ranks of an engine."""
+MOST_SEQUENCES = 4096
+"""The most sequences of an engine that plans consider."""
+BATCH_TOKENS = 2048
+"""Tokens of a step at most, an engine's default."""
+_OTHER_BYTES = 2 << 30
+"""An allowance for the CUDA context, captured graphs and the workspace of collectives; the engine measures them."""
+LATENCY, THROUGHPUT = "latency", "throughput"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The aim of a plan: ``latency`` of one sequence, or ``throughput``, within bounds if there are any."""
+
+    kind: str = THROUGHPUT
+    ttft_ms: float = math.inf
+    tpot_ms: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Return the target in a text: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms).
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        if text in (LATENCY, THROUGHPUT):
+            return cls(text)
+        bounds: dict[str, float] = {}
+        for part in text.split(","):
+            name, equals, value = part.partition("=")
+            try:
+                number = float(value.strip().lower().removesuffix("ms"))
+            except ValueError:
+                number = math.nan
+            if f"{name.strip()}_ms" in bounds:
+                raise ConfigError(f"{text!r} has two bounds of {name.strip()}; give one")
+            if name.strip() not in ("ttft", "tpot") or not equals or not 0 < number < math.inf:
+                raise ConfigError(
+                    f"a target is {LATENCY}, {THROUGHPUT}, or bounds in milliseconds such as ttft=500,tpot=20, "
+                    f"not {text!r}"
+                )
+            bounds[f"{name.strip()}_ms"] = number
+        return cls(THROUGHPUT, **bounds)
+
+    def __str__(self) -> str:
+        bounds = {"first token": self.ttft_ms, "each later token": self.tpot_ms}
+        texts = [f"{name} within {bound:g} ms" for name, bound in bounds.items() if bound < math.inf]
+        return " ".join([self.kind, "with" if texts else "", " and ".join(texts)]).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings that an engine is started with, its defaults if nothing is said.
+
+    Attributes:
+        sequences: those that are computed together, at most.
+        batch_tokens: tokens of a step at most.
+        utilization: the part of a GPU's memory that an engine may use.
+        algorithm: of the sums; ``auto`` for the fastest.
+        kv_item: bytes of a key or value, where they are not those of an activation, as they are in the engine: 1 asks
+            what FP8 would give.
+    """
+
+    sequences: int = MOST_SEQUENCES
+    batch_tokens: int = BATCH_TOKENS
+    utilization: float = 0.9
+    algorithm: str = "auto"
+    kv_item: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A question: which model, on what, for what.
+
+    Attributes:
+        model: its dimensions.
+        name: the model as the user named it.
+        quantization: ``fp8`` or "".
+        cluster: nodes of GPUs.
+        gpus: how many of them.
+        prompt, output: tokens of a request.
+        target: what is wanted.
+        limits: those of each engine.
+    """
+
+    model: ModelConfig
+    name: str
+    quantization: str
+    cluster: Cluster
+    gpus: int
+    prompt: int
+    output: int
+    target: Target = Target()
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.gpus <= MAX_RANKS:
+            raise ConfigError(f"gpus must be from 1 to {MAX_RANKS}, not {self.gpus}")
+        per_node = self.cluster.gpus_per_node
+        if self.gpus > per_node and self.cluster.network is None:
+            raise ConfigError(f"{self.cluster.name} is one node of {per_node} GPUs, and {self.gpus} are asked for")
+        nodes = self.cluster.nodes
+        if nodes is not None and self.gpus > nodes * per_node:
+            raise ConfigError(
+                f"{self.cluster.name} is {nodes} nodes of {per_node} GPUs, and {self.gpus} GPUs are asked for"
+            )
+        if self.gpus > per_node and self.gpus % per_node:
+            raise ConfigError(f"{self.gpus} GPUs are no whole number of nodes of {per_node}")
+        if self.prompt < 1 or self.output < 2:
+            raise ConfigError(
+                f"input must be at least 1 token and output at least 2 (one has no time between tokens), not "
+                f"{self.prompt} and {self.output}"
+            )
+        if self.prompt + self.output > self.model.max_position:
+            raise ConfigError(
+                f"{self.name} takes {self.model.max_position} tokens of a sequence, and {self.prompt} + {self.output} "
+                "are asked for"
+            )
+        if self.quantization not in ("", "fp8"):
+            raise ConfigError(f'quantization must be "" (none) or fp8, not {self.quantization!r}')
+        if self.quantization and self.cluster.gpu.fp8_tflops is None:
+            raise ConfigError(f"the {self.cluster.gpu.name} has no FP8 arithmetic; leave quantization out")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of the rank that has most, in bytes.
+
+    Attributes:
+        usable: the part of the GPU that an engine may use.
+        weights: its weights.
+        other: an allowance for all that depends on neither rows nor sequences.
+        per_row: activations of a row of the largest step.
+        per_sequence: logits of a sequence.
+        per_token: keys and values of a token.
+        batch_tokens: tokens of a step at most.
+    """
+
+    usable: int
+    weights: int
+    other: int
+    per_row: int
+    per_sequence: int
+    per_token: int
+    batch_tokens: int
+
+    def steps(self, sequences: int) -> int:
+        """Return an estimate of what the steps of an engine of so many sequences take, with all else but the cache."""
+        # a step has room for a token of each sequence
+        return self.other + self.per_row * max(self.batch_tokens, sequences) + self.per_sequence * sequences
+
+    def cache(self, sequences: int) -> int:
+        """Return the bytes that are left for keys and values; below 0 if the rest does not fit."""
+        return self.usable - self.weights - self.steps(sequences)
+
+    def sequences(self, tokens: int) -> int:
+        """Return how many sequences of so many tokens fit, each with its logits."""
+        each = self.per_token * tokens + self.per_sequence
+        most = self.cache(0) // each
+        if most > self.batch_tokens:
+            # beyond it the rows of a step grow with the sequences
+            most = max(self.batch_tokens, (self.usable - self.weights - self.other) // (each + self.per_row))
+        return max(0, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A layout with a number of sequences.
+
+    Attributes:
+        layout: of one engine.
+        engines: equal engines beside each other (data parallel).
+        sequences: of one engine at once; of each of its ranks where these have sequences of their own.
+        ttft_ms, tpot_ms: of a request; the first without waiting for others.
+        tokens_per_s: output of all engines.
+        error: one standard deviation of ``tpot_ms`` by the calibration's residuals, as a part of it.
+        algorithm: of the sums of a step that decodes; "" for one rank a stage.
+        parts: microseconds of a decoding step, all stages together, by what they are for.
+        stage_us: the slowest and the fastest stage of that step.
+        memory: of the fullest rank.
+    """
+
+    layout: Layout
+    engines: int
+    sequences: int
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s: float
+    error: float
+    algorithm: str
+    parts: dict[str, float]
+    stage_us: tuple[float, float]
+    memory: Memory
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of all engines."""
+        return self.layout.ranks * self.engines
+
+    @property
+    def schedulers(self) -> int:
+        """The parts of all engines that have sequences of their own."""
+        return self.engines * self.layout.replicas
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens of output a second and GPU."""
+        return self.tokens_per_s / self.gpus
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        """Tokens of output a second of one request, after its first."""
+        return 1e3 / self.tpot_ms
+
+    def latency_ms(self, output: int) -> float:
+        """Return the milliseconds of a request of so many tokens of output."""
+        return self.ttft_ms + (output - 1) * self.tpot_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer to a job.
+
+    Attributes:
+        job: the question.
+        points: every layout with every number of sequences that fits.
+        refused: layouts that cannot be, and why.
+        best: what suits the target best; None if nothing does.
+        calibrated: whether the GPU has measured constants; else they are scaled from those of another.
+        link_calibrated: whether its link has; else they are scaled, by the ratio of the bandwidths.
+        device, dtype: of the calibration, which the engine is started with.
+    """
+
+    job: Job
+    points: tuple[Point, ...]
+    refused: dict[str, str]
+    best: Point | None
+    calibrated: bool
+    link_calibrated: bool
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+
+    @property
+    def precision(self) -> str:
+        """The quantization, or the type of weights without one, as InferenceX has it."""
+        return self.job.quantization or {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[self.dtype]
+
+    def best_of_each_layout(self) -> list[Point]:
+        """Return for each layout the point that suits the target best, the best layout first.
+
+        Where some are within the bounds of the target, layouts that never are have none.
+        """
+        best: dict[tuple[Layout, int], Point] = {}
+        for point in [point for point in self.points if _meets(self.job.target, point)] or self.points:
+            key = point.layout, point.engines
+            if key not in best or _rank(self.job, point) < _rank(self.job, best[key]):
+                best[key] = point
+        return sorted(best.values(), key=lambda point: _rank(self.job, point))
+
+    def pareto(self) -> list[Point]:
+        """Return the points that no other beats in both tokens/s a GPU and tokens/s a user, by the latter."""
+        front: list[Point] = []
+        for point in sorted(self.points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_gpu)):
+            if not front or point.tokens_per_s_per_gpu > front[-1].tokens_per_s_per_gpu:
+                front.append(point)
+        return front
+
+
+def plan(job: Job, calibration: Calibration, candidates: Iterable[tuple[Layout, int]] | None = None) -> Plan:
+    """Return the plan of a job.
+
+    Args:
+        job: the question.
+        calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
+        candidates: layouts, and how many engines of each; all :func:`layouts` by default.
+    """
+    constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
+    collectives = CollectiveCosts.on(job.cluster, constants.link)
+    points: list[Point] = []
+    refused: dict[str, str] = {}
+    for layout, engines in layouts(job) if candidates is None else candidates:
+        name = f"{layout}" if engines == 1 else f"{layout} x {engines}"
+        try:
+            _require_place(job, layout)
+            _require_served(layout, collectives)
+            points += _points(job, layout, engines, constants, collectives)
+        except ConfigError as error:
+            refused[name] = str(error)
+    fitting = [point for point in points if _meets(job.target, point)]
+    best = min(fitting, key=lambda point: _rank(job, point), default=None)
+    calibrated, link_calibrated = True, job.cluster.link_latency_us is None
+    if calibration.device == "cuda":
+        asked, known = job.cluster.gpu, calibration.gpu
+        link_calibrated = link_calibrated and asked.link == known.link
+        calibrated = replace(asked, link=known.link) == known
+    return Plan(job, tuple(points), refused, best, calibrated, link_calibrated, calibration.device, calibration.dtype)
+
+
+def layouts(job: Job) -> Iterator[tuple[Layout, int]]:
+    """Yield every layout of one engine, and how many such engines the GPUs hold."""
+    divisors = [number for number in range(1, job.gpus + 1) if job.gpus % number == 0]
+    for tensor in divisors:
+        for stages in divisors:
+            if job.gpus % (tensor * stages) == 0:
+                engines = job.gpus // (tensor * stages)
+                yield Layout(tensor, stages), engines
+                for groups in divisors[1:] if isinstance(job.model, ExpertModel) else ():
+                    if tensor % groups == 0:
+                        yield Layout(tensor, stages, groups), engines
+                    if tensor == groups:
+                        yield Layout(tensor, stages, groups, dp_attention=True), engines
+
+
+def memory_of(job: Job, layout: Layout, itemsize: int = 2) -> Memory:
+    """Return the memory of the rank that has most, on a GPU of the cluster."""
+    limits, usable = job.limits, int(job.cluster.gpu.memory_bytes * job.limits.utilization)
+    return fullest_rank(job.model, job.quantization, layout, usable, limits.batch_tokens, itemsize, limits.kv_item)
+
+
+def fullest_rank(
+    model: ModelConfig,
+    quantization: str,
+    layout: Layout,
+    usable: int,
+    batch_tokens: int,
+    itemsize: int = 2,
+    kv_item: int | None = None,
+) -> Memory:
+    """Return the memory of the rank that has most.
+
+    What steps take is estimated: activations of the most tokens of a step, and float32 logits of all sequences, each
+    twice, and an allowance for all else. An engine measures it.
+
+    Args:
+        model, quantization, layout: of the engine.
+        usable: bytes that a rank may use.
+        batch_tokens: tokens of a step at most.
+        itemsize: bytes of an activation, of a key or value, and of a weight that is not in FP8.
+        kv_item: bytes of a key or value, if they are not ``itemsize``.
+    """
+    require_layout(model, layout)
+    share = largest_share(model, layout.sharing)
+    layers = -(-model.layers // layout.pipeline_parallel)
+    per_token = kv_bytes_per_token(model, kv_item or itemsize, share.kv_heads, layers)
+    row = 3 * model.hidden + (share.heads + 2 * share.kv_heads) * model.head_dim
+    if isinstance(model, ExpertModel):
+        row += max(3 * share.columns, row_width(model, layout.experts, batch_tokens))
+        if model.latent is not None:
+            per_token = layers * (model.latent.kv_rank + model.latent.position) * (kv_item or itemsize)
+        weights = expert_weight_bytes(model, layout.experts, itemsize, layout.pipeline_parallel, quantization)
+    else:
+        row += 3 * share.columns
+        weights = weight_bytes(model, itemsize, layout.tensor_parallel, layout.pipeline_parallel, quantization)
+    return Memory(
+        usable,
+        weights,
+        _OTHER_BYTES,
+        2 * row * itemsize,
+        2 * model.vocab * 4,
+        per_token,
+        batch_tokens,
+    )
+
+
+def _require_place(job: Job, layout: Layout) -> None:
+    """Raise ConfigError if engines of this layout lie across nodes, or their stages do."""
+    per_node = job.cluster.gpus_per_node
+    for what, ranks in (("an engine", layout.ranks), ("a stage", layout.tensor_parallel)):
+        whole = ranks % per_node == 0 if ranks > per_node else per_node % ranks == 0
+        if job.gpus > per_node and not whole:
+            raise ConfigError(f"{what} of {ranks} ranks lies across nodes of {per_node} GPUs")
+
+
+def _require_served(layout: Layout, collectives: CollectiveCosts) -> None:
+    """Raise ConfigError if own kernels do not serve the ranks that share attention."""
+    shape = collectives.shape(layout.sharing)
+    most = MAX_WORLD_SIZE if shape.nodes == 1 else MOST_RANKS
+    if shape.world_size > most:
+        raise ConfigError(f"sums of {shape.world_size} GPUs: own kernels serve up to {most} of them on {_nodes(shape)}")
+
+
+def _nodes(shape: NodeShape) -> str:
+    return "one node" if shape.nodes == 1 else "several nodes"
+
+
+def _points(
+    job: Job, layout: Layout, engines: int, constants: Calibration, collectives: CollectiveCosts
+) -> Iterator[Point]:
+    model = step_model(
+        job.model,
+        layout,
+        constants,
+        collectives,
+        job.quantization,
+        job.limits.algorithm,
+        kv_item=job.limits.kv_item,
+    )
+    memory = memory_of(job, layout, constants.itemsize)
+    most = min(memory.sequences(job.prompt + job.output), job.limits.sequences)
+    if not most:
+        tokens = job.prompt + job.output
+        raise ConfigError(
+            f"weights take {about_size(memory.weights)} of {about_size(memory.usable)} on a rank, steps about "
+            f"{about_size(memory.steps(1))}, so a sequence of {tokens} tokens has no room"
+        )
+    latency_us, busy_us = _prompt_us(job, model)
+    sequences = 1
+    while sequences <= most:
+        yield _point(job, model, engines, sequences, latency_us, busy_us, memory, collectives)
+        sequences = most if sequences < most < 2 * sequences else 2 * sequences
+
+
+def _prompt_us(job: Job, model: StepModel) -> tuple[float, float]:
+    """Return the time of one prompt through all stages, and its part of full steps on the slowest stage."""
+    most = job.limits.batch_tokens
+    chunks = [
+        StepWork(0, 0.0, ((min(most, job.prompt - begin), begin),), int(begin + most >= job.prompt))
+        for begin in range(0, job.prompt, most)
+    ]
+    times = [[stage.time_us for stage in model.stages(chunk)] for chunk in chunks]
+    # chunks follow each other through the stages: all of the first, then the slowest stage of each other
+    latency_us = sum(times[0]) + sum(max(each) for each in times[1:])
+    latency_us += sum(model.transfers_us(chunks[0])[:-1]) + model.transfers_us(chunks[-1])[-1]
+    together = max(1, most // job.prompt)
+    if together == 1:
+        return latency_us, sum(max(each) for each in times)
+    full = model.stages(StepWork(0, 0.0, ((job.prompt, 0),) * together, together))
+    return latency_us, max(stage.time_us for stage in full) / together
+
+
+def _point(
+    job: Job,
+    model: StepModel,
+    engines: int,
+    sequences: int,
+    prompt_latency_us: float,
+    prompt_us: float,
+    memory: Memory,
+    collectives: CollectiveCosts,
+) -> Point:
+    layout = model.layout
+    shares = min(sequences, layout.pipeline_parallel)
+    rows = -(-sequences // layout.pipeline_parallel)
+    work = StepWork(rows, job.prompt + job.output / 2, (), rows)
+    stages = model.stages(work)
+    times = [stage.time_us for stage in stages]
+    round_us = max(shares * max(times), sum(times) + sum(model.transfers_us(work)))
+    tpot_us = round_us + (sequences - 1) * prompt_us / job.output
+    all_us = job.output * round_us + sequences * prompt_us
+    algorithm = ""
+    if layout.sharing > 1:
+        summed = collectives.all_reduce(
+            rows * job.model.hidden * model.itemsize, layout.sharing, model.itemsize, job.limits.algorithm
+        )
+        algorithm = registered()[summed.algorithm].label
+    return Point(
+        layout,
+        engines,
+        sequences,
+        prompt_latency_us / 1e3,
+        tpot_us / 1e3,
+        engines * layout.replicas * sequences * job.output / all_us * 1e6,
+        sum(stage.error_us for stage in stages) / sum(times),
+        algorithm,
+        _parts(stages),
+        (max(times), min(times)),
+        memory,
+    )
+
+
+def _parts(stages: list[Estimate]) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for stage in stages:
+        for name, time_us in stage.parts.items():
+            parts[name] = parts.get(name, 0.0) + time_us
+    return parts
+
+
+def _meets(target: Target, point: Point) -> bool:
+    return point.ttft_ms <= target.ttft_ms and point.tpot_ms <= target.tpot_ms
+
+
+def _rank(job: Job, point: Point) -> tuple[float, ...]:
+    """Return what is the least for the best point: within bounds, then fast; then few sequences, few ranks a stage."""
+    if job.target.kind == LATENCY:
+        # of one request; where sequences do not matter, more of them are better
+        return point.latency_ms(job.output), -point.tokens_per_s, point.layout.tensor_parallel
+    return not _meets(job.target, point), -point.tokens_per_s, point.sequences, point.layout.tensor_parallel

@@ -1,0 +1,174 @@
+"""Plans in words, as JSON, and as a command that starts what was planned."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any
+
+from shotcast.planner.expert_model import ExpertModel
+from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
+from shotcast.units import about_size
+
+_KINDS = {
+    "products": ("qkv", "output", "gate_up", "down", "shared", "head"),
+    "experts": ("experts", "router"),
+    "attention": ("attention", "rotation"),
+    "sums between ranks": ("all_reduce",),
+    "all-to-all of experts": ("all_to_all",),
+    "the rest": ("norm", "activation", "embedding", "sampling"),
+}
+
+
+def reason(plan: Plan) -> str:
+    """Return why the best point is the best, in a few sentences; why there is none, if so."""
+    best, job = plan.best, plan.job
+    if best is None:
+        return _no_best(plan)
+    of = " a rank" if best.layout.dp_attention else " an engine" * (best.engines > 1)
+    sentences = [f"{_layout(best)} with {_count(best.sequences, 'sequence')}{of}."]
+    total = sum(best.parts.values())
+    shares = {kind: sum(best.parts.get(name, 0.0) for name in names) / total for kind, names in _KINDS.items()}
+    named = {"sums between ranks": f"sums between ranks ({best.algorithm})"}
+    listed = ", ".join(f"{named.get(kind, kind)} {share:.0%}" for kind, share in shares.items() if share >= 0.005)
+    sentences.append(f"A step that decodes is {listed}.")
+    slowest, fastest = best.stage_us
+    if best.layout.pipeline_parallel > 1:
+        sentences.append(f"Its slowest stage takes {slowest / fastest - 1:.0%} longer than its fastest.")
+    others = [
+        point for point in plan.best_of_each_layout() if (point.layout, point.engines) != (best.layout, best.engines)
+    ]
+    if others:
+        sentences.append(_compared(best, others[0], job))
+    return " ".join(sentences)
+
+
+def _compared(best: Point, other: Point, job: Job) -> str:
+    if job.target.kind == LATENCY:
+        ratio = other.latency_ms(job.output) / best.latency_ms(job.output)
+        gain = f"a request takes {ratio:.2f} times as long"
+    else:
+        ratio = best.tokens_per_s / other.tokens_per_s
+        gain = f"{1 / ratio:.2f} times the tokens/s, with {_count(other.sequences, 'sequence')}"
+    certain = abs(math.log(ratio)) > best.error + other.error
+    return f"Next is {_layout(other)}: {gain}{'' if certain else ', which the error bars do not tell apart'}."
+
+
+def _no_best(plan: Plan) -> str:
+    if not plan.points:
+        why = next(iter(plan.refused.values()), "there is no layout")
+        return f"Nothing fits, whatever the layout; {list(plan.refused)[-1] if plan.refused else ''}: {why}"
+    nearest = min(plan.points, key=lambda point: _excess(plan, point))
+    return (
+        f"No layout has {plan.job.target}. The nearest is {_layout(nearest)} with "
+        f"{_count(nearest.sequences, 'sequence')}: first token {nearest.ttft_ms:.4g} ms, each later token "
+        f"{nearest.tpot_ms:.4g} ms."
+    )
+
+
+def _excess(plan: Plan, point: Point) -> float:
+    target = plan.job.target
+    return max(point.ttft_ms / target.ttft_ms, point.tpot_ms / target.tpot_ms)
+
+
+def _layout(point: Point) -> str:
+    engines = f", {point.engines} such engines" if point.engines > 1 else ""
+    return f"{point.layout.label}{engines}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def obstacle(plan: Plan) -> str:
+    """Return why the engine does not run what was planned; "" if it does."""
+    if isinstance(plan.job.model, ExpertModel):
+        return (
+            "This engine runs no Mixture of Experts: it has neither a router nor grouped products. The plan is for one "
+            "that has them beside the same attention and collectives, and no command starts it."
+        )
+    return ""
+
+
+def command(plan: Plan) -> str | None:
+    """Return the command that starts one engine of the best point; by torchrun on each node if there are several.
+
+    None if there is no best point, or the engine does not run the model.
+    """
+    best, job = plan.best, plan.job
+    if best is None or obstacle(plan):
+        return None
+    # a step must have room for a token of each sequence
+    tokens = max(BATCH_TOKENS, best.sequences)
+    serve = [
+        "serve",
+        "--model",
+        job.name,
+        "--device",
+        plan.device,
+        "--tensor-parallel",
+        str(best.layout.tensor_parallel),
+    ]
+    serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
+    serve += ["--quantization", job.quantization] if job.quantization else []
+    serve += ["--max-model-len", str(job.prompt + job.output), "--max-sequences", str(best.sequences)]
+    serve += ["--max-batch-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
+    per_node = job.cluster.gpus_per_node
+    if best.layout.ranks <= per_node:
+        return shlex.join(["shotcast", *serve])
+    launch = ["torchrun", "--nnodes", str(best.layout.ranks // per_node), "--node-rank", "NODE", "--nproc-per-node"]
+    launch += [str(per_node), "--master-addr", "NODE0", "--master-port", "29500", "-m", "shotcast"]
+    return shlex.join([*launch, *serve])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON: each point with InferenceX's keys (seconds, tokens a second, counts) and our own."""
+    return {
+        "target": str(plan.job.target),
+        "gpu": plan.job.cluster.gpu.name,
+        "cluster": plan.job.cluster.name,
+        "calibrated": plan.calibrated,
+        "link_calibrated": plan.link_calibrated,
+        "reason": reason(plan),
+        "command": command(plan),
+        "best": _row(plan, plan.best) if plan.best else None,
+        "pareto": [_row(plan, point) for point in plan.pareto()],
+        "points": [_row(plan, point) for point in plan.points],
+        "refused": plan.refused,
+    }
+
+
+def _row(plan: Plan, point: Point) -> dict[str, Any]:
+    job = plan.job
+    return {
+        "model": job.name,
+        "precision": plan.precision,
+        "tp": point.layout.tensor_parallel,
+        "pp": point.layout.pipeline_parallel,
+        "ep": point.layout.expert_parallel,
+        "dp_attention": point.layout.dp_attention,
+        "dp": point.engines,
+        "conc": point.sequences * point.schedulers,
+        "isl": job.prompt,
+        "osl": job.output,
+        "tput_per_gpu": point.tokens_per_s_per_gpu * (job.prompt + job.output) / job.output,
+        "output_tput_per_gpu": point.tokens_per_s_per_gpu,
+        "median_ttft": point.ttft_ms / 1e3,
+        "median_tpot": point.tpot_ms / 1e3,
+        "median_intvty": point.tokens_per_s_per_user,
+        "tpot_error": point.error,
+        "all_reduce": point.algorithm,
+        "step_us": point.parts,
+        "memory": {
+            "weights": point.memory.weights,
+            "steps": point.memory.steps(point.sequences),
+            "cache": point.memory.cache(point.sequences),
+            "usable": point.memory.usable,
+        },
+    }
+
+
+def memory_text(point: Point) -> str:
+    """Return the memory of the fullest rank in words."""
+    memory = point.memory
+    return f"{about_size(memory.weights)} weights, {about_size(memory.cache(point.sequences))} cache"

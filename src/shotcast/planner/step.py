@@ -1,0 +1,375 @@
+r"""The time of a step of the engine: what each stage of a layout computes and communicates, kernel by kernel.
+
+A step computes :math:`n_d` tokens of sequences that decode, one of each, and chunks of prompts, R tokens together. On
+the rank of a stage that has most of it, with T ranks a stage, a layer takes
+
+.. math:: T_l = T_{qkv} + T_{att} + T_o + T_{sum} + T_{gate,up} + T_{down} + T_{sum}
+
+where :math:`T_{sum}` is an all-reduce of R rows with residual and norm, by the fastest algorithm for the message. The
+first stage adds the embeddings and their sum, the last one the head for the rows that are sampled. A stage sends R rows
+to the next, within a node or to the next node, and the last one the sampled tokens to the first. Kernels are priced by
+:mod:`shotcast.cost.inference`, sums by what algorithms describe.
+
+The consequence: a step with few rows takes the time of reading weights, keys and values; T ranks divide that and add
+two latencies a layer, P stages divide the layers and add none, and a token passes through all stages one after the
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shotcast.cost.inference import (
+    KernelWork,
+    decode_attention,
+    product,
+    product_kind,
+    prompt_attention,
+    rows_pass,
+)
+from shotcast.errors import ConfigError
+from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads, shard
+from shotcast.models.config import ModelConfig
+from shotcast.models.memory_estimate import require_division
+from shotcast.planner.calibration import FUSED_NORM, LINK, Calibration, rotation_bytes
+from shotcast.planner.collectives import CollectiveCosts
+from shotcast.planner.expert_model import ExpertModel
+from shotcast.planner.experts import ExpertLayer, ExpertSharing, require_sharing
+from shotcast.planner.latent_attention import LatentLayer
+from shotcast.planner.priced import Priced
+
+_TOKEN_BYTES = 8
+
+
+class Layout(NamedTuple):
+    """Ranks of a stage, and stages; of a model with experts, also how the ranks of a stage divide these.
+
+    Attributes:
+        tensor_parallel: the ranks of a stage.
+        pipeline_parallel: the stages.
+        expert_parallel: the groups of a stage's ranks that have different experts.
+        dp_attention: each rank of a stage has sequences of its own, and computes their attention alone; the ranks of a
+            stage share nothing but the experts.
+    """
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    expert_parallel: int = 1
+    dp_attention: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of all stages."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def replicas(self) -> int:
+        """The parts of an engine that have sequences of their own."""
+        return self.tensor_parallel if self.dp_attention else 1
+
+    @property
+    def sharing(self) -> int:
+        """The ranks that share each head, layer and word, but for experts."""
+        return self.tensor_parallel // self.replicas
+
+    @property
+    def experts(self) -> ExpertSharing:
+        """The division of experts."""
+        return ExpertSharing(self.tensor_parallel, self.expert_parallel, self.dp_attention)
+
+    @property
+    def label(self) -> str:
+        """The layout in words."""
+        experts = f" x EP{self.expert_parallel}" if self.expert_parallel > 1 else ""
+        apart = " with data-parallel attention" if self.dp_attention else ""
+        return f"TP{self.tensor_parallel} x PP{self.pipeline_parallel}{experts}{apart}"
+
+    def __str__(self) -> str:
+        experts = f" ep{self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return f"{self.tensor_parallel}x{self.pipeline_parallel}{experts}{' dp' if self.dp_attention else ''}"
+
+
+class StepWork(NamedTuple):
+    """The tokens of a step; with ``dp_attention`` those of each rank, of which all have as many.
+
+    Attributes:
+        decoding: sequences that decode, a token each.
+        context: tokens before these, on average.
+        prompts: for each part of a prompt its tokens, and those before it.
+        sampled: rows that are sampled.
+    """
+
+    decoding: int
+    context: float
+    prompts: tuple[tuple[int, int], ...]
+    sampled: int
+
+    @property
+    def rows(self) -> int:
+        """All tokens of the step."""
+        return self.decoding + sum(tokens for tokens, _ in self.prompts)
+
+    @property
+    def sequences(self) -> int:
+        """All sequences of the step."""
+        return self.decoding + len(self.prompts)
+
+
+@dataclass(slots=True)
+class Estimate:
+    """A predicted time, of what it consists, and how far off it may be.
+
+    Attributes:
+        parts: microseconds by name.
+        variance: the sum of the squares of each part's time times its residual. The same kernel is off alike in all
+            layers, and different kernels are off independently.
+    """
+
+    parts: dict[str, float] = field(default_factory=dict)
+    variance: float = 0.0
+
+    @property
+    def time_us(self) -> float:
+        """The predicted microseconds."""
+        return sum(self.parts.values())
+
+    @property
+    def error_us(self) -> float:
+        """One standard deviation, by the residuals of the calibration."""
+        return math.sqrt(self.variance)
+
+    def add(self, name: str, time_us: float, residual: float) -> None:
+        """Add a part."""
+        self.parts[name] = self.parts.get(name, 0.0) + time_us
+        self.variance += (time_us * residual) ** 2
+
+
+class RankShare(NamedTuple):
+    """The part of a layer that the rank with most of it has."""
+
+    heads: int
+    kv_heads: int
+    columns: int
+    words: int
+
+
+def largest_share(model: ModelConfig, ranks: int) -> RankShare:
+    """Return the heads, columns and words of the rank that has most, where ``ranks`` share each layer."""
+    parts = [partition_heads(model.heads, model.kv_heads, rank, ranks) for rank in range(ranks)]
+    return RankShare(
+        max(len(part.queries) for part in parts),
+        max(len(part.kv) for part in parts),
+        max(len(shard(model.intermediate, rank, ranks, FFN_UNIT).part) for rank in range(ranks)),
+        max(map(len, partition(model.vocab, ranks, VOCAB_UNIT))),
+    )
+
+
+def _crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
+    """Return for each stage whether one of its ranks and that of the next stage, or of the first, are on two nodes."""
+    tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
+    nodes = [[(stage * tensor + rank) // gpus_per_node for rank in range(tensor)] for stage in range(stages)]
+    return [here != nodes[(stage + 1) % stages] for stage, here in enumerate(nodes)]
+
+
+def require_layout(model: ModelConfig, layout: Layout) -> None:
+    """Raise ConfigError unless each stage and each rank of a layout gets a part of the model."""
+    require_division(model, layout.sharing, layout.pipeline_parallel)
+    if isinstance(model, ExpertModel):
+        require_sharing(model, layout.experts)
+    elif layout.expert_parallel > 1 or layout.dp_attention:
+        raise ConfigError(f"the layout {layout} divides experts, and the model has none")
+
+
+class StepModel:
+    """Predicts steps of a model in a layout.
+
+    Args:
+        model: its dimensions.
+        layout: how it is divided.
+        calibration: constants of the kernels.
+        collectives: constants of link and network.
+        quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
+        algorithm: of sums; ``auto`` for the fastest.
+        kv_item: bytes of a key or value, if they are not those of an activation.
+
+    Raises:
+        ConfigError: the model cannot be divided so, or nothing is known of FP8 on this GPU.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        calibration: Calibration,
+        collectives: CollectiveCosts,
+        quantization: str = "",
+        algorithm: str = "auto",
+        kv_item: int | None = None,
+    ):
+        require_layout(model, layout)
+        self.model, self.layout = model, layout
+        # whether a stage and the next lie on different nodes; the last one is followed by the first
+        self._crossings = _crossings(layout, collectives.gpus_per_node)
+        self.share = largest_share(model, layout.sharing)
+        self._calibration, self._collectives = calibration, collectives
+        self.itemsize = calibration.itemsize
+        self._kv_item = kv_item or self.itemsize
+        self._fp8, self._algorithm = quantization == "fp8", algorithm
+        self._known: dict[StepWork, list[Estimate]] = {}
+        parts = partition(model.layers, layout.pipeline_parallel)
+        # the layers of each stage: dense ones, and those with experts
+        self._layers = [(len(part), 0) for part in parts]
+        self._experts: ExpertLayer | None = None
+        self._latent: LatentLayer | None = None
+        if isinstance(model, ExpertModel):
+            self._layers = [(len(part) - model.expert_layers(part), model.expert_layers(part)) for part in parts]
+            self._experts = ExpertLayer(model, layout.experts, calibration, self._product, collectives, self._fp8)
+            if model.latent is not None:
+                self._latent = LatentLayer(
+                    model, model.latent, layout.sharing, calibration, self._product, self._fp8, self._kv_item
+                )
+
+    def stages(self, work: StepWork) -> list[Estimate]:
+        """Return the time of each stage of a step, without what passes between stages."""
+        known = self._known.get(work)
+        if known is None:
+            known = self._known[work] = self._stages(work)
+        return known
+
+    def transfers_us(self, work: StepWork) -> list[float]:
+        """Return for each stage the microseconds in which what it has made arrives at the next.
+
+        These are the rows of the step, and from the last stage to the first the tokens that are sampled; a single stage
+        sends nothing.
+        """
+        if len(self._crossings) == 1:
+            return [0.0]
+        rows_bytes, token_bytes = work.rows * self.model.hidden * self.itemsize, work.sampled * _TOKEN_BYTES
+        near_us, far_us = (self._collectives.send(rows_bytes, crosses) for crosses in (False, True))
+        between = [far_us if crosses else near_us for crosses in self._crossings[:-1]]
+        return [*between, self._collectives.send(token_bytes, self._crossings[-1])]
+
+    def host_us(self, work: StepWork) -> float:
+        """Return the microseconds that rank 0 itself takes for a step, besides its stage."""
+        return self._calibration.host.time_us(work.sequences, work.rows)
+
+    @property
+    def hides_host(self) -> bool:
+        """Return whether rank 0 enqueues steps ahead, on a GPU, or computes its stage itself, on a CPU."""
+        return self._calibration.host.hidden
+
+    def _stages(self, work: StepWork) -> list[Estimate]:
+        mixer = self._mixer(work)
+        networks = [self._network(work.rows), self._experts.parts(work.rows) if self._experts else {}]
+        stages = []
+        for number, layers in enumerate(self._layers):
+            stage = Estimate()
+            for count, parts in zip((sum(layers), *layers), (mixer, *networks), strict=True):
+                for name, (time_us, residual) in parts.items() if count else ():
+                    stage.add(name, count * time_us, residual)
+            if number == 0:
+                self._embed(stage, work)
+            if number == len(self._layers) - 1 and work.sampled:
+                self._sample(stage, work)
+            stages.append(stage)
+        return stages
+
+    def _kernel(self, kind: str, work: KernelWork) -> Priced:
+        return Priced(self._calibration.time_us(kind, work), self._calibration.residual(kind))
+
+    def _product(self, rows: int, outputs: int, inputs: int, fp8: bool) -> Priced:
+        """Return the time and the residual of a product.
+
+        Its kinds were fitted one by one, each from its first number of rows on. More rows never take less: where
+        another kind begins below the last one's end, the time stays at that end until it is passed.
+        """
+        few_rows = self._calibration.few_rows
+        ends = [end for end in (1, few_rows) if end < rows]
+        item = 1 if fp8 else self.itemsize
+        return max(
+            self._kernel(product_kind(each, fp8, few_rows), product(each, outputs, inputs, item))
+            for each in (*ends, rows)
+        )
+
+    def _mixer(self, work: StepWork) -> Mapping[str, Priced]:
+        """Return the time and the residual of each part of a layer but its network: attention, sums and norms."""
+        parts = dict(
+            self._latent.parts(work.decoding, work.context, work.prompts, work.rows)
+            if self._latent
+            else self._heads(work)
+        )
+        for name, (time_us, residual) in self._sum_and_norm(work.rows).items():
+            parts[name] = Priced(2 * time_us, residual)
+        return parts
+
+    def _heads(self, work: StepWork) -> Mapping[str, Priced]:
+        """Return the time and the residual of each part of attention with keys and values of heads."""
+        rows, hidden, head_dim, share = work.rows, self.model.hidden, self.model.head_dim, self.share
+        queries, keys = share.heads * head_dim, share.kv_heads * head_dim
+        parts = {
+            "qkv": self._product(rows, queries + 2 * keys, hidden, self._fp8),
+            "attention": self._attention(work),
+            "output": self._product(rows, hidden, queries, self._fp8),
+        }
+        if self._calibration.device == "cpu" or work.prompts:
+            # on GPUs, attention that decodes turns queries and keys itself
+            nbytes = rotation_bytes(rows, share.heads, share.kv_heads, head_dim, self.itemsize)
+            parts["rotation"] = self._kernel("rows_pass", rows_pass(nbytes))
+        return parts
+
+    def _network(self, rows: int) -> Mapping[str, Priced]:
+        """Return the time and the residual of each part of a dense feed-forward network."""
+        hidden, columns = self.model.hidden, self.share.columns
+        parts = {
+            "gate_up": self._product(rows, 2 * columns, hidden, self._fp8),
+            "down": self._product(rows, hidden, columns, self._fp8),
+        }
+        if self._calibration.device == "cpu" or rows > self._calibration.few_rows:
+            # the engine's products of fewer rows have the activation in them
+            parts["activation"] = self._kernel("rows_pass", rows_pass(rows * 3 * columns * self.itemsize))
+        return parts
+
+    def _attention(self, work: StepWork) -> Priced:
+        share, model = self.share, self.model
+        window = model.sliding_window or math.inf
+        context = min(work.context + 1, window)
+        decoding = decode_attention(work.decoding, context, share.kv_heads, model.head_dim, self._kv_item)
+        if not work.prompts:
+            return self._kernel("decode_attention", decoding)
+        parts = [(tokens, int(min(before, window))) for tokens, before in work.prompts]
+        time_us, residual = self._kernel("prompt_attention", prompt_attention(parts, share.heads, model.head_dim))
+        # in the same kernel, keys and values of those that decode are read besides
+        read_us = 1e6 * decoding.first / self._calibration.kinds["decode_attention"].cost.first_rate
+        return Priced(time_us + read_us, residual)
+
+    def _sum_and_norm(self, rows: int) -> dict[str, Priced]:
+        nbytes = rows * self.model.hidden * self.itemsize
+        if self.layout.sharing == 1:
+            return {"norm": self._kernel("rows_pass", rows_pass(4 * nbytes))}
+        summed = self._collectives.all_reduce(nbytes, self.layout.sharing, self.itemsize, self._algorithm)
+        return {
+            "all_reduce": Priced(summed.time_us, self._calibration.residual(LINK)),
+            "norm": self._kernel(FUSED_NORM, rows_pass(nbytes)),
+        }
+
+    def _embed(self, stage: Estimate, work: StepWork) -> None:
+        nbytes = work.rows * self.model.hidden * self.itemsize
+        stage.add("embedding", *self._kernel("rows_pass", rows_pass(2 * nbytes)))
+        if self.layout.sharing > 1:
+            summed = self._collectives.all_reduce(nbytes, self.layout.sharing, self.itemsize, self._algorithm)
+            stage.add("embedding", summed.time_us, self._calibration.residual(LINK))
+
+    def _sample(self, stage: Estimate, work: StepWork) -> None:
+        rows, ranks = work.sampled, self.layout.sharing
+        stage.add("head", *self._product(rows, self.share.words, self.model.hidden, fp8=False))
+        logits = rows * self.model.vocab
+        if ranks > 1:
+            stage.add(
+                "head", self._collectives.all_gather(logits * self.itemsize, ranks), self._calibration.residual(LINK)
+            )
+        # the parts are joined as float32, and the sampler reads them
+        stage.add("sampling", *self._kernel("rows_pass", rows_pass(logits * (self.itemsize + 4))))
+        stage.add("sampling", *self._kernel("rows_pass", rows_pass(logits * 4)))

@@ -1,0 +1,363 @@
+"""Plans: published layouts are ordered as published, every point is within its GPU, and bad questions are answered."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from shotcast.cli import app
+from shotcast.engine.scheduler import SchedulerConfig
+from shotcast.errors import ConfigError
+from shotcast.hardware import cluster
+from shotcast.hardware.cluster import NetworkSpec
+from shotcast.models.presets import preset
+from shotcast.planner import report
+from shotcast.planner.calibration import load
+from shotcast.planner.collectives import CollectiveCosts
+from shotcast.planner.model_name import named_model
+from shotcast.planner.plan import Job, Limits, Plan, Target, memory_of, plan
+from shotcast.planner.step import Layout, StepModel, StepWork
+from shotcast.simulator.engine_runs import metrics
+from shotcast.simulator.priced_steps import PricedSteps
+from shotcast.simulator.serving import Arrival, serve
+
+RUNNER = CliRunner()
+
+
+def planned(
+    model: str = "llama-3.1-405b",
+    quantization: str = "fp8",
+    where: str = "dgx-h200",
+    gpus: int = 8,
+    prompt: int = 2048,
+    output: int = 128,
+    target: str = "throughput",
+) -> Plan:
+    job = Job(preset(model), model, quantization, cluster.load(where), gpus, prompt, output, Target.parse(target))
+    return plan(job, load("NVIDIA H200"))
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = RUNNER.invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_latency_of_405b_on_eight_h200() -> None:
+    """TensorRT-LLM published 5.6 times the speed of PP8 for TP8; nothing here was fitted to that."""
+    found = planned(target="latency")
+    assert found.best is not None
+    assert found.best.layout == Layout(8, 1)
+    one = {point.layout: point for point in found.points if point.sequences == 1 and point.engines == 1}
+    ratio = one[Layout(1, 8)].latency_ms(128) / one[Layout(8, 1)].latency_ms(128)
+    assert ratio == pytest.approx(5.6, rel=0.2)
+    assert [one[Layout(tp, 8 // tp)].tpot_ms for tp in (8, 4, 2, 1)] == sorted(point.tpot_ms for point in one.values())
+
+
+def test_throughput_of_405b_on_eight_h200() -> None:
+    """PP8 has 1.5 times the published throughput of TP8."""
+    best = {point.layout: point.tokens_per_s for point in planned().best_of_each_layout() if point.engines == 1}
+    assert best[Layout(1, 8)] / best[Layout(8, 1)] == pytest.approx(1.5, rel=0.2)
+
+
+@given(
+    st.sampled_from(["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "smollm2-135m"]),
+    st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24]),
+    st.sampled_from(cluster.packaged()),
+    st.integers(1, 4000),
+    st.integers(2, 2000),
+)
+@settings(max_examples=15, deadline=None)
+def test_every_point_is_possible(model: str, gpus: int, where: str, prompt: int, output: int) -> None:
+    spec = cluster.load(where)
+    whole_nodes = gpus <= spec.gpus_per_node or gpus % spec.gpus_per_node == 0
+    if not whole_nodes or (model == "llama-3.1-70b" and gpus < 4):
+        return
+    found = planned(model, "", where, gpus, prompt, output)
+    assert found.points
+    for point in found.points:
+        memory = point.memory
+        tokens = prompt + output
+        assert point.gpus == gpus
+        held = memory.weights + memory.steps(point.sequences) + memory.per_token * tokens * point.sequences
+        assert held <= memory.usable <= spec.gpu.memory_bytes
+        vocabulary = preset(model).vocab
+        assert memory.steps(point.sequences) >= 2 * point.sequences * vocabulary * 4
+        assert point.tpot_ms > 0
+        assert point.ttft_ms > 0
+        # all sequences have at most their own speed, and arithmetic has its peak
+        assert point.tokens_per_s <= point.engines * point.sequences * 1e3 / point.tpot_ms * 1.01 * output / (
+            output - 1
+        )
+        flops = 2 * (preset(model).parameters - preset(model).vocab * preset(model).hidden * 2)
+        assert point.tokens_per_s_per_gpu * (1 + (prompt - 1) / output) * flops < spec.gpu.bf16_tflops * 1e12
+    front = found.pareto()
+    assert [point.tokens_per_s_per_user for point in front] == sorted(
+        (point.tokens_per_s_per_user for point in front), reverse=True
+    )
+    for point in found.points:
+        assert any(
+            other.tokens_per_s_per_user >= point.tokens_per_s_per_user
+            and other.tokens_per_s_per_gpu >= point.tokens_per_s_per_gpu
+            for other in front
+        )
+    assert report.command(found).count("--max-sequences") == 1
+
+
+@pytest.mark.parametrize(("layout", "sequences"), [(Layout(8, 1), 64), (Layout(2, 4), 64), (Layout(1, 8), 128)])
+def test_closed_forms_are_those_of_the_simulated_engine(layout: Layout, sequences: int) -> None:
+    """Throughput by the equation of the page, beside the scheduler on the same steps."""
+    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("dgx-h200"), 8, 512, 128)
+    calibration = load("NVIDIA H200")
+    (point,) = [
+        point
+        for point in plan(job, calibration).points
+        if (point.layout, point.engines, point.sequences) == (layout, 1, sequences)
+    ]
+    model = StepModel(job.model, layout, calibration, CollectiveCosts.on(job.cluster, calibration.link))
+    config = SchedulerConfig(sequences, 2048, 16, 1 << 20, 640, False, 1, layout.pipeline_parallel)
+    found = metrics(serve([Arrival(0.0, 512, 128)] * sequences, config, PricedSteps(model)))
+    assert point.tokens_per_s == pytest.approx(found["tokens_per_s"], rel=0.12)
+    alone = metrics(serve([Arrival(0.0, 512, 128)], config, PricedSteps(model)))
+    assert point.ttft_ms == pytest.approx(alone["ttft_ms"], rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 16), Layout(2, 8), Layout(4, 4)])
+def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
+    """Each token takes every hop, within nodes and between, by the closed form as in the simulated engine."""
+    calibration, spec = load("NVIDIA H200"), cluster.load("dgx-h200")
+    slow = replace(spec, network=NetworkSpec("slow", 50.0, 1000.0, "made up"))
+    job = Job(preset("llama-3.1-8b"), "x", "", slow, 16, 512, 64)
+    (point,) = [
+        point
+        for point in plan(job, calibration).points
+        if (point.layout, point.engines, point.sequences) == (layout, 1, 1)
+    ]
+    model = StepModel(job.model, layout, calibration, CollectiveCosts.on(slow, calibration.link))
+    config = SchedulerConfig(1, 2048, 16, 1 << 20, 640, False, 1, layout.pipeline_parallel)
+    found = metrics(serve([Arrival(0.0, 512, 64)], config, PricedSteps(model)))
+    assert point.tpot_ms == pytest.approx(found["tpot_ms"], rel=0.01)
+    assert point.ttft_ms == pytest.approx(found["ttft_ms"], rel=0.01)
+    # the two hops between nodes, of 1 ms each
+    steps_ms = sum(stage.time_us for stage in model.stages(StepWork(1, 544.0, (), 1))) / 1e3
+    assert 2 < point.tpot_ms - steps_ms < 2.2
+
+
+def test_sequences_bring_their_logits() -> None:
+    """The most sequences that fit have room for keys and values and for logits of all; one more has not."""
+    model = preset("llama-3.1-405b")
+    job = Job(model, "405b", "fp8", cluster.load("dgx-h200"), 8, 128, 128)
+    for tokens in (16, 256, 2048):
+        memory = memory_of(job, Layout(1, 8))
+        most = memory.sequences(tokens)
+        held = [sequences * tokens * memory.per_token - memory.cache(sequences) for sequences in (most, most + 1)]
+        assert held[0] <= 0 < held[1]
+        assert memory.steps(most + 1) - memory.steps(most) >= 2 * 4 * model.vocab
+    # with logits of 256 sequences alone, 4018 would fit
+    assert (
+        max(point.sequences for point in plan(job, load("NVIDIA H200")).points if point.layout == Layout(1, 8)) < 4018
+    )
+
+
+def test_bounds_are_kept_and_named() -> None:
+    found = planned("llama-3.1-70b", target="ttft=500,tpot=20")
+    assert found.best is not None
+    assert found.best.ttft_ms <= 500
+    assert found.best.tpot_ms <= 20
+    within = [point for point in found.points if point.ttft_ms <= 500 and point.tpot_ms <= 20]
+    assert found.best.tokens_per_s == max(point.tokens_per_s for point in within)
+    assert {(point.layout, point.engines) for point in found.best_of_each_layout()} == {
+        (point.layout, point.engines) for point in within
+    }
+    tight = planned("llama-3.1-70b", target="ttft=5,tpot=2ms")
+    assert tight.best is None
+    assert report.reason(tight).startswith(
+        "No layout has throughput with first token within 5 ms and each later token within 2 ms. The nearest is TP8"
+    )
+
+
+def test_the_reason_names_what_the_step_is() -> None:
+    text = report.reason(planned(target="latency"))
+    assert text.startswith("TP8 x PP1 with 1 sequence. A step that decodes is products ")
+    assert "sums between ranks (one-shot) " in text
+    assert "Next is " in text
+    assert "slowest stage takes " in report.reason(planned())
+
+
+def test_a_thousand_gpus_take_a_minute_at_most() -> None:
+    began = time.process_time()
+    found = planned(quantization="", where="h200-x4-ndr", gpus=1024, target="latency")
+    assert time.process_time() - began < 20
+    assert found.best is not None
+    assert report.command(found).startswith("torchrun --nnodes ")
+    assert found.refused["32x32"] == "sums of 32 GPUs: own kernels serve up to 16 of them on several nodes"
+    assert {point.layout.tensor_parallel for point in found.points} == {4, 8, 16, 2, 1}
+
+
+def test_engines_do_not_lie_across_nodes() -> None:
+    found = planned("llama-3.1-70b", gpus=24)
+    assert found.refused["3x8"] == "a stage of 3 ranks lies across nodes of 8 GPUs"
+    assert found.refused["2x3 x 4"] == "an engine of 6 ranks lies across nodes of 8 GPUs"
+    assert {point.layout for point in found.points} >= {Layout(8, 3), Layout(1, 24), Layout(2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 0}, "gpus must be from 1 to 1024, not 0"),
+        ({"gpus": 12}, "12 GPUs are no whole number of nodes of 8"),
+        ({"prompt": 0}, "input must be at least 1 token"),
+        ({"output": 1}, "output at least 2"),
+        ({"prompt": 200_000}, "takes 131072 tokens of a sequence, and 200000 . 128 are asked for"),
+        ({"quantization": "int4"}, "quantization must be"),
+        ({"where": "a100-x4-slingshot"}, "has no FP8 arithmetic"),
+        ({"target": "cheap"}, "a target is latency, throughput, or bounds"),
+        ({"target": "ttft=0"}, "a target is latency"),
+        ({"target": "ttft=1,tpot"}, "a target is latency"),
+        ({"target": "ttft=500,tpot=20,ttft=5"}, "has two bounds of ttft; give one"),
+    ],
+)
+def test_what_is_wrong_is_said(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(**options)  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit() -> None:
+    found = planned(gpus=1)
+    assert found.best is None
+    assert "weights take 382 GiB of 118 GiB on a rank" in report.reason(found)
+    assert memory_of(found.job, Layout(1, 1)).cache(1) < 0
+
+
+def test_from_a_config_to_a_command(tmp_path: Path) -> None:
+    """A new user's way: a config.json without weights, a cluster of one's own, an answer, and the files of it."""
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.yaml").write_text("gpu: H200 SXM\nnode: {num_gpus_per_node: 4}\n")
+    files = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg")]
+    text = run(
+        "plan", "-m", str(folder), "--cluster", str(tmp_path / "mine.yaml"), "-g", "4", "--target=latency", *files
+    )
+    assert f"To start it: shotcast serve --model {folder} --device cuda --tensor-parallel 4" in text
+    result = json.loads((tmp_path / "plan.json").read_text())
+    assert result["calibrated"] is True
+    best = result["best"]
+    assert (best["tp"], best["pp"], best["dp"], best["conc"], best["isl"], best["osl"]) == (4, 1, 1, 1, 2048, 128)
+    assert best["tput_per_gpu"] == pytest.approx(best["output_tput_per_gpu"] * (2048 + 128) / 128)
+    assert best["median_intvty"] == pytest.approx(1 / best["median_tpot"])
+    assert best in result["points"]
+    assert (tmp_path / "plan.svg").read_text().lstrip().startswith("<?xml")
+    assert named_model(str(folder / "config.json")).name == str(folder)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    assert "similar presets: llama-3.1-70b" in run("plan", "-m", "llama-3.1-70", code=2)
+    assert "has no config.json" in run("plan", "-m", str(tmp_path), code=2)
+    assert "no cluster 'dgx-h20'" in run("plan", "-m", "llama-3.1-8b", "--cluster", "dgx-h20", code=2)
+    assert "cannot read the network" in run("plan", "-m", "llama-3.1-8b", "--network", str(tmp_path / "x.yml"), code=2)
+    refused = run("plan", "-m", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
+    assert "does not write .xyz" in refused
+    assert "tokens in" not in refused, "refused before the plan is made"
+    assert "--model is empty" in run("plan", "-m", "", code=2)
+    assert "give --rate" in run("plan", "-m", "llama-3.1-8b", "--requests", "5", code=2)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for option in ("--cluster", "--network", "--calibration"):
+        assert "no text in UTF-8" in run("plan", "-m", "llama-3.1-8b", option, str(binary), code=2)
+    assert "No layout has" in run("plan", "-m", "llama-3.1-8b", "--target", "ttft=0.001", code=1)
+    assert "no results to calibrate by" in run("calibrate", str(tmp_path), "-o", str(tmp_path / "c.json"), code=2)
+
+
+def test_a_gpu_without_calibration_is_said(tmp_path: Path) -> None:
+    text = run("plan", "-m", "llama-3.1-8b", "--cluster", "dgx-b200", "-g", "1")
+    assert "The B200 has no calibration: rates are those of the H200 SXM by the ratio of the data sheets" in text
+
+
+def test_a_link_without_calibration_is_said(tmp_path: Path) -> None:
+    """A network file changes the links of a GPU whose kernels are measured, and says how many nodes there are."""
+    file = tmp_path / "network.yml"
+    file.write_text("topology: [Switch, Switch]\nnpus_count: [4, 2]\nbandwidth: [225, 25]\nlatency: [1000, 4500]\n")
+    question = ["plan", "-m", "llama-3.1-8b", "--network", str(file), "--json", str(tmp_path / "plan.json")]
+    text = run(*question, "-g", "8")
+    assert "The link has no calibration: its bandwidth is that of the H200 SXM's by the ratio" in text
+    assert "The H200 SXM has no calibration" not in text
+    result = json.loads((tmp_path / "plan.json").read_text())
+    assert (result["calibrated"], result["link_calibrated"]) == (True, False)
+    assert "is 2 nodes of 4 GPUs, and 16 GPUs are asked for" in run(*question, "-g", "16", code=2)
+    spec = cluster.with_astra_sim_network(cluster.load("dgx-h200"), file.read_text(), "network.yml")
+    assert CollectiveCosts.on(spec, load("NVIDIA H200").link).link.step_us == 2.0
+
+
+def test_a_calibration_of_ones_own(tmp_path: Path) -> None:
+    folder = Path(__file__).parent.parent.parent / "benchmarks" / "data" / "h200"
+    file = tmp_path / "mine.json"
+    text = run("calibrate", str(folder), "-o", str(file))
+    assert "product_many_rows 54" in text.replace("│", "").replace("  ", " ").replace("  ", " ")
+    assert "To start it" in run("plan", "-m", "llama-3.1-8b", "-g", "1", "--calibration", str(file))
+
+
+def test_limits_of_an_engine() -> None:
+    """Points keep to what an engine is started with, and only the layouts that are asked for have any."""
+    calibration, where, layout = load("NVIDIA H200"), cluster.load("dgx-h200"), Layout(2, 1)
+    limits = Limits(sequences=24, batch_tokens=512, utilization=0.8, algorithm="two_shot")
+    job = Job(preset("llama-3.1-8b"), "x", "", where, 2, 1000, 100, limits=limits)
+    found = plan(job, calibration, [(layout, 1)])
+    assert {point.layout for point in found.points} == {layout}
+    assert [point.sequences for point in found.points] == [1, 2, 4, 8, 16, 24]
+    assert {point.algorithm for point in found.points} == {"two-shot"}
+    assert found.points[0].memory.usable == int(where.gpu.memory_bytes * 0.8)
+    by_default = plan(replace(job, limits=Limits()), calibration, [(layout, 1)])
+    # two chunks of a prompt read the weights twice, and have smaller activations
+    assert found.points[0].ttft_ms > 1.05 * by_default.points[0].ttft_ms
+    assert found.points[0].memory.steps(1) < by_default.points[0].memory.steps(1)
+    assert plan(replace(job, limits=Limits(algorithm="nvrar")), calibration, [(layout, 1)]).refused.keys() == {"2x1"}
+
+
+def test_keys_and_values_of_one_byte() -> None:
+    """They take half of the memory and less time to read, as far as reading bounds attention; nothing else changes."""
+    calibration, layout = load("NVIDIA H200"), Layout(1, 1)
+    job = Job(preset("llama-3.1-70b"), "x", "fp8", cluster.load("dgx-h200"), 1, 2048, 2048)
+    two, one = (plan(replace(job, limits=Limits(kv_item=item)), calibration) for item in (None, 1))
+    memory = [memory_of(found.job, layout) for found in (two, one)]
+    assert memory[0].per_token == 2 * memory[1].per_token
+    assert replace(memory[0], per_token=0) == replace(memory[1], per_token=0)
+    parts = [next(point.parts for point in found.points if point.sequences == 32) for found in (two, one)]
+    assert parts[1].keys() == parts[0].keys()
+    assert {name for name in parts[0] if parts[0][name] != parts[1][name]} == {"attention"}
+    assert parts[1]["attention"] < 0.95 * parts[0]["attention"]
+    assert max(point.sequences for point in one.points) > 1.9 * max(point.sequences for point in two.points)
+
+
+def test_sums_of_several_leaves_are_priced_as_those_between_them() -> None:
+    text = "gpu: H200 SXM\nnode: {num_gpus_per_node: 8, inter_node_bw: 50e+9, p2p_latency: 5e-6}\n"
+    switch = "switch: {num_nodes_per_leaf: 2, oversubscription: 4, hop_latency: 1e-6, source: made up}"
+    plain, leaves = (
+        CollectiveCosts.on(cluster.parse(each, "x.yaml"), load("NVIDIA H200").link) for each in (text, text + switch)
+    )
+    assert leaves.network_over(2) == plain.network_over(2) == plain.network_over(4)
+    assert leaves.network_over(4)[:2] == (7.0, plain.network.bw_gbps / 4)
+    assert leaves.all_reduce(1 << 20, 16, 2) == plain.all_reduce(1 << 20, 16, 2)
+    assert leaves.all_reduce(1 << 20, 32, 2).time_us > plain.all_reduce(1 << 20, 32, 2).time_us
+    assert leaves.all_gather(1 << 20, 32) > plain.all_gather(1 << 20, 32)
+    assert leaves.all_to_all(1 << 20, 32) > plain.all_to_all(1 << 20, 32)

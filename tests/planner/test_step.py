@@ -1,0 +1,192 @@
+"""The model of a step counts what a model computes, and no more."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shotcast.collectives.registry import registered
+from shotcast.cost.calibration import KernelFit
+from shotcast.cost.collective import LinkCost
+from shotcast.cost.inference import KINDS, KernelCost
+from shotcast.errors import ConfigError
+from shotcast.hardware import cluster
+from shotcast.models.presets import PRESETS, preset
+from shotcast.planner.calibration import FUSED_NORM, Calibration, load
+from shotcast.planner.collectives import CollectiveCosts, may_be_chosen
+from shotcast.planner.step import Layout, StepModel, StepWork
+from shotcast.wire import NodeShape
+
+LATENCY = 1e-3
+MODELS = ["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "smollm2-135m"]
+
+
+def constants(only: str, rate: str, value: float) -> Calibration:
+    """Return a calibration by which all kinds take no time but those that begin so, by one of their two rates."""
+    free = KernelFit(KernelCost(0.0, math.inf, math.inf), 0.0, 0.0, 1)
+    rates = {"first_rate": math.inf, "second_rate": math.inf} | {rate: value}
+    counted = free._replace(cost=KernelCost(0.0, **rates))
+    kinds = {kind: counted if kind.startswith(only) else free for kind in (*KINDS, FUSED_NORM)}
+    return Calibration("NVIDIA H200", kinds, LinkCost(0.0, 0.0, math.inf), 0.0, (), {})
+
+
+@cache
+def costs() -> tuple[Calibration, CollectiveCosts]:
+    calibration = load("NVIDIA H200")
+    return calibration, CollectiveCosts.on(cluster.load("dgx-h200"), calibration.link)
+
+
+def decode(sequences: int, context: float = 512) -> StepWork:
+    return StepWork(sequences, context, (), sequences)
+
+
+def total_us(model: StepModel, work: StepWork) -> float:
+    return sum(stage.time_us for stage in model.stages(work))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_reads_every_matrix_once(name: str) -> None:
+    """Microseconds of reading at 1e9 bytes a second are kilobytes; the sizes of matrices come from the checkpoint."""
+    model = preset(name)
+    calibration = constants("product", "first_rate", 1.0)
+    shapes = model.tensors()
+    embeddings = 0 if model.tied else math.prod(shapes[f"{model.names.embeddings}.weight"])
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2) - embeddings
+    one_rank = StepModel(model, Layout(1, 1), calibration, costs()[1])
+    assert total_us(one_rank, decode(4)) * 1e3 == pytest.approx(2 * matrices, rel=1e-9)
+    stages = StepModel(model, Layout(1, 3), calibration, costs()[1])
+    assert total_us(stages, decode(4)) * 1e3 == pytest.approx(2 * matrices, rel=1e-9)
+    quantised = StepModel(model, Layout(1, 1), calibration, costs()[1], "fp8")
+    head = model.vocab * model.hidden
+    assert total_us(quantised, decode(4)) * 1e3 == pytest.approx(matrices + head, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_takes_two_operations_a_weight_and_token(name: str) -> None:
+    model = preset(name)
+    calibration = constants("product", "second_rate", 1.0)
+    shapes = model.tensors()
+    vocab = math.prod(shapes[f"{model.names.embeddings}.weight"])
+    layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2) - vocab * (1 if model.tied else 2)
+    one_rank = StepModel(model, Layout(1, 1), calibration, costs()[1])
+    work = StepWork(0, 0, ((300, 0), (212, 100)), 2)
+    # the head sees two rows, the last ones of the prompts
+    assert total_us(one_rank, work) * 1e3 == pytest.approx(2 * 512 * layers + 2 * 2 * vocab, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_and_values_are_read_once(name: str) -> None:
+    model = preset(name)
+    one_rank = StepModel(model, Layout(1, 1), constants("decode", "first_rate", 1.0), costs()[1])
+    expected = 5 * 101 * 2 * model.layers * model.kv_heads * model.head_dim * 2  # those before it, and its own
+    assert total_us(one_rank, decode(5, 100)) * 1e3 == pytest.approx(expected, rel=1e-9)
+
+
+names = st.sampled_from(sorted(PRESETS))
+layouts = st.builds(lambda ranks, stages: Layout(ranks, stages), st.sampled_from([1, 2, 4, 8]), st.integers(1, 8))
+works = st.builds(
+    lambda decoding, context, prompts: StepWork(decoding, context, tuple(prompts), decoding + len(prompts)),
+    st.integers(0, 512),
+    st.integers(0, 4000),
+    st.lists(st.tuples(st.integers(2, 2048), st.integers(0, 4000)), max_size=3),
+).filter(lambda work: work.rows > 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, layouts, works)
+def test_a_step_takes_some_time_with_an_error_below_it(name: str, layout: Layout, work: StepWork) -> None:
+    model = StepModel(preset(name), layout, *costs())
+    stages = model.stages(work)
+    assert len(stages) == layout.pipeline_parallel
+    for stage in stages:
+        assert 0 < stage.time_us < 1e8
+        assert 0 < stage.error_us < stage.time_us
+        assert all(part > 0 for part in stage.parts.values())
+    transfers_us = model.transfers_us(work)
+    assert len(transfers_us) == len(stages)
+    assert all(each > 0 for each in transfers_us) == (len(stages) > 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(names, layouts, st.integers(1, 200), st.integers(0, 3000))
+def test_more_of_anything_takes_longer(name: str, layout: Layout, sequences: int, context: int) -> None:
+    model = StepModel(preset(name), layout, *costs())
+    base = total_us(model, StepWork(0, 0, ((sequences + 1, context),), 1))
+    assert total_us(model, StepWork(0, 0, ((sequences + 1, context + 500),), 1)) >= base
+    longer = [total_us(model, decode(sequences, length)) for length in (context, context + 512)]
+    # a window hides what is beyond it
+    assert longer[0] <= longer[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, layouts, st.sampled_from(["", "fp8"]), st.integers(1, 300), st.integers(1, 40))
+def test_more_rows_take_no_less(name: str, layout: Layout, quantization: str, rows: int, more: int) -> None:
+    """Kernels of one row, of few and of many were fitted one by one; where they meet, times do not fall."""
+    model = StepModel(preset(name), layout, *costs(), quantization)
+    assert total_us(model, decode(rows)) <= total_us(model, decode(rows + more))
+    prompts = [total_us(model, StepWork(0, 0, ((tokens, 0),), 1)) for tokens in (rows + 1, rows + 1 + more)]
+    assert prompts[0] <= prompts[1]
+
+
+def test_more_rows_take_no_less_where_kernels_meet() -> None:
+    model = StepModel(preset("llama-3.1-405b"), Layout(1, 8), *costs(), "fp8")
+    for before, after in ((1, 2), (63, 65), (64, 65)):
+        assert total_us(model, decode(before)) <= total_us(model, decode(after))
+
+
+def test_hops_lie_within_nodes_or_between() -> None:
+    calibration, collectives = costs()
+    model = StepModel(preset("llama-3.1-70b"), Layout(4, 4), calibration, collectives)
+    nbytes = 2 * 8192
+    near_us, far_us = (collectives.send(nbytes, far) for far in (False, True))
+    # two stages a node; the last one sends a token of 8 bytes to the first
+    assert model.transfers_us(decode(1)) == [near_us, far_us, near_us, collectives.send(8, True)]
+    on_one = StepModel(preset("llama-3.1-70b"), Layout(2, 4), calibration, collectives)
+    assert on_one.transfers_us(decode(1)) == [near_us] * 3 + [collectives.send(8, False)]
+    wide = StepModel(preset("llama-3.1-70b"), Layout(16, 2), calibration, collectives)
+    assert wide.transfers_us(decode(1))[0] == far_us
+
+
+def test_more_ranks_take_less_until_latency_counts() -> None:
+    one, eight = (
+        total_us(StepModel(preset("llama-3.1-70b"), Layout(ranks, 1), *costs()), decode(1)) for ranks in (1, 8)
+    )
+    assert 4 < one / eight < 8
+    one, eight = (
+        total_us(StepModel(preset("smollm2-135m"), Layout(ranks, 1), *costs()), decode(1)) for ranks in (1, 8)
+    )
+    assert eight > one / 2
+
+
+def test_several_nodes_take_the_network() -> None:
+    calibration, collectives = costs()
+    model = StepModel(preset("llama-3.1-70b"), Layout(16, 1), calibration, collectives)
+    near = StepModel(preset("llama-3.1-70b"), Layout(8, 1), calibration, collectives)
+    assert model.stages(decode(1))[0].parts["all_reduce"] > 2 * near.stages(decode(1))[0].parts["all_reduce"]
+    assert collectives.all_reduce(1 << 14, 16, 2).algorithm.startswith("nvrar")
+    with pytest.raises(ConfigError, match="12 ranks are no whole number of nodes of 8 GPUs"):
+        collectives.shape(12)
+    with pytest.raises(ConfigError, match="no model of vendor for 1x8 ranks"):
+        collectives.all_reduce(1 << 14, 8, 2, "vendor")
+    with pytest.raises(ConfigError, match="no model of nvrar for 1x8 ranks"):
+        collectives.all_reduce(1 << 14, 8, 2, "nvrar")
+    assert collectives.all_reduce(1 << 14, 8, 2, "ring").algorithm == "ring"
+
+
+def test_only_what_gpus_have_kernels_for_is_chosen() -> None:
+    """Between nodes: those that keep the bits, and not two-shot, which CPU hosts alone have."""
+    one_node, nodes = (
+        {name for name, one in registered().items() if may_be_chosen(one, shape)}
+        for shape in (NodeShape(1, 8), NodeShape(2, 4))
+    )
+    assert one_node == {"one_shot", "two_shot"}
+    assert nodes == {"nvrar", "nvrar_halving", "nvrar_pairs"}
+
+
+def test_a_model_that_cannot_be_divided() -> None:
+    with pytest.raises(ConfigError, match="cannot be divided between 40 stages"):
+        StepModel(preset("llama-3.1-8b"), Layout(1, 40), *costs())
