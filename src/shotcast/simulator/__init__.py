@@ -1,0 +1,1 @@
+"""Schedules in simulated time: collectives as recurrences, requests and stages as events."""

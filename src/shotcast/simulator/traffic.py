@@ -1,0 +1,151 @@
+"""Traffic for a planned deployment: requests that arrive over time, served by simulated engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shotcast.engine.scheduler import SchedulerConfig
+from shotcast.errors import ConfigError
+from shotcast.planner.calibration import Calibration
+from shotcast.planner.collectives import CollectiveCosts
+from shotcast.planner.cpu_rows import step_model
+from shotcast.planner.plan import Job, Point
+from shotcast.simulator.priced_steps import PricedSteps
+from shotcast.simulator.serving import Arrival, Service, percentile, serve
+
+_BLOCK = 16
+MOST_REQUESTS = 100_000
+MOST_SECONDS = 1e9
+"""The latest arrival: beyond it, times of microseconds are lost in the rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The latencies and throughput that requests met, in milliseconds and tokens a second.
+
+    Attributes:
+        services: of each engine.
+    """
+
+    services: tuple[Service, ...]
+
+    def ttft_ms(self, percent: float) -> float:
+        """Return a percentile of the time to the first token."""
+        return percentile([request.ttft_s * 1e3 for one in self.services for request in one.requests], percent)
+
+    def tpot_ms(self, percent: float) -> float:
+        """Return a percentile of the time of a later token; 0 where requests have none."""
+        times = [request.tpot_s * 1e3 for one in self.services for request in one.requests if len(request.times_s) > 1]
+        return percentile(times, percent) if times else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of output a second of all engines, from the first arrival to the last token."""
+        requests = [request for one in self.services for request in one.requests]
+        seconds = max(one.times_s[-1] for one in requests) - min(one.arrival_s for one in requests)
+        return sum(len(one.times_s) for one in requests) / seconds
+
+    @property
+    def preemptions(self) -> int:
+        """Sequences that lost their blocks of the cache."""
+        return sum(one.preemptions for one in self.services)
+
+    def as_json(self) -> dict[str, float]:
+        """Return the figures by InferenceX's names, in seconds and tokens a second."""
+        return {
+            "requests": sum(len(one.requests) for one in self.services),
+            "output_tput": self.tokens_per_s,
+            "median_ttft": self.ttft_ms(50) / 1e3,
+            "p99_ttft": self.ttft_ms(99) / 1e3,
+            "median_tpot": self.tpot_ms(50) / 1e3,
+            "p99_tpot": self.tpot_ms(99) / 1e3,
+            "preemptions": self.preemptions,
+        }
+
+
+def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0) -> list[Arrival]:
+    """Return requests of equal lengths that arrive at a mean rate a second, independently of each other.
+
+    Raises:
+        ConfigError: there is no rate or no request, or there are too many.
+    """
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"rate must be above 0 requests a second, not {rate}")
+    if not 1 <= requests <= MOST_REQUESTS:
+        raise ConfigError(f"requests must be from 1 to {MOST_REQUESTS}, not {requests}")
+    numbers, now, arrivals = random.Random(seed), 0.0, []
+    for _ in range(requests):
+        now += numbers.expovariate(rate)
+        arrivals.append(Arrival(now, prompt, output))
+    if now > MOST_SECONDS:
+        raise ConfigError(f"{requests} requests at {rate:g} a second take longer than {MOST_SECONDS:g} s to arrive")
+    return arrivals
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Return the requests of a file of JSON lines, each with ``time_s``, ``prompt`` and ``output``.
+
+    Raises:
+        ConfigError: it cannot be read, has no requests or too many, or a line is no request.
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    if not 1 <= len(lines) <= MOST_REQUESTS:
+        raise ConfigError(f"a trace has 1 to {MOST_REQUESTS} requests, and {path} has {len(lines)}")
+    arrivals = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            time_s, prompt, output = (value[name] for name in ("time_s", "prompt", "output"))
+            if {type(prompt), type(output)} != {int} or type(time_s) not in (int, float):
+                raise ValueError("prompt and output are whole numbers, and time_s is a number")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f'{path}, line {number}: a request is {{"time_s": 0.5, "prompt": 100, "output": 20}}, not {line[:80]}'
+            ) from error
+        if not 0 <= time_s <= MOST_SECONDS or prompt < 1 or output < 1:
+            raise ConfigError(
+                f"{path}, line {number}: time_s must be at least 0 and at most {MOST_SECONDS:g}, prompt and output at "
+                "least 1"
+            )
+        arrivals.append(Arrival(float(time_s), prompt, output))
+    return arrivals
+
+
+def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
+    """Return what requests meet at a point of a plan; they take the engines in turn.
+
+    Ranks with sequences of their own count as engines: at any time, all of them are taken to have as much to do.
+
+    Raises:
+        ConfigError: a request is too long for the model or for the cache.
+    """
+    longest = max(arrival.prompt + arrival.output for arrival in arrivals)
+    if longest > job.model.max_position:
+        raise ConfigError(f"{job.name} takes {job.model.max_position} tokens of a sequence, and one has {longest}")
+    constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
+    collectives = CollectiveCosts.on(job.cluster, constants.link)
+    limits = job.limits
+    model = step_model(
+        job.model, point.layout, constants, collectives, job.quantization, limits.algorithm, kv_item=limits.kv_item
+    )
+    config = SchedulerConfig(
+        max_sequences=point.sequences,
+        max_batch_tokens=max(limits.batch_tokens, point.sequences),
+        block_size=_BLOCK,
+        num_blocks=point.memory.cache(point.sequences) // (point.memory.per_token * _BLOCK),
+        max_model_len=max(longest, 2),
+        prefix_caching=False,
+        lookahead=int(model.hides_host),
+        pipeline=point.layout.pipeline_parallel,
+    )
+    ordered = sorted(arrivals)
+    parts = [ordered[first :: point.schedulers] for first in range(point.schedulers)]
+    return Traffic(tuple(serve(part, config, PricedSteps(model)) for part in parts if part))
